@@ -1,0 +1,92 @@
+"""Bytes: what weights, activations and cache take, and how many blocks fit. Pure arithmetic, no device."""
+
+from dataclasses import dataclass
+
+from quire.config.model import ArchFacts
+from quire.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def human(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def kv_bytes_per_block(facts: ArchFacts, dtype: str, block_size: int) -> int:
+    """Keys and values of one block, all layers."""
+    return 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype] * block_size
+
+
+def weight_bytes(facts: ArchFacts, dtype: str) -> int:
+    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    attention = facts.hidden * (heads + 2 * kv_heads) + heads * facts.hidden
+    layer = attention + 3 * facts.hidden * facts.intermediate + 2 * facts.hidden
+    tables = facts.vocab * facts.hidden * (1 if facts.tied else 2)
+    return (facts.layers * layer + tables + facts.hidden) * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
+    """Peak of one forward pass: the widest layer for every token, and float32 logits (three copies while sampling)."""
+    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    widest = max(3 * facts.intermediate, 2 * (heads + 2 * kv_heads)) + 4 * facts.hidden
+    return num_tokens * widest * DTYPE_BYTES[dtype] + 3 * num_seqs * facts.vocab * 4
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    num_blocks: int
+    """Block 0, which holds nothing, counted in."""
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """What may be spent on the cache, and how the user could change it."""
+
+    kv_bytes: int
+    """Bytes for the cache."""
+    other_bytes: int
+    """Bytes for weights and activations."""
+    total_bytes: int
+    """Memory of the device."""
+    num_blocks_override: int | None = None
+
+
+def size_cache(
+    facts: ArchFacts, *, kv_dtype: str, block_size: int, max_model_len: int, auto_fit: bool, room: CacheRoom
+) -> CacheSize:
+    """As many blocks as fit. They must hold one request of `max_model_len`; with `auto_fit` that length gives way."""
+    per_block = kv_bytes_per_block(facts, kv_dtype, block_size)
+    num_blocks = room.num_blocks_override
+    if num_blocks is None:
+        num_blocks = max(room.kv_bytes, 0) // per_block
+    longest = max(num_blocks - 1, 0) * block_size
+    if max_model_len <= longest:
+        return CacheSize(num_blocks, max_model_len)
+    if auto_fit and longest > 0:
+        return CacheSize(num_blocks, longest)
+    needed_blocks = -(-max_model_len // block_size) + 1
+    raise ConfigError(_too_small(room, needed_blocks, per_block, max_model_len, longest))
+
+
+def _too_small(room: CacheRoom, needed_blocks: int, per_block: int, max_model_len: int, longest: int) -> str:
+    needed = needed_blocks * per_block
+    shorter = f"--max-model-len {longest} or --max-model-len auto" if longest else ""
+    if room.num_blocks_override is not None:
+        return (
+            f"One request of max_model_len={max_model_len} needs {needed_blocks} KV cache blocks, but "
+            f"num_gpu_blocks_override={room.num_blocks_override}. Use --num-gpu-blocks-override {needed_blocks}"
+            + (f" or more, or {shorter}." if shorter else " or more.")
+        )
+    have = max(room.kv_bytes, 0)
+    ways = [shorter] if shorter else []
+    share = (needed + room.other_bytes) / room.total_bytes
+    if share <= 1.0:
+        ways.append(f"--gpu-memory-utilization {min(1.0, share + 0.0051):.2f}")
+        ways.append(f"--kv-cache-memory-bytes {needed}")
+    return (
+        f"To serve at least one request with the model's max seq len ({max_model_len}), {human(needed)} of KV cache is "
+        f"needed, but {human(have)} is available: {needed - have} bytes are missing. "
+        f"The estimated maximum model length is {longest}. "
+        + (f"Try {', or '.join(ways)}." if ways else "This model needs a device with more memory.")
+    )

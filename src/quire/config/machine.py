@@ -1,0 +1,23 @@
+"""What the machine offers, as plain facts. `dist.platform.detect()` finds them; `resolve()` reads them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    device: str
+    """`cpu` or `cuda`."""
+    name: str
+    """The device as its maker calls it."""
+    num_devices: int
+    total_bytes: int
+    """Memory of one device; for `cpu` what this process may use (cgroup limits respected)."""
+    free_bytes: int
+    num_cores: int
+    """CPU cores available to this process (affinity and cgroup quota respected)."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability; (0, 0) on a CPU."""
+    bf16: bool = False
+    """Whether bfloat16 arithmetic is native; without it bf16 checkpoints run as float32."""
+    fp16: bool = False
+    """Whether float16 arithmetic is native and fast."""

@@ -1,0 +1,112 @@
+"""What a step is: the plan that goes to the worker, and the result that comes back."""
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.params import SamplingParams
+
+Ints = NDArray[np.int32]
+
+
+class Admission(msgspec.Struct):
+    """A request that takes a row: everything the worker needs to know of it, sent once."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]
+    """Prompt, and for a request that was preempted the output so far."""
+    prompt_len: int
+    num_computed: int
+    """How many of them the prefix cache already holds."""
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """The request's own random stream; every draw is a function of (seed, position)."""
+    stop_ids: tuple[int, ...] = ()
+    """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
+
+
+class StepPlan(msgspec.Struct):
+    """One step. Apply in this order: release rows, admit rows, append blocks, then compute."""
+
+    step: int
+    released: list[int]
+    admitted: list[Admission]
+    block_rows: Ints
+    """Row of each entry of `block_ids`, grouped by row and in order of position."""
+    block_ids: Ints
+    rows: Ints
+    """The rows that compute in this step, in batch order."""
+    num_tokens: Ints
+    """How many tokens each of `rows` computes, from its num_computed on."""
+    samples: NDArray[np.bool_]
+    """Whether the row's last known token is computed, so that it gets a new one."""
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+class RowLogprobs(msgspec.Struct):
+    """Logprobs of one position: the chosen token first, then the requested best in falling order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token in the whole vocabulary, 1 is best."""
+
+
+class StepResult(msgspec.Struct):
+    """What the worker computed for a plan."""
+
+    token_ids: Ints
+    """One new token for each row of the plan with `samples`, in the plan's order."""
+    logprobs: dict[int, RowLogprobs] = {}
+    """By row, for the rows that asked."""
+    prompt_logprobs: dict[int, list[RowLogprobs]] = {}
+    """By row: the positions that this step's chunk covered, in order."""
+
+
+class Finish(msgspec.Struct):
+    """Why and when a sequence ended. Times are monotonic seconds of the core's clock."""
+
+    reason: str
+    """stop | length | abort | error | repetition"""
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+    queued_at: float = 0.0
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+
+
+class StepStats(msgspec.Struct):
+    """The engine after a step; what metrics and the log line are made of."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_computed_tokens: int = 0
+    """Tokens that went through the model in this step."""
+    num_prompt_tokens: int = 0
+    """Of these, tokens of prompts."""
+    num_sampled_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
+    prefix_hits: int = 0
+    num_preempted: int = 0
+
+
+class StepOutput(msgspec.Struct):
+    """What a step means to the requests, in columns: `token_ids[i]` is the new token of `request_ids[i]`."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+    finished: dict[str, Finish] = {}
+    logprobs: dict[str, RowLogprobs] = {}
+    prompt_logprobs: dict[str, list[RowLogprobs]] = {}
+    admitted: dict[str, int] = {}
+    """Requests that ran for the first time, with the number of prompt tokens that the prefix cache held."""
+    stats: StepStats = msgspec.field(default_factory=StepStats)

@@ -1,0 +1,44 @@
+"""Request: one sequence to continue, as it travels to the core and as the scheduler keeps it."""
+
+import msgspec
+
+from quire.data.params import SamplingParams
+
+
+class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
+    id: str
+    tokens: list[int]
+    """Prompt, then output: grows by what is sampled."""
+    params: SamplingParams
+    prompt_len: int
+    limit: int
+    """The sequence ends when it has this many tokens (max_tokens and max_model_len, whichever is first)."""
+    seed: int
+    eos_id: int = -1
+    """The id that ends the sequence without being named as stop_reason; -1 with ignore_eos."""
+    priority: int = 0
+    arrived_at: float = 0.0
+    """Wall clock, at the front."""
+    cache_salt: str | None = None
+
+    # What follows belongs to the scheduler.
+    row: int = -1
+    num_preemptions: int = 0
+    num_cached: int = -1
+    """Prompt tokens found in the prefix cache when it was first admitted; -1 before."""
+    block_keys: list[bytes] = []
+    """Prefix-cache keys of the full blocks hashed so far."""
+    queued_at: float = 0.0
+    """Monotonic, as are the two below."""
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def held_ids(self) -> tuple[int, ...]:
+        """The ids that must not be drawn before min_tokens: whatever could end the sequence."""
+        ids = list(self.params.stop_token_ids or ())
+        return tuple(ids if self.eos_id < 0 else [self.eos_id, *ids])

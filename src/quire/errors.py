@@ -1,0 +1,29 @@
+"""The exception tree. Every error that a caller can cause names the value, the limit and the way out."""
+
+
+class QuireError(Exception):
+    """The root: catch this to catch everything that Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """The launch is wrong: a flag, a model file, a combination. Nothing has started."""
+
+
+class RequestError(QuireError, ValueError):
+    """One request is wrong; the engine is untouched. `param` names the field at fault."""
+
+    status = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineError(QuireError, RuntimeError):
+    """The engine failed while working on a request."""
+
+    status = 500
+
+
+class EngineDead(EngineError):
+    """The engine is gone; nothing more can be asked of it."""

@@ -1,0 +1,42 @@
+"""Loggers: one format, a process prefix, and warnings that speak once."""
+
+import functools
+import logging
+import os
+import sys
+
+_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+_prefix = ""
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _prefix + super().format(record)
+
+
+def name_process(role: str) -> None:
+    """Prefix every later line of this process with its role and pid."""
+    global _prefix
+    _prefix = f"({role} pid={os.getpid()}) "
+
+
+@functools.cache
+def _root() -> logging.Logger:
+    root = logging.getLogger("quire")
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Formatter(_FORMAT, datefmt="%m-%d %H:%M:%S"))
+        root.addHandler(handler)
+        root.propagate = False
+    root.setLevel(os.environ.get("QUIRE_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "INFO")).upper())
+    return root
+
+
+def get_logger(name: str) -> logging.Logger:
+    _root()
+    return logging.getLogger(name)
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, message: str) -> None:
+    logger.warning(message, stacklevel=2)

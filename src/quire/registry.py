@@ -1,0 +1,37 @@
+"""Tables of names to classes that are imported only when asked for."""
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire.errors import ConfigError
+
+
+def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """`; did you mean 'x'?` when something in `known` is close to `name`, else the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class LazyTable(Mapping[str, Any]):
+    """`"module:Class"` strings by name. A miss is a ConfigError that lists the known names."""
+
+    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+        self.kind = kind
+        self.entries = entries
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}; known: {', '.join(sorted(self.entries))}")
+        module, _, attribute = self.entries[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)

@@ -1,0 +1,131 @@
+"""Blocks of the KV cache: who uses them, which are free, and which prefix each holds."""
+
+from collections.abc import Iterable
+
+
+class Block:
+    """A page of the cache. Free blocks are linked in the order in which they will be reused."""
+
+    __slots__ = ("id", "key", "next", "num_users", "prev")
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.num_users = 0
+        self.key: bytes | None = None
+        """The prefix whose last tokens it holds; None while partly filled or not indexed."""
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.id}, users={self.num_users}, key={self.key.hex()[:8] if self.key else None})"
+
+
+class FreeList:
+    """A linked list of blocks; every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._head, self._tail = Block(-1), Block(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    def _link(self, before: Block, block: Block, after: Block) -> None:
+        before.next = after.prev = block
+        block.prev, block.next = before, after
+        self._len += 1
+
+    def append(self, block: Block) -> None:
+        assert self._tail.prev is not None
+        self._link(self._tail.prev, block, self._tail)
+
+    def prepend(self, block: Block) -> None:
+        assert self._head.next is not None
+        self._link(self._head, block, self._head.next)
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev, block.next
+        assert before is not None and after is not None, f"{block} is not free"
+        before.next, after.prev = after, before
+        block.prev = block.next = None
+        self._len -= 1
+
+    def popleft(self) -> Block:
+        block = self._head.next
+        assert block is not None and block is not self._tail, "no free block"
+        self.remove(block)
+        return block
+
+
+class BlockPool:
+    """All blocks of one cache. Block 0 is never handed out: padding may read and write it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.blocks = [Block(id) for id in range(num_blocks)]
+        self.blocks[0].num_users = 1
+        self._free = FreeList()
+        for block in self.blocks[1:]:
+            self._free.append(block)
+        self._index: dict[bytes, Block] = {}
+
+    @property
+    def num_usable(self) -> int:
+        return len(self.blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        return 1.0 - self.num_free / self.num_usable
+
+    def take(self, count: int) -> list[Block]:
+        """Hand out `count` free blocks; what they held leaves the index here, and only here."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        taken = [self._free.popleft() for _ in range(count)]
+        for block in taken:
+            block.num_users = 1
+            if block.key is not None:
+                self.forget(block)
+        return taken
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.num_users == 0:
+                self._free.remove(block)
+            block.num_users += 1
+
+    def release(self, blocks: list[Block]) -> None:
+        """Give back one sequence's blocks, in its order. The end of a chain is reused before its beginning,
+        and what holds no known prefix before everything else."""
+        for block in reversed(blocks):
+            block.num_users -= 1
+            assert block.num_users >= 0, f"{block} was freed twice"
+            if block.num_users == 0:
+                (self._free.prepend if block.key is None else self._free.append)(block)
+
+    def find(self, key: bytes) -> Block | None:
+        return self._index.get(key)
+
+    def remember(self, block: Block, key: bytes) -> None:
+        """Index a full block. A second block with the same content stays out of the index."""
+        if key not in self._index:
+            block.key = key
+            self._index[key] = block
+
+    def forget(self, block: Block) -> None:
+        if block.key is not None:
+            del self._index[block.key]
+            block.key = None
+
+    def reset(self) -> bool:
+        """Forget every prefix. False, and nothing happens, while blocks are in use."""
+        if self.num_free != self.num_usable:
+            return False
+        for block in self.blocks:
+            block.key = None
+        self._index.clear()
+        return True

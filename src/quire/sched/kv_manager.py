@@ -1,0 +1,93 @@
+"""KVManager: which blocks each row holds, and which prefixes can be shared."""
+
+import hashlib
+
+import numpy as np
+
+from quire.data.plan import Ints
+from quire.data.request import Request
+from quire.sched.blocks import Block, BlockPool
+
+
+def _root_key(request: Request) -> bytes:
+    """The parent of a request's first block: everything beside its tokens that its cache depends on."""
+    return hashlib.sha256(b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()).digest()
+
+
+class KVManager:
+    """Rows are the scheduler's; a row's blocks stand in the order of its tokens."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_rows: int, share_prefixes: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.share_prefixes = share_prefixes
+        self.tables: list[list[Block]] = [[] for _ in range(max_rows)]
+        self.num_blocks: Ints = np.zeros(max_rows, np.int32)
+        self.num_indexed: Ints = np.zeros(max_rows, np.int32)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def lookup(self, request: Request) -> list[Block]:
+        """The longest indexed prefix. The last token is never part of it: its logits have to be computed."""
+        if not self.share_prefixes or request.params.skip_reading_prefix_cache:
+            return []
+        hits = []
+        num_full = (len(request.tokens) - 1) // self.block_size
+        if len(request.block_keys) < num_full:
+            self._hash(request, np.array(request.tokens, np.int32), num_full)
+        for key in request.block_keys[:num_full]:
+            block = self.pool.find(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_takable(self, hits: list[Block]) -> int:
+        """Free blocks that remain once `hits` are in use."""
+        return self.pool.num_free - sum(block.num_users == 0 for block in hits)
+
+    def admit(self, row: int, hits: list[Block], num_tokens: int) -> list[int]:
+        """Give an empty row its shared blocks and new ones up to `num_tokens`; their ids."""
+        assert not self.tables[row], f"row {row} is taken"
+        self.pool.share(hits)
+        table = hits + self.pool.take(self.blocks_for(num_tokens) - len(hits))
+        self.tables[row] = table
+        self.num_blocks[row] = len(table)
+        self.num_indexed[row] = len(hits)
+        return [block.id for block in table]
+
+    def grow(self, rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
+        """Append `counts[i]` new blocks to `rows[i]`. Returns row and id of each new block."""
+        growing = np.flatnonzero(counts)
+        rows, counts = rows[growing], counts[growing]
+        taken = self.pool.take(int(counts.sum()))
+        self.num_blocks[rows] += counts
+        start = 0
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self.tables[row].extend(taken[start : start + count])
+            start += count
+        return np.repeat(rows, counts), np.fromiter((block.id for block in taken), np.int32, len(taken))
+
+    def index(self, request: Request, tokens: Ints, num_full: int) -> None:
+        """Make the first `num_full` blocks of a running request findable."""
+        row, keys = request.row, request.block_keys
+        if len(keys) < num_full:
+            self._hash(request, tokens, num_full)
+        table = self.tables[row]
+        for place in range(self.num_indexed[row], num_full):
+            self.pool.remember(table[place], keys[place])
+        self.num_indexed[row] = num_full
+
+    def free(self, row: int) -> None:
+        self.pool.release(self.tables[row])
+        self.tables[row] = []
+        self.num_blocks[row] = self.num_indexed[row] = 0
+
+    def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
+        """Extend the request's keys to its first `num_full` blocks; each is hashed once in a request's life."""
+        keys, size = request.block_keys, self.block_size
+        parent = keys[-1] if keys else _root_key(request)
+        for start in range(len(keys) * size, num_full * size, size):
+            parent = hashlib.sha256(parent + tokens[start : start + size].tobytes()).digest()
+            keys.append(parent)

@@ -1,0 +1,282 @@
+"""The scheduler's rules, one by one, without a device."""
+
+import numpy as np
+import pytest
+from symbolic import Engine, continuation
+
+from quire.data.params import RepetitionDetectionParams, SamplingParams
+from quire.data.plan import StepPlan, StepResult
+from quire.sched import scheduler
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + 7 * i) % 97 for i in range(length)]
+
+
+def spent(engine: Engine, step: int) -> dict[str, int]:
+    """Tokens by request id in one step."""
+    plan = engine.plans[step]
+    ids = engine.scheduler.running.ids
+    return {ids[row]: count for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)}
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    engine = Engine(max_num_batched_tokens=10)
+    engine.add("a", prompt(25))
+    engine.run()
+    assert [plan.total_tokens for plan in engine.plans[:4]] == [10, 10, 5, 1]
+    assert engine.outputs["a"] == continuation(prompt(25), 4)
+
+
+def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
+    engine = Engine(max_num_batched_tokens=8)
+    engine.add("long", prompt(40), count=2)
+    engine.step()
+    engine.add("short", prompt(3, 50), count=6)
+    for _ in range(3):
+        engine.step()
+    assert spent(engine, 1) == {"long": 8}
+    engine.run()
+    assert engine.outputs["short"] == continuation(prompt(3, 50), 6)
+
+
+def test_decodes_come_before_an_older_prompt() -> None:
+    """A prompt admitted first must not starve a decode admitted later."""
+    engine = Engine(max_num_batched_tokens=8, long_prefill_token_threshold=5)
+    engine.add("long", prompt(60), count=2)
+    engine.add("short", prompt(3, 50), count=8)
+    engine.step()
+    assert spent(engine, 0) == {"long": 5, "short": 3}
+    engine.scheduler.longest_chunk = 8
+    engine.step()
+    assert spent(engine, 1) == {"long": 7, "short": 1}
+
+
+def test_the_threshold_caps_each_prompt_and_lets_others_in() -> None:
+    engine = Engine(max_num_batched_tokens=20, long_prefill_token_threshold=6)
+    engine.add("a", prompt(30))
+    engine.add("b", prompt(30, 40))
+    engine.step()
+    assert spent(engine, 0) == {"a": 6, "b": 6}
+
+
+def test_never_more_rows_than_max_num_seqs() -> None:
+    engine = Engine(max_num_seqs=3)
+    for i in range(7):
+        engine.add(str(i), prompt(4, i), count=3)
+    engine.run()
+    assert max(len(plan.rows) for plan in engine.plans) == 3
+    assert all(engine.outputs[str(i)] == continuation(prompt(4, i), 3) for i in range(7))
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
+    engine = Engine(max_num_batched_tokens=16, chunked_prefill=False)
+    engine.add("a", prompt(10))
+    engine.add("b", prompt(10, 40))
+    engine.step()
+    engine.step()
+    assert engine.plans[0].total_tokens == 10
+    assert engine.plans[1].total_tokens == 11
+
+
+def test_a_new_request_joins_the_very_next_step() -> None:
+    engine = Engine()
+    engine.add("a", prompt(5), count=10)
+    engine.step()
+    engine.add("b", prompt(6, 30), count=2)
+    engine.step()
+    assert spent(engine, 1) == {"a": 1, "b": 6}
+
+
+def test_priority_admits_the_most_urgent_first() -> None:
+    engine = Engine(max_num_seqs=1, policy="priority")
+    for id, priority, arrived in (("late", 5, 1.0), ("second", 1, 3.0), ("first", 1, 2.0), ("urgent", -3, 9.0)):
+        engine.add(id, prompt(4), count=1, priority=priority, arrived_at=arrived)
+    engine.run()
+    assert list(engine.reasons) == ["urgent", "first", "second", "late"]
+
+
+def test_priority_preempts_the_least_urgent() -> None:
+    engine = Engine(num_blocks=9, policy="priority")
+    engine.add("lax", prompt(8), count=20, priority=9)
+    engine.add("urgent", prompt(8, 30), count=20, priority=0)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert list(engine.reasons) == ["urgent", "lax"]
+    assert engine.outputs["lax"] == continuation(prompt(8), 20)
+
+
+def test_preempted_requests_come_back_with_the_same_tokens() -> None:
+    """64 long requests and room for barely two: all finish, none repeats or loses a token."""
+    engine = Engine(num_blocks=16, max_num_seqs=64, max_num_batched_tokens=64)
+    for i in range(64):
+        engine.add(str(i), prompt(10, i), count=18)
+    engine.run(max_steps=20_000)
+    assert engine.scheduler.num_preemptions > 0
+    for i in range(64):
+        assert engine.outputs[str(i)] == continuation(prompt(10, i), 18), f"request {i}"
+
+
+def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(scheduler.log, "warning", lambda text, *values: said.append(text % values))
+    engine = Engine(num_blocks=9, max_num_seqs=8)
+    for i in range(4):
+        engine.add(str(i), prompt(8, 20 * i), count=20)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 1
+    (warning,) = said
+    assert "total_cumulative_preemption_cnt=1" in warning
+    assert "gpu_memory_utilization" in warning and "max_num_seqs" in warning
+
+
+def test_the_oldest_request_is_never_preempted() -> None:
+    engine = Engine(num_blocks=9, max_num_seqs=8)
+    oldest = engine.add("oldest", prompt(8), count=20)
+    for i in range(3):
+        engine.add(str(i), prompt(8, 20 * i), count=20)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0 and oldest.num_preemptions == 0
+
+
+def test_a_second_prompt_reuses_the_first_ones_blocks() -> None:
+    engine = Engine()
+    engine.add("a", prompt(18))
+    engine.run()
+    engine.add("b", prompt(18))
+    output = engine.step()
+    assert output.admitted == {"b": 16}
+    assert (output.stats.prefix_queries, output.stats.prefix_hits) == (18, 16)
+    engine.run()
+    assert engine.outputs["b"] == engine.outputs["a"]
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    engine = Engine(block_size=4)
+    engine.add("a", prompt(16))
+    engine.run()
+    engine.add("b", prompt(16))
+    assert engine.step().admitted == {"b": 12}
+
+
+def test_generated_tokens_are_shared_too() -> None:
+    engine = Engine(block_size=4)
+    engine.add("a", prompt(6), count=10)
+    engine.run()
+    engine.add("b", prompt(6) + engine.outputs["a"], count=1)
+    assert engine.step().admitted == {"b": 12}
+
+
+def test_sequences_of_one_step_share_the_prompt_they_are_computing() -> None:
+    """n > 1: the prompt goes through the model once, all but its unfinished last block."""
+    engine = Engine(block_size=4, max_num_batched_tokens=64)
+    for k in range(4):
+        engine.add(f"{k}_x", prompt(18), count=3)
+    engine.step()
+    assert engine.plans[0].num_tokens.tolist() == [18, 2, 2, 2]
+    assert len({block.id for row in range(8) for block in engine.kv.tables[row]}) == 4 + 4
+
+
+def test_salt_keeps_prefixes_apart() -> None:
+    engine = Engine(max_num_batched_tokens=64)
+    engine.add("a", prompt(18), cache_salt="one")
+    engine.run()
+    engine.add("b", prompt(18), cache_salt="two")
+    engine.add("c", prompt(18))
+    engine.add("d", prompt(18), cache_salt="one")
+    assert engine.step().admitted == {"b": 0, "c": 0, "d": 16}
+
+
+def test_prompt_logprobs_read_no_cache() -> None:
+    engine = Engine()
+    engine.add("a", prompt(18))
+    engine.run()
+    engine.add("b", prompt(18), params=SamplingParams(max_tokens=4, prompt_logprobs=1))
+    assert engine.step().admitted == {"b": 0}
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    engine = Engine(share=False)
+    engine.add("a", prompt(18))
+    engine.run()
+    engine.add("b", prompt(18))
+    assert engine.step().admitted == {"b": 0}
+
+
+def test_reset_prefix_cache_waits_until_nothing_is_held() -> None:
+    engine = Engine()
+    engine.add("a", prompt(18), count=4)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", prompt(18))
+    assert engine.step().admitted == {"b": 0}
+
+
+def test_abort_frees_running_and_waiting_requests() -> None:
+    engine = Engine(max_num_seqs=1)
+    engine.add("a", prompt(9), count=50)
+    engine.add("b", prompt(9), count=50)
+    engine.step()
+    finished = engine.scheduler.abort(["a", "b", "unknown"])
+    assert {id: finish.reason for id, finish in finished.items()} == {"a": "abort", "b": "abort"}
+    assert not engine.scheduler.has_work
+    assert engine.kv.pool.num_free == engine.kv.pool.num_usable
+
+
+def test_stops() -> None:
+    said = continuation(prompt(5), 12)
+    assert len(set(said[:4])) == 4
+    cases = {
+        "eos": ({"eos_id": said[2]}, {}, 3, ("stop", None)),
+        "stop id": ({}, {"stop_token_ids": [said[3]]}, 4, ("stop", said[3])),
+        "length": ({}, {}, 12, ("length", None)),
+        "eos before min_tokens": ({"eos_id": said[2]}, {"min_tokens": 6}, 12, ("length", None)),
+    }
+    for name, (fields, params, length, why) in cases.items():
+        engine = Engine()
+        engine.add("a", prompt(5), count=12, params=SamplingParams(max_tokens=12, **params), **fields)
+        engine.run()
+        (finish,) = engine.steps[-1].finished.values()
+        assert (len(engine.outputs["a"]), (finish.reason, finish.stop_reason)) == (length, why), name
+
+
+def test_repetition_ends_a_request() -> None:
+    class Parrot:
+        def run(self, plan: StepPlan) -> StepResult:
+            return StepResult(token_ids=np.full(int(plan.samples.sum()), 5, np.int32))
+
+    engine = Engine()
+    engine.worker = Parrot()  # type: ignore[assignment]
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=4)
+    engine.add("a", prompt(5), count=50, params=SamplingParams(max_tokens=50, repetition_detection=detection))
+    engine.run()
+    assert engine.reasons == {"a": "repetition"}
+    assert engine.outputs["a"] == [5] * 4
+
+
+def test_admission_leaves_room_for_what_is_already_running() -> None:
+    """A request is not let in only to be thrown out again while others grow."""
+    engine = Engine(num_blocks=13, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    for i in range(4):
+        engine.add(str(i), prompt(14, 20 * i), count=6)
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_watermark_keeps_blocks_free_at_admission() -> None:
+    engine = Engine(num_blocks=41, block_size=4, watermark=0.5, max_num_batched_tokens=512)
+    for i in range(6):
+        engine.add(str(i), prompt(16, 15 * i), count=2)
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+
+
+def test_stats_count_prompt_and_sampled_tokens_once() -> None:
+    engine = Engine(max_num_batched_tokens=10)
+    engine.add("a", prompt(25), count=3)
+    engine.run()
+    assert sum(step.stats.num_prompt_tokens for step in engine.steps) == 25
+    assert sum(step.stats.num_sampled_tokens for step in engine.steps) == 3
+    assert engine.steps[-1].stats.kv_usage == 0.0
