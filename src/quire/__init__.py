@@ -1,1 +1,36 @@
-"""Quire: an LLM inference and serving engine."""
+"""Quire: an LLM inference and serving engine. Names are imported when first used."""
+
+from typing import Any
+
+from quire.registry import LazyTable
+
+__version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
+
+_EXPORTS = LazyTable(
+    "name",
+    {
+        "LLM": "quire.llm:LLM",
+        "LLMEngine": "quire.core.local:LocalEngine",
+        "EngineArgs": "quire.config.engine:EngineArgs",
+        "SamplingParams": "quire.data.params:SamplingParams",
+        "BeamSearchParams": "quire.data.params:BeamSearchParams",
+        "StructuredOutputsParams": "quire.data.params:StructuredOutputsParams",
+        "RequestOutputKind": "quire.data.params:RequestOutputKind",
+        "RequestOutput": "quire.data.outputs:RequestOutput",
+        "CompletionOutput": "quire.data.outputs:CompletionOutput",
+        "PromptType": "quire.frontend.inputs:PromptType",
+        "TextPrompt": "quire.frontend.inputs:TextPrompt",
+        "TokensPrompt": "quire.frontend.inputs:TokensPrompt",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return _EXPORTS[name]
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -50,16 +50,27 @@ class CacheRoom:
     total_bytes: int
     """Memory of the device."""
     num_blocks_override: int | None = None
+    soft: bool = False
+    """`kv_bytes` is a default that nobody asked for: a cache larger than all rows can ever fill is cut to that."""
 
 
 def size_cache(
-    facts: ArchFacts, *, kv_dtype: str, block_size: int, max_model_len: int, auto_fit: bool, room: CacheRoom
+    facts: ArchFacts,
+    *,
+    kv_dtype: str,
+    block_size: int,
+    max_model_len: int,
+    auto_fit: bool,
+    room: CacheRoom,
+    useful_tokens: int,
 ) -> CacheSize:
     """As many blocks as fit. They must hold one request of `max_model_len`; with `auto_fit` that length gives way."""
     per_block = kv_bytes_per_block(facts, kv_dtype, block_size)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
         num_blocks = max(room.kv_bytes, 0) // per_block
+        if room.soft:
+            num_blocks = min(num_blocks, -(-useful_tokens // block_size) + 1)
     longest = max(num_blocks - 1, 0) * block_size
     if max_model_len <= longest:
         return CacheSize(num_blocks, max_model_len)

@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import SamplingParams
+from quire.data.stats import StepStats
 
 Ints = NDArray[np.int32]
 
@@ -69,34 +70,21 @@ class StepResult(msgspec.Struct):
 
 
 class Finish(msgspec.Struct):
-    """Why and when a sequence ended. Times are monotonic seconds of the core's clock."""
+    """Why a sequence ended."""
 
     reason: str
     """stop | length | abort | error | repetition"""
     stop_reason: int | str | None = None
-    num_cached: int = 0
     num_preemptions: int = 0
-    queued_at: float = 0.0
-    scheduled_at: float = 0.0
-    first_token_at: float = 0.0
-    finished_at: float = 0.0
 
 
-class StepStats(msgspec.Struct):
-    """The engine after a step; what metrics and the log line are made of."""
+class FirstRun(msgspec.Struct):
+    """A request ran for the first time. Times are monotonic seconds."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    num_computed_tokens: int = 0
-    """Tokens that went through the model in this step."""
-    num_prompt_tokens: int = 0
-    """Of these, tokens of prompts."""
-    num_sampled_tokens: int = 0
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
-    prefix_hits: int = 0
-    num_preempted: int = 0
+    num_cached: int
+    """Prompt tokens that the prefix cache held."""
+    queued_at: float
+    scheduled_at: float
 
 
 class StepOutput(msgspec.Struct):
@@ -107,6 +95,8 @@ class StepOutput(msgspec.Struct):
     finished: dict[str, Finish] = {}
     logprobs: dict[str, RowLogprobs] = {}
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
-    admitted: dict[str, int] = {}
-    """Requests that ran for the first time, with the number of prompt tokens that the prefix cache held."""
+    admitted: dict[str, FirstRun] = {}
+    """Requests that ran for the first time."""
+    at: float = 0.0
+    """When the step ended, monotonic."""
     stats: StepStats = msgspec.field(default_factory=StepStats)

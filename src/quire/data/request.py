@@ -24,14 +24,13 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
     # What follows belongs to the scheduler.
     row: int = -1
     num_preemptions: int = 0
-    num_cached: int = -1
-    """Prompt tokens found in the prefix cache when it was first admitted; -1 before."""
+    has_run: bool = False
+    num_prompt_logprobs: int = 0
+    """Prompt positions whose logprobs have been delivered."""
     block_keys: list[bytes] = []
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0
-    """Monotonic, as are the two below."""
-    scheduled_at: float = 0.0
-    first_token_at: float = 0.0
+    """Monotonic."""
 
     @property
     def num_output(self) -> int:

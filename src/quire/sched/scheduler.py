@@ -10,8 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.data.params import find_repetition
-from quire.data.plan import Admission, Finish, Ints, StepOutput, StepPlan, StepResult, StepStats
+from quire.data.plan import Admission, Finish, FirstRun, Ints, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.data.stats import StepStats
 from quire.logs import get_logger
 from quire.sched.blocks import Block
 from quire.sched.kv_manager import KVManager
@@ -63,7 +64,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self._released: list[int] = []
-        self._admitted: dict[str, int] = {}
+        self._admitted: dict[str, FirstRun] = {}
         self._stats = StepStats()
         self._step = 0
         self._next_warning = 0.0
@@ -91,16 +92,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.requests[request.id]
-        return Finish(
-            reason=reason,
-            stop_reason=stop_reason,
-            num_cached=max(request.num_cached, 0),
-            num_preemptions=request.num_preemptions,
-            queued_at=request.queued_at,
-            scheduled_at=request.scheduled_at,
-            first_token_at=request.first_token_at,
-            finished_at=time.monotonic(),
-        )
+        return Finish(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row)
@@ -198,10 +190,9 @@ class Scheduler:
 
     def _admit(self, request: Request, hits: list[Block], chunk: int) -> Admission:
         num_computed = len(hits) * self.kv.block_size
-        if request.num_cached < 0:
-            request.num_cached = num_computed
-            request.scheduled_at = time.monotonic()
-            self._admitted[request.id] = num_computed
+        if not request.has_run:
+            request.has_run = True
+            self._admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
             self._stats.prefix_queries += request.prompt_len
             self._stats.prefix_hits += num_computed
         row = self.running.admit(request, num_computed)
@@ -241,6 +232,7 @@ class Scheduler:
         """Append what was sampled, end what is done."""
         running = self.running
         stats = self._count(plan)
+        prompt_logprobs = self._fresh_prompt_logprobs(result)
         running.num_computed[plan.rows] += plan.num_tokens
         sampled = plan.rows[plan.samples]
         running.tokens[sampled, running.num_tokens[sampled]] = result.token_ids
@@ -248,21 +240,21 @@ class Scheduler:
         output = StepOutput(
             request_ids=[running.ids[row] for row in sampled.tolist()],
             token_ids=result.token_ids.tolist(),
+            logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
             admitted=self._admitted,
+            at=time.monotonic(),
             stats=stats,
         )
         self._admitted = {}
-        self._collect_logprobs(result, output)
         self._end_finished(sampled, result.token_ids, output)
         stats.num_running, stats.num_waiting = len(running), len(self.waiting)
         stats.kv_usage = self.kv.pool.usage
         return output
 
     def _end_finished(self, rows: Ints, token_ids: Ints, output: StepOutput) -> None:
-        """Look closely only at rows that have just begun, or that may be done."""
+        """Look closely only at rows that may be done."""
         running, length = self.running, self.running.num_tokens[rows]
-        for row in rows[length == running.prompt_len[rows] + 1].tolist():
-            running.request(row).first_token_at = time.monotonic()
         suspect = (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
         for row in rows[suspect & (length >= running.min_len[rows])].tolist():
             request = running.request(row)
@@ -284,11 +276,15 @@ class Scheduler:
             return "repetition", "repetition_detected"
         return None
 
-    def _collect_logprobs(self, result: StepResult, output: StepOutput) -> None:
-        for row, logprobs in result.logprobs.items():
-            output.logprobs[self.running.request(row).id] = logprobs
+    def _fresh_prompt_logprobs(self, result: StepResult) -> dict[str, list[RowLogprobs]]:
+        """By request id, without the positions that a preempted request computes for the second time."""
+        fresh = {}
         for row, positions in result.prompt_logprobs.items():
-            output.prompt_logprobs[self.running.request(row).id] = positions
+            request = self.running.request(row)
+            new = positions[max(request.num_prompt_logprobs - int(self.running.num_computed[row]), 0) :]
+            request.num_prompt_logprobs += len(new)
+            fresh[request.id] = new
+        return fresh
 
     def _count(self, plan: StepPlan) -> StepStats:
         stats = self._stats

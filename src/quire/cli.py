@@ -1,0 +1,63 @@
+"""The `quire` command. A subcommand's module is imported, and its flags are built, only when it is called."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from quire import __version__
+from quire.config.cli import FlagParser
+from quire.errors import QuireError
+from quire.registry import nearest
+
+COMMANDS = {
+    "chat": ("talk to a model in the terminal", "quire.terminal.chat"),
+    "complete": ("continue texts in the terminal", "quire.terminal.complete"),
+    "bench throughput": ("requests and tokens a second, offline", "quire.bench.throughput"),
+    "bench latency": ("seconds of one batch", "quire.bench.latency"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (text, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: quire COMMAND [flags]",
+            "",
+            "An LLM inference and serving engine.",
+            "",
+            *lines,
+            "",
+            "`quire COMMAND --help` lists a command's flags; `quire --version` prints the version.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-v", "--version"):
+        print(__version__)
+        return 0
+    name = " ".join(words[:2]) if words[0] == "bench" else words[0]
+    if name not in COMMANDS:
+        print(f"quire: error: unknown command {name!r}{nearest(name, list(COMMANDS))}\n\n{usage()}", file=sys.stderr)
+        return 2
+    text, module = COMMANDS[name]
+    command = importlib.import_module(module)
+    parser = FlagParser(prog=f"quire {name}", description=text[0].upper() + text[1:] + ".")
+    command.add_flags(parser)
+    args = parser.parse_args(words[len(name.split()) :])
+    try:
+        return int(command.run(args))
+    except QuireError as error:
+        print(f"quire {name}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

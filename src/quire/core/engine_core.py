@@ -1,0 +1,63 @@
+"""EngineCore: plan, run, update; again."""
+
+from collections.abc import Iterable
+
+from quire.capacity import CacheSize
+from quire.config.engine import EngineConfig
+from quire.data.plan import Finish, StepOutput
+from quire.data.request import Request
+from quire.executor import EXECUTORS, Executor
+from quire.sched.kv_manager import KVManager
+from quire.sched.scheduler import Scheduler
+
+
+class EngineCore:
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
+        return self.scheduler.abort(request_ids)
+
+    def step(self) -> StepOutput:
+        plan = self.scheduler.plan()
+        result = self.executor.run(plan)
+        return self.scheduler.update(plan, result)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.scheduler.reset_prefix_cache()
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
+    """Start the executor, then a scheduler over the blocks that it found room for."""
+    executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
+    cache = executor.start()
+    return EngineCore(executor, build_scheduler(config, cache)), cache
+
+
+def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
+    limits = config.scheduler
+    kv = KVManager(
+        num_blocks=cache.num_blocks,
+        block_size=config.cache.block_size,
+        max_rows=limits.max_num_seqs,
+        share_prefixes=config.cache.enable_prefix_caching,
+    )
+    return Scheduler(
+        kv=kv,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_scheduled_tokens,
+        max_model_len=cache.max_model_len,
+        long_prefill_token_threshold=limits.long_prefill_token_threshold,
+        policy=limits.scheduling_policy,
+        chunked_prefill=limits.enable_chunked_prefill,
+        reserve_full_prompt=limits.scheduler_reserve_full_isl,
+        watermark=limits.watermark,
+    )

@@ -1,0 +1,124 @@
+"""LocalEngine: front, core and worker in one process, stepped by the caller."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.config.engine import Env, EngineConfig, checked, resolve
+from quire.config.model import read_checkpoint
+from quire.core.engine_core import EngineCore, build_core
+from quire.data.outputs import RequestOutput
+from quire.data.params import SamplingParams
+from quire.data.plan import StepOutput
+from quire.dist.platform import detect
+from quire.errors import RequestError
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.outputs import OutputProcessor
+from quire.hub import locate
+from quire.metrics import EngineMetrics
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
+    """Find the model that `given` asks for and settle every setting."""
+    env = Env.read(os.environ)
+    values = checked(given)
+    path = locate(
+        values.get("model"),
+        revision=values.get("revision"),
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+    )
+    checkpoint = read_checkpoint(path, values.get("hf_overrides"))
+    return resolve(values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env)
+
+
+def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    path = Path(model.tokenizer)
+    if path != config.checkpoint.path:
+        env = Env.read(os.environ)
+        path = locate(model.tokenizer, revision=model.tokenizer_revision, token=model.hf_token, cache_root=env.cache_root)
+    return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
+
+
+class LocalEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer = open_tokenizer(config)
+        self.core: EngineCore
+        self.core, cache = build_core(config)
+        self.max_model_len = cache.max_model_len
+        self.inputs = InputProcessor(
+            tokenizer=self.tokenizer,
+            vocab=config.checkpoint.facts.vocab,
+            max_model_len=cache.max_model_len,
+            eos_ids=config.checkpoint.eos_ids,
+            max_logprobs=config.model.max_logprobs,
+            seed=config.model.seed,
+        )
+        self.outputs = OutputProcessor(self.tokenizer)
+        self.metrics: EngineMetrics | None = None
+        if not config.observability.disable_log_stats:
+            self.metrics = EngineMetrics(
+                model_name=config.model.served_model_name[0],
+                max_model_len=cache.max_model_len,
+                cache_info={
+                    "block_size": config.cache.block_size,
+                    "cache_dtype": config.cache.kv_cache_dtype,
+                    "enable_prefix_caching": config.cache.enable_prefix_caching,
+                    "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+                    "num_gpu_blocks": cache.num_blocks,
+                    "kv_cache_size_tokens": (cache.num_blocks - 1) * config.cache.block_size,
+                },
+            )
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        max_logprobs: int | None = None,
+    ) -> None:
+        """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
+        if request_id in self.outputs:
+            raise RequestError(f"request id {request_id!r} is in use")
+        if not isinstance(prompt, Prompt):
+            prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
+        requests = self.inputs.requests(
+            request_id, prompt, params, priority=priority, arrived_at=arrival_time, max_logprobs=max_logprobs
+        )
+        self.outputs.add(request_id, prompt, requests)
+        for request in requests:
+            self.core.add(request)
+
+    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests early; what they had so far, as their last outputs."""
+        finished = self.core.abort(self.outputs.sequences_of(list(request_ids)))
+        return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
+
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_work
+
+    def step(self) -> list[RequestOutput]:
+        return self._deliver(self.core.step())
+
+    def _deliver(self, step: StepOutput) -> list[RequestOutput]:
+        processed = self.outputs.process(step)
+        if processed.stopped:
+            self.core.abort(processed.stopped)
+        if self.metrics is not None:
+            self.metrics.observe(step.stats, processed.stats)
+        return processed.outputs
+
+    def reset_prefix_cache(self) -> bool:
+        return self.core.reset_prefix_cache()

@@ -1,0 +1,207 @@
+"""What a caller gets back: completions, their logprobs and their times."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's logprob at one position; rank 1 is the likeliest of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsOnePosition = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class FlatLogprobs(Sequence[LogprobsOnePosition | None]):
+    """Logprobs of many positions in flat lists: a few objects for the garbage collector, not one per token.
+
+    Reads like a list of dicts; a dict is built only for the position asked for. An empty position reads
+    as None, like the first one of prompt logprobs.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, position: Mapping[int, Logprob] | None) -> None:
+        entries = position or {}
+        self.append_fast(
+            entries.keys(),
+            (entry.logprob for entry in entries.values()),
+            (entry.rank for entry in entries.values()),
+            (entry.decoded_token for entry in entries.values()),
+        )
+
+    def append_fast(
+        self,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        ranks: Iterable[int | None],
+        decoded_tokens: Iterable[str | None],
+    ) -> None:
+        """Append one position from parallel columns, without a dict in between."""
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.ranks.extend(ranks)
+        self.decoded_tokens.extend(decoded_tokens)
+        self.end_indices.append(len(self.token_ids))
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.ranks), len(self.decoded_tokens)}
+        assert len(lengths) == 1, "the columns of a position differ in length"
+
+    def extend(self, positions: Iterable[Mapping[int, Logprob] | None]) -> None:
+        for position in positions:
+            self.append(position)
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> LogprobsOnePosition | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> "FlatLogprobs": ...
+    def __getitem__(self, index: int | slice) -> "LogprobsOnePosition | None | FlatLogprobs":
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            part.extend(self[i] for i in range(*index.indices(len(self))))
+            return part
+        entries = range(self.start_indices[index], self.end_indices[index])
+        if not entries:
+            return None
+        return {
+            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            for i in entries
+        }
+
+    def __iter__(self) -> Iterator[LogprobsOnePosition | None]:
+        return (self[i] for i in range(len(self)))
+
+
+SampleLogprobs = list[LogprobsOnePosition] | FlatLogprobs
+PromptLogprobs = list[LogprobsOnePosition | None] | FlatLogprobs
+
+
+@dataclass
+class RequestStateStats:
+    """When a request passed its stations. `arrival_time` is wall time, the `_ts` are monotonic."""
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    is_corrupted: bool = False
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n completions of a request."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: SampleLogprobs | None
+    routed_experts: Any = field(default=None, repr=False)
+    finish_reason: str | None = None
+    """stop | length | abort | error | repetition; None while it runs"""
+    stop_reason: int | str | None = None
+    """The stop string or token id that ended it; None for the end-of-sequence token."""
+    lora_request: Any = field(default=None, repr=False)
+    sampling_mask: Any = field(default=None, repr=False)
+    spec_decode_metrics: Any = field(default=None, repr=False)
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(init=False)
+class RequestOutput:
+    """A request and what has been generated for it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestStateStats | None
+    lora_request: Any
+    encoder_prompt: str | None
+    encoder_prompt_token_ids: list[int] | None
+    num_cached_tokens: int | None
+    num_cache_creation_tokens: int | None
+    kv_transfer_params: dict[str, Any] | None
+    ec_transfer_params: dict[str, Any] | None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int] | None,
+        prompt_logprobs: PromptLogprobs | None,
+        outputs: list[CompletionOutput],
+        finished: bool,
+        metrics: RequestStateStats | None = None,
+        lora_request: Any = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
+        num_cached_tokens: int | None = None,
+        num_cache_creation_tokens: int | None = None,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        ec_transfer_params: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Unknown keywords are ignored with a warning: code written for a later version still runs."""
+        if unknown:
+            warn_once(logger, f"RequestOutput: ignoring unknown arguments {', '.join(sorted(unknown))}")
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = outputs
+        self.finished = finished
+        self.metrics = metrics
+        self.lora_request = lora_request
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        self.num_cached_tokens = num_cached_tokens
+        self.num_cache_creation_tokens = num_cache_creation_tokens
+        self.kv_transfer_params = kv_transfer_params
+        self.ec_transfer_params = ec_transfer_params
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam: the prompt and what was added to it."""
+
+    tokens: list[int]
+    logprobs: list[LogprobsOnePosition]
+    lora_request: Any = field(default=None, repr=False)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -1,0 +1,57 @@
+"""Numbers about the engine and its requests: what metrics and log lines are made of."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.data.params import SamplingParams
+
+
+class StepStats(msgspec.Struct):
+    """The engine after a step; what metrics and the log line are made of."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_computed_tokens: int = 0
+    """Tokens that went through the model in this step."""
+    num_prompt_tokens: int = 0
+    """Of these, tokens of prompts."""
+    num_sampled_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
+    prefix_hits: int = 0
+    num_preempted: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When a sequence passed its stations, monotonic seconds; 0.0 where it never came."""
+
+    queued_at: float = 0.0
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+
+@dataclass(slots=True)
+class FinishedSequence:
+    """The facts of a sequence that ended, for the metrics."""
+
+    reason: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached: int
+    params: SamplingParams
+    arrived_at: float
+    times: Timeline
+
+
+@dataclass(slots=True)
+class FrontStats:
+    """What a step meant to the requests, seen from the front."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    """From arrival to first token, of the requests that got theirs."""
+    between_tokens_s: list[float] = field(default_factory=list)
+    finished: list[FinishedSequence] = field(default_factory=list)

@@ -1,0 +1,18 @@
+"""The executor of a single device: the worker lives in this very process."""
+
+from quire.capacity import CacheSize
+from quire.config.engine import EngineConfig
+from quire.data.plan import StepPlan, StepResult
+from quire.worker.worker import Worker
+
+
+class InProcessExecutor:
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker = Worker(config)
+
+    def start(self) -> CacheSize:
+        """Load the model and set up its cache; how large the cache came out."""
+        return self._worker.start()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self._worker.run(plan)

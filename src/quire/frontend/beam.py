@@ -1,0 +1,56 @@
+"""Beam search as bookkeeping: each round asks the engine for one token per beam, with the best 2 * width logprobs."""
+
+from quire.data.outputs import BeamSearchSequence, Logprob
+from quire.data.params import BeamSearchParams, SamplingParams
+
+
+def round_params(params: BeamSearchParams) -> SamplingParams:
+    """What every beam is run with: one token, and enough runners-up that `beam_width` of them survive an eos."""
+    return SamplingParams(
+        max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True, detokenize=False
+    )
+
+
+class BeamSearch:
+    """The beams of one prompt. `live` are to be continued; `done` have met their end."""
+
+    def __init__(self, prompt_ids: list[int], params: BeamSearchParams, *, eos_id: int | None, max_len: int) -> None:
+        self.params = params
+        self.eos_id = eos_id
+        self.prompt_len = len(prompt_ids)
+        self.max_len = min(max_len, len(prompt_ids) + params.max_tokens)
+        self.live = [BeamSearchSequence(tokens=list(prompt_ids), logprobs=[])]
+        self.done: list[BeamSearchSequence] = []
+
+    @property
+    def finished(self) -> bool:
+        return not self.live or len(self.live[0].tokens) >= self.max_len
+
+    def advance(self, continuations: list[dict[int, Logprob]]) -> None:
+        """`continuations[i]` are the likeliest next tokens of `live[i]`."""
+        grown = []
+        for beam, choices in zip(self.live, continuations, strict=True):
+            for token_id, choice in choices.items():
+                ends = token_id == self.eos_id and not self.params.ignore_eos
+                keep_token = not ends or self.params.include_stop_str_in_output
+                longer = BeamSearchSequence(
+                    tokens=[*beam.tokens, token_id] if keep_token else beam.tokens,
+                    logprobs=[*beam.logprobs, choices],
+                    cum_logprob=beam.cum_logprob + choice.logprob,
+                    finish_reason="stop" if ends else None,
+                    stop_reason=self.eos_id if ends else None,
+                )
+                (self.done if ends else grown).append(longer)
+        grown.sort(key=self.score, reverse=True)
+        self.live = grown[: self.params.beam_width]
+
+    def score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens)
+        if beam.finish_reason == "stop" and self.params.include_stop_str_in_output:
+            length -= 1
+        return beam.cum_logprob / length**self.params.length_penalty
+
+    def best(self) -> list[BeamSearchSequence]:
+        for beam in self.live:
+            beam.finish_reason = "length"
+        return sorted(self.done + self.live, key=self.score, reverse=True)[: self.params.beam_width]

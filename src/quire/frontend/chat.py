@@ -1,0 +1,61 @@
+"""A conversation becomes a prompt: template, content format, tokens."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, RequestError
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.text.chat_template import choose_template, content_format, normalise
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+
+
+def read_template(argument: str | None) -> str | None:
+    """A `--chat-template`: the name of a file, or the template itself."""
+    if argument is None:
+        return None
+    if any(mark in argument for mark in "{}\n"):
+        return argument
+    try:
+        return Path(argument).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template {argument!r} is neither a readable file ({error.strerror}) nor a template (it has no braces)"
+        ) from None
+
+
+def chat_prompt(
+    inputs: InputProcessor,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    chat_template_content_format: str = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+) -> Prompt:
+    tokenizer = inputs.tokenizer
+    if tokenizer is None:
+        raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
+    if chat_template_content_format not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format={chat_template_content_format!r}; known: {', '.join(CONTENT_FORMATS)}"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"each message is a dict with a `role`; got {message!r:.80}", param="messages")
+    template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
+    wanted: Any = chat_template_content_format
+    text = tokenizer.apply_chat_template(
+        normalise(messages, content_format(template) if wanted == "auto" else wanted),
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        chat_template=template,
+        **(chat_template_kwargs or {}),
+    )
+    return inputs.parse(str(text), add_special_tokens=add_special_tokens)

@@ -1,0 +1,192 @@
+"""Inputs: whatever a user may pass as a prompt becomes checked Requests. Nothing wrong gets past here."""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from quire.data.params import SamplingParams
+from quire.data.request import Request
+from quire.errors import RequestError
+from quire.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict, total=False):
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+_LATER = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Tokenizes, checks against the model's limits, and splits n > 1 into sequences that share their prompt."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab: int,
+        max_model_len: int,
+        eos_ids: Sequence[int],
+        max_logprobs: int,
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab = vocab
+        self.max_model_len = max_model_len
+        self.eos_ids = tuple(eos_ids)
+        self.max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)
+
+    # ---- prompts
+
+    def parse(self, prompt: Any, *, add_special_tokens: bool = True) -> Prompt:
+        """Text or ids, bare or in a dict, as token ids. Strings are tokenized here."""
+        if isinstance(prompt, str):
+            return self._from_text(prompt, None, add_special_tokens)
+        if isinstance(prompt, Mapping):
+            return self._from_mapping(prompt, add_special_tokens)
+        if isinstance(prompt, Sequence):
+            return self._checked(Prompt(list(prompt)))
+        raise RequestError(
+            f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
+            f"got {type(prompt).__name__}",
+            param="prompt",
+        )
+
+    def _from_mapping(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt:
+        for key in _LATER:
+            if prompt.get(key) is not None:
+                raise RequestError(f"`{key}` is not supported yet: pass text or token ids", param=key)
+        salt = prompt.get("cache_salt")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if ids is not None:
+            if not isinstance(ids, Sequence) or isinstance(ids, str):
+                raise RequestError(
+                    f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", param="prompt_token_ids"
+                )
+            return self._checked(Prompt(list(ids), text, salt))
+        if isinstance(text, str):
+            return self._from_text(text, salt, add_special_tokens)
+        raise RequestError(
+            f"a prompt dict needs 'prompt' (text) or 'prompt_token_ids'; it has {sorted(map(str, prompt))}",
+            param="prompt",
+        )
+
+    def _from_text(self, text: str, salt: str | None, add_special_tokens: bool) -> Prompt:
+        if self.tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
+        # A token is at most a few dozen characters long: text far beyond the limit is refused before it is tokenized.
+        if len(text) > self.max_model_len * 256:
+            raise self._too_long(len(text) // 256, "at least ")
+        return self._checked(Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt))
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        ids = prompt.token_ids
+        if not ids:
+            raise RequestError("The decoder prompt cannot be empty", param="prompt")
+        if len(ids) >= self.max_model_len:
+            raise self._too_long(len(ids))
+        if any(type(id) is not int for id in ids):
+            ids = prompt.token_ids = [self._as_int(id) for id in ids]
+        for id in (min(ids), max(ids)):
+            if not 0 <= id < self.vocab:
+                raise RequestError(
+                    f"Token id {id} is out of vocabulary: ids of this model are 0 to {self.vocab - 1}", param="prompt"
+                )
+        return prompt
+
+    def _as_int(self, id: Any) -> int:
+        if isinstance(id, bool) or not hasattr(id, "__index__"):
+            raise RequestError(f"token ids must be integers, got {id!r}", param="prompt")
+        return int(id)
+
+    def _too_long(self, length: int, about: str = "") -> RequestError:
+        return RequestError(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
+            f"{about}{length} input tokens, and at least one more is needed for the output. Please reduce the length "
+            f"of the input prompt or raise max_model_len.",
+            param="input_tokens",
+        )
+
+    # ---- requests
+
+    def requests(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrived_at: float | None = None,
+        max_logprobs: int | None = None,
+    ) -> list[Request]:
+        """One Request per sequence asked for; the engine finds out by itself that they share a prompt."""
+        params = self._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        arrived_at = time.time() if arrived_at is None else arrived_at
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt.token_ids) + params.max_tokens)
+        children = []
+        for k in range(params.n):
+            child = params
+            if k > 0 and params.prompt_logprobs is not None:
+                child = params.clone()
+                child.prompt_logprobs = child.skip_reading_prefix_cache = None
+            children.append(
+                Request(
+                    id=request_id if params.n == 1 else f"{k}_{request_id}",
+                    tokens=prompt.token_ids.copy(),
+                    params=child,
+                    prompt_len=len(prompt.token_ids),
+                    limit=limit,
+                    seed=seed + k,
+                    eos_id=self.eos_ids[0] if self.eos_ids and not params.ignore_eos else -1,
+                    priority=priority,
+                    arrived_at=arrived_at,
+                    cache_salt=prompt.cache_salt,
+                )
+            )
+        return children
+
+    def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
+        """The params as the core needs them: checked against this model, further eos ids and bad words as ids."""
+        params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
+        params = params.clone()
+        if len(self.eos_ids) > 1 and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words(params.bad_words)
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set", param="stop")
+            params.detokenize = False
+        return params
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it stands at the start of a text and after a space."""
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words")
+        spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
+        ids = [self.tokenizer.encode(form, add_special_tokens=False) for form in spellings]
+        return [list(unique) for unique in dict.fromkeys(tuple(each) for each in ids if each)]

@@ -1,0 +1,305 @@
+"""LLM: the offline face. Give it a model and prompts, get the outputs in the order of the prompts."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from tqdm import tqdm
+
+from quire.config.engine import EngineArgs, default_sampling
+from quire.core.local import LocalEngine, configure
+from quire.data.outputs import BeamSearchOutput, RequestOutput
+from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.beam import BeamSearch, round_params
+from quire.frontend.chat import chat_prompt, read_template
+from quire.frontend.inputs import Prompt, PromptType
+from quire.logs import get_logger
+from quire.metrics import Metric
+from quire.text.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+Messages = Sequence[Mapping[str, Any]]
+Progress = bool | Callable[..., Any]
+
+
+class LLM:
+    """An engine in this process. `model` is a directory, a GGUF file or a hub id; without one it is the packaged
+    SmolLM2-135M-Instruct. Every engine argument may be given by keyword."""
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        self.config = configure({"model": model} | engine_args)
+        self.llm_engine = LocalEngine(self.config)
+        self._template = read_template(self.config.model.chat_template)
+        self._ids = itertools.count()
+        self._queued: list[str] = []
+        self._defaults = default_sampling(self.config)
+        if self._defaults:
+            log.warning("Default sampling parameters have been overridden by the model's: %s", self._defaults)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLM":
+        return cls(**args.given())
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. Outputs stand in the order of the prompts."""
+        self.enqueue(
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+            use_tqdm=use_tqdm,
+        )
+        return self.wait_for_completion(use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            chat_prompt(
+                self.llm_engine.inputs,
+                cast(Messages, conversation),
+                chat_template=read_template(chat_template) or self._template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_special_tokens=bool((tokenization_kwargs or {}).get("add_special_tokens", False)),
+            )
+            for conversation in _with_bar(conversations, "Rendering conversations", use_tqdm)
+        ]
+        self._refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        self._queue(prompts, sampling_params, None)
+        return self.wait_for_completion(use_tqdm=use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts for a later `wait_for_completion`; their request ids."""
+        self._refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        special = bool((tokenization_kwargs or {}).get("add_special_tokens", True))
+        parse = self.llm_engine.inputs.parse
+        bar = _with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
+        return self._queue([parse(each, add_special_tokens=special) for each in bar], sampling_params, priority)
+
+    def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+        """Run everything queued; outputs in the order of queueing. If interrupted, nothing is left running."""
+        queued, self._queued = self._queued, []
+        missing = set(queued)
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            with _TokenBar(len(queued), use_tqdm) as bar:
+                while missing:
+                    for output in self.llm_engine.step():
+                        outputs[output.request_id] = output
+                        missing.discard(output.request_id)
+                        bar.add(output)
+        finally:
+            self.llm_engine.abort_request(missing)
+        return [outputs[request_id] for request_id in queued]
+
+    def _queue(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[str]:
+        shared = self.get_default_sampling_params() if params is None else params
+        each = list(shared) if isinstance(shared, Sequence) else [shared] * len(prompts)
+        urgency = [0] * len(prompts) if priority is None else list(priority)
+        for name, values in (("params", each), ("priority", urgency)):
+            if len(values) != len(prompts):
+                raise RequestError(
+                    f"The lengths of prompts ({len(prompts)}) and {name} ({len(values)}) must be the same."
+                )
+        added: list[str] = []
+        try:
+            for prompt, own, level in zip(prompts, each, urgency, strict=True):
+                own = own.clone()
+                own.output_kind = RequestOutputKind.FINAL_ONLY
+                request_id = str(next(self._ids))
+                self.llm_engine.add_request(request_id, prompt, own, priority=level)
+                added.append(request_id)
+        except BaseException:
+            self.llm_engine.abort_request(added)
+            raise
+        self._queued += added
+        return added
+
+    def _refuse(self, **later: Any) -> None:
+        for name, value in later.items():
+            if value:
+                raise RequestError(f"`{name}` is not supported yet", param=name)
+
+    # ---- beam search
+
+    def beam_search(
+        self,
+        prompts: Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at once."""
+        self._refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
+        parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
+        eos_ids = self.config.checkpoint.eos_ids
+        searches = [
+            BeamSearch(
+                prompt.token_ids,
+                params,
+                eos_id=eos_ids[0] if eos_ids else None,
+                max_len=self.llm_engine.max_model_len,
+            )
+            for prompt in parsed
+        ]
+        width = concurrency_limit or max(len(searches), 1)
+        starts = range(0, len(searches), width)
+        for start in _with_bar(list(starts), "Beam search", use_tqdm):
+            group = searches[start : start + width]
+            while live := [search for search in group if not search.finished]:
+                self._advance(live, params)
+        return [BeamSearchOutput(self._decoded(search)) for search in searches]
+
+    def _advance(self, searches: list[BeamSearch], params: BeamSearchParams) -> None:
+        """One more token for every live beam of every search, in one batch."""
+        one_token = round_params(params)
+        one_token.output_kind = RequestOutputKind.FINAL_ONLY
+        ids = []
+        for beam in (beam for search in searches for beam in search.live):
+            ids.append(str(next(self._ids)))
+            self.llm_engine.add_request(
+                ids[-1], Prompt(beam.tokens), one_token, max_logprobs=self.config.checkpoint.facts.vocab
+            )
+        self._queued += ids
+        outputs = iter(self.wait_for_completion(use_tqdm=False))
+        for search in searches:
+            found = [next(outputs).outputs[0].logprobs for _ in search.live]
+            search.advance([cast(Any, logprobs)[0] for logprobs in found])
+
+    def _decoded(self, search: BeamSearch) -> list[Any]:
+        best = search.best()
+        if (tokenizer := self.llm_engine.tokenizer) is not None:
+            for beam in best:
+                beam.text = tokenizer.decode(beam.tokens)
+        return best
+
+    # ---- the rest
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.llm_engine.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that brings no params: the model's generation_config.json, or neutral values."""
+        return SamplingParams(**self._defaults)
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of every metric. Needs `disable_log_stats=False`."""
+        if self.llm_engine.metrics is None:
+            raise RequestError("metrics are off: construct the LLM with disable_log_stats=False")
+        return self.llm_engine.metrics.snapshot()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached prefixes. False while requests hold blocks, unless `reset_running_requests` ends them."""
+        if reset_running_requests:
+            self.llm_engine.abort_request(self._queued)
+            self._queued = []
+        return self.llm_engine.reset_prefix_cache()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        parallel = self.config.parallel
+        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return size * parallel.data_parallel_size if include_dp else size
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt (text, dict or ids) or several, as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and all(hasattr(each, "__index__") for each in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:
+    if callable(use_tqdm):
+        return use_tqdm
+    return tqdm if use_tqdm and log.isEnabledFor(logging.INFO) else None
+
+
+def _with_bar(items: Sequence[T], title: str, use_tqdm: Progress) -> Iterable[T]:
+    make = _bar_factory(use_tqdm)
+    # Only long work is worth a line of its own.
+    return make(items, desc=title) if make is not None and len(items) > 64 else items
+
+
+class _TokenBar:
+    """Requests done, with input and output tokens per second behind them."""
+
+    def __init__(self, total: int, use_tqdm: Progress) -> None:
+        make = _bar_factory(use_tqdm)
+        self._bar = make and make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0, 0, 1.0))
+        self._num_in = self._num_out = 0
+
+    def __enter__(self) -> "_TokenBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, output: RequestOutput) -> None:
+        if self._bar is None:
+            return
+        self._num_in += len(output.prompt_token_ids or ()) * len(output.outputs)
+        self._num_out += sum(len(each.token_ids) for each in output.outputs)
+        elapsed = max(float(self._bar.format_dict["elapsed"]), 1e-6)
+        self._bar.postfix = _speed(self._num_in, self._num_out, elapsed)
+        self._bar.update(1)
+
+
+def _speed(num_in: int, num_out: int, seconds: float) -> str:
+    return f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"

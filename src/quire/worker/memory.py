@@ -1,0 +1,38 @@
+"""How much memory the cache may take on this device, right now."""
+
+import psutil
+import torch
+
+from quire.capacity import CacheRoom, human
+from quire.config.machine import Machine
+from quire.config.sections import CacheSection
+from quire.errors import ConfigError
+
+
+def free_bytes(machine: Machine) -> int:
+    if machine.device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return min(psutil.virtual_memory().available, machine.free_bytes)
+
+
+def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
+    """The cache's share: a fixed number if the user gave one, else what utilization leaves beside `other_bytes`."""
+    total = machine.total_bytes
+    if cache.kv_cache_memory_bytes is not None:
+        kv_bytes = cache.kv_cache_memory_bytes
+        if cache.num_gpu_blocks_override is None and kv_bytes > (free := free_bytes(machine)):
+            raise ConfigError(
+                f"kv_cache_memory_bytes={kv_bytes} ({human(kv_bytes)}) is more than the {human(free)} that are free on "
+                f"this {machine.device}: lower it to at most {free}"
+            )
+    else:
+        kv_bytes = min(int(total * cache.gpu_memory_utilization) - other_bytes, free_bytes(machine))
+        if cache.kv_cache_memory_limit is not None:
+            kv_bytes = min(kv_bytes, cache.kv_cache_memory_limit)
+    return CacheRoom(
+        kv_bytes=kv_bytes,
+        other_bytes=other_bytes,
+        total_bytes=total,
+        num_blocks_override=cache.num_gpu_blocks_override,
+        soft=cache.kv_cache_memory_limit is not None,
+    )

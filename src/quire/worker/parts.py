@@ -1,0 +1,51 @@
+"""Parts of a step: what a feature does before and after the forward pass. The runner knows only this protocol."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.data.plan import StepPlan, StepResult
+from quire.sampling.logprobs import prompt_logprobs
+from quire.worker.slots import Slots
+
+
+class Part(Protocol):
+    def begin(self, plan: StepPlan) -> None:
+        """The rows are up to date; nothing is computed yet."""
+
+    def end(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+        """`hidden` has a row per token of the plan; the rows still stand where the plan began."""
+
+
+class PromptLogprobs:
+    """How likely each prompt token was, for the requests that ask."""
+
+    def __init__(self, model: nn.Module, slots: Slots, logprobs_mode: str) -> None:
+        self.model = model
+        self.slots = slots
+        self.mode = logprobs_mode
+        self._wanted: dict[int, int] = {}
+        """How many of the best at each position, by row."""
+
+    def begin(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self._wanted.pop(row, None)
+        for new in plan.admitted:
+            if new.params.prompt_logprobs is not None:
+                self._wanted[new.row] = new.params.prompt_logprobs
+
+    def end(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+        if not self._wanted:
+            return
+        slots, starts = self.slots, np.cumsum(plan.num_tokens) - plan.num_tokens
+        for place, row in enumerate(plan.rows.tolist()):
+            computed = int(slots.num_computed[row])
+            count = min(int(plan.num_tokens[place]), int(slots.prompt_len[row]) - 1 - computed)
+            if row in self._wanted and count > 0:
+                states = hidden[starts[place] : starts[place] + count]
+                next_ids = torch.from_numpy(slots.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64))
+                result.prompt_logprobs[row] = prompt_logprobs(
+                    self.model.logits, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                )
