@@ -1,0 +1,81 @@
+"""What an attention backend is, and how one is chosen.
+
+Within a layer all keys and values of the batch are written before any attention is computed: a sequence may
+read blocks that another sequence of the same batch writes.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+from quire.registry import LazyTable
+
+BACKENDS = LazyTable(
+    "attention backend",
+    {
+        "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
+    },
+)
+"""In order of preference."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+    """How many tokens, itself included, a token sees; None: all before it."""
+    scale: float | None = None
+    """Factor on the scores; None: 1 / sqrt(head_dim)."""
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+class AttentionBackend(Protocol):
+    """The caches of a layer are [num_blocks, block_size, kv_heads, head_dim] each."""
+
+    name: str
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        """Why this backend cannot serve `spec` on `machine`; None if it can."""
+        ...
+
+    def plan(self, batch: Batch) -> None:
+        """Once per step, before the first layer: sets `batch.attention`."""
+        ...
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Put the [T, kv_heads, head_dim] keys and values of a batch into its slots."""
+        ...
+
+    def forward(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spec: AttentionSpec
+    ) -> Tensor:
+        """[T, heads, head_dim] queries -> the same shape."""
+        ...
+
+
+def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> AttentionBackend:
+    """The backend called `name`, or without a name the first that fits."""
+    reasons = {}
+    for candidate in [name.upper()] if name else BACKENDS:
+        backend: AttentionBackend = BACKENDS[candidate]()
+        reason = backend.fits(spec, machine)
+        if reason is None:
+            return backend
+        reasons[candidate] = reason
+    said = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+    if name:
+        raise ConfigError(f"attention backend {said}; leave it out to have one chosen")
+    raise ConfigError(f"no attention backend fits this model on this machine ({said})")

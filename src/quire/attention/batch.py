@@ -1,0 +1,40 @@
+"""Batch: the tensors of one forward pass. Built by `worker.prepare`, read by every layer, kept by none."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """T tokens of B sequences, one after the other. `_host` copies of what is read on both sides."""
+
+    token_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64, each token's place in its own sequence"""
+    slots: Tensor
+    """[T] int64, where each token's key and value are written: block id * block size + offset"""
+    query_starts: Tensor
+    """[B + 1] int32, first token of each sequence in this batch"""
+    seq_lens: Tensor
+    """[B] int32, tokens of each sequence that exist once this batch is written"""
+    block_tables: Tensor
+    """[B, ceil(max seq_len / block size)] int32, padded with 0"""
+    logit_tokens: Tensor
+    """[N] int64, the tokens of this batch whose logits are wanted"""
+    query_lens_host: NDArray[np.int32]
+    seq_lens_host: NDArray[np.int32]
+    attention: Any = None
+    """What the attention backend's `plan(batch)` made of all this, once per step."""
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.query_lens_host.max())
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens_host.max())

@@ -1,0 +1,357 @@
+"""Command-line flags out of the sections, and a parser that reads them the way vLLM's scripts write them."""
+
+import argparse
+import ast
+import functools
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quire.config import sections
+from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, UNBUILT, foreign
+from quire.config.sections import SECTIONS, Option, options
+from quire.registry import nearest
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HUMAN_INT = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_NUMBER_IN_JSON = re.compile(r'"(?:\\.|[^"\\])*"|\b(\d+(?:\.\d+)?[kKmMgGtT])\b')
+_FLAG_NAME = re.compile(r"[^=.]+")
+_DOTTED_FLAG = re.compile(r"(--?[A-Za-z][\w-]*)\.([^=\s]+)(?:=(.*))?", re.DOTALL)
+_DOTTED_VALUE = "\0"
+"""Marks the value of a JSON flag that sets one key: `\\0key.key=value`."""
+
+
+def human_int(text: str) -> int:
+    """`4k` is 4000, `4K` is 4096, `25.6k` is 25600; a fraction of a binary unit is refused."""
+    match = _HUMAN_INT.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
+    number, unit = match[1], match[2]
+    value = Decimal(number) * SUFFIXES.get(unit, 1)
+    if unit.isupper() and "." in number:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a fraction of a binary unit; write a whole number or {unit.lower()}"
+        )
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def loose(text: str) -> Any:
+    """A JSON value (numbers may carry a unit), or the text itself where it is none."""
+
+    def expand(match: re.Match[str]) -> str:
+        return str(human_int(match[1])) if match[1] else match[0]
+
+    try:
+        return json.loads(_NUMBER_IN_JSON.sub(expand, text))
+    except (ValueError, argparse.ArgumentTypeError):
+        return None if text in ("", "None") else text
+
+
+class JsonFlag(argparse.Action):
+    """A whole JSON value, or single keys of it; keys are laid over what is there."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        if not values.startswith(_DOTTED_VALUE):
+            setattr(namespace, self.dest, loose(values))
+            return
+        path, _, text = values[1:].partition("=")
+        before = getattr(namespace, self.dest, None)
+        root: dict[str, Any] = dict(before) if isinstance(before, dict) else {}
+        setattr(namespace, self.dest, root)
+        *parents, leaf = path.split(".")
+        inner = root
+        for name in parents:
+            inner[name] = dict(inner[name]) if isinstance(inner.get(name), dict) else {}
+            inner = inner[name]
+        if leaf.endswith("+"):
+            inner[leaf[:-1]] = [*inner.get(leaf[:-1], []), loose(text)]
+        else:
+            inner[leaf] = loose(text)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse with `_` for `-`, keys of JSON flags, `--config FILE`, help by topic, errors of one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        tokens = self._plain_tokens(given)
+        self._answer_help(tokens)
+        for path in self._config_files(tokens):
+            self._read_config(path, namespace)
+        return super().parse_known_args(tokens, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args, namespace)
+        flag = next((token for token in rest if token.startswith("-")), None)
+        if flag is not None:
+            name = flag.split("=")[0]
+            self.error(f"unknown flag {name}{nearest(name, sorted(set(self._all_flags())))}")
+        if rest:
+            self.error(f"unexpected argument {rest[0]!r}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def format_help(self) -> str:
+        """One line per flag; `--help=all` and `--help=TOPIC` say everything."""
+        if self._subparsers is not None:
+            return super().format_help()
+        lines = [f"usage: {self.prog} [flags]{self._usage_rest()}"]
+        lines += ["", self.description] if self.description else []
+        for group in self._action_groups:
+            shown = [_one_line(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+            lines += ["", f"{group.title}:", *shown] if shown else []
+        topics = ", ".join(str(group.title) for group in self._action_groups if group.title in _TITLES)
+        if topics:
+            lines += ["", f"More: --help=all, --help=FLAG, or --help=GROUP with GROUP of {topics}."]
+        return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
+
+    def format_full_help(self) -> str:
+        return super().format_help()
+
+    def _usage_rest(self) -> str:
+        named = (action.metavar or action.dest for action in self._get_positional_actions())
+        return "".join(f" [{name}]" for name in named)
+
+    def _all_flags(self) -> Iterator[str]:
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._all_flags() if isinstance(parser, FlagParser) else ()
+
+    def _plain_tokens(self, args: Sequence[str]) -> list[str]:
+        """`args` with `-` in flag names, and with `--flag.key value` of a JSON flag as one token."""
+        tokens: list[str] = []
+        rest = iter(args)
+        for token in rest:
+            if token == "--":
+                return [*tokens, token, *rest]
+            dotted = _DOTTED_FLAG.fullmatch(token)
+            flag = self._flag(dotted[1]) if dotted else None
+            if dotted and flag and isinstance(self._option_string_actions[flag], JsonFlag):
+                value = dotted[3] if dotted[3] is not None else next(rest, None)
+                if value is None:
+                    self.error(f"{token} needs a value")
+                tokens.append(f"{flag}={_DOTTED_VALUE}{dotted[2]}={value}")
+            elif token.startswith("--"):
+                tokens.append(_FLAG_NAME.sub(lambda name: name[0].replace("_", "-"), token, count=1))
+            else:
+                tokens.append(token)
+        return tokens
+
+    def _flag(self, name: str) -> str | None:
+        """The flag that `name` means: itself, or the one it is the beginning of."""
+        name = name.replace("_", "-")
+        if name in self._option_string_actions:
+            return name
+        longer = [flag for flag in self._option_string_actions if flag.startswith(name)]
+        return longer[0] if name.startswith("--") and len(longer) == 1 else None
+
+    def _answer_help(self, tokens: Sequence[str]) -> None:
+        own = tokens
+        if self._subparsers is not None:
+            first = next((i for i, token in enumerate(tokens) if not token.startswith("-")), len(tokens))
+            own = tokens[:first]
+        topic = next((token.partition("=")[2] for token in own if token.startswith("--help=")), None)
+        if topic is not None:
+            self._print_message(self._help_on(topic), sys.stdout)
+            self.exit()
+
+    def _help_on(self, topic: str) -> str:
+        if topic.lower() == "all":
+            return self.format_full_help()
+        for group in self._action_groups:
+            if str(group.title).lower().removesuffix("config") == topic.lower().removesuffix("config"):
+                return "\n".join([f"{group.title}:", *map(_in_full, group._group_actions)]) + "\n"
+        flag = self._flag("--" + topic.lstrip("-"))
+        if flag is None:
+            known = [*map(str, _TITLES), *(name.lstrip("-") for name in self._option_string_actions)]
+            self.error(f"no help on {topic!r}{nearest(topic, known)}")
+        return _in_full(self._option_string_actions[flag]) + "\n"
+
+    def _config_files(self, tokens: Sequence[str]) -> Iterator[str]:
+        if "--config" not in self._option_string_actions:
+            return
+        for token, after in zip(tokens, [*tokens, None][1:], strict=True):
+            if token == "--":
+                return
+            if token == "--config" and after is not None:
+                yield after
+            elif token.startswith("--config="):
+                yield token.partition("=")[2]
+
+    def _read_config(self, path: str, namespace: argparse.Namespace) -> None:
+        """Put the file's values where the command line can still replace them."""
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            self.error(f"--config {path} cannot be read: {' '.join(str(error).split())}")
+        if not isinstance(content, dict | None):
+            self.error(f"--config {path} must hold `flag: value` lines, not a {type(content).__name__}")
+        self._take(content or {}, path, namespace)
+
+    def _take(self, content: dict[Any, Any], path: str, namespace: argparse.Namespace) -> None:
+        for key, value in content.items():
+            flag = "--" + str(key).replace("_", "-")
+            action = self._option_string_actions.get(flag)
+            if action is None and isinstance(value, dict):
+                self._take(value, path, namespace)
+            elif action is None:
+                self.error(
+                    f"--config {path}: unknown flag {key!r}{nearest(flag, [*self._option_string_actions])}"
+                )
+            elif value is not None:
+                setattr(namespace, action.dest, self._config_value(action, key, value, path))
+
+    def _config_value(self, action: argparse.Action, key: str, value: Any, path: str) -> Any:
+        if isinstance(action, JsonFlag):
+            return loose(value) if isinstance(value, str) else value
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                self.error(f"--config {path}: {key} must be true or false, not {value!r}")
+            return value
+        texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+        try:
+            return self._get_values(action, texts)
+        except argparse.ArgumentError as error:
+            self.error(f"--config {path}: {error}")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Every engine flag, one group per section; the namespace gets only what is given."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file of flags; the command line wins.",
+    )
+    groups = {
+        section: parser.add_argument_group(title) for section, title in zip(SECTIONS, _TITLES, strict=True)
+    }
+    help_of = _field_help()
+    for option in options().values():
+        _add_flag(groups[option.section], option, help_of[option.name])
+    hidden = parser.add_argument_group("Other engines' flags")
+    for name in sorted(foreign()):
+        _add_foreign_flag(hidden, name)
+
+
+def given_from(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The engine arguments that the user set: the first argument of `resolve()`."""
+    known = options().keys() | foreign()
+    return {name: value for name, value in vars(namespace).items() if name in known}
+
+
+def _flags(name: str, short: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}", *([short] if short else [])]
+
+
+def _add_flag(group: Any, option: Option, text: str) -> None:
+    shared: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": text.replace("%", "%%"),
+    }
+    flags = _flags(option.name, option.rule.short)
+    if option.kind is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
+    elif option.kind is dict:
+        group.add_argument(*flags, action=JsonFlag, metavar="JSON", **shared)
+    elif option.kind is tuple:
+        group.add_argument(*flags, nargs="+", metavar="NAME", **shared)
+    else:
+        metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
+        group.add_argument(*flags, type=_reader(option), metavar=metavar, **shared)
+
+
+def _add_foreign_flag(group: Any, name: str) -> None:
+    shared: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    flags = _flags(name, SHORT.get(name, ""))
+    if name in IGNORED_SWITCHES or UNBUILT.get(name) == (False,):
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
+    elif name in LISTS:
+        group.add_argument(*flags, nargs="+", type=loose, **shared)
+    else:
+        group.add_argument(*flags, action=JsonFlag, **shared)
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    read: Callable[[str], Any] = human_int if option.rule.human else option.kind
+
+    def value(text: str) -> Any:
+        if option.optional and text in ("", "None"):
+            return None
+        if option.choices and text not in option.choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(option.choices)}")
+        return text if option.rule.auto and text == "auto" else read(text)
+
+    value.__name__ = option.kind.__name__
+    return value
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_TITLES = tuple(cls.__name__.removesuffix("Section") for cls in SECTIONS.values())
+
+
+@functools.cache
+def _field_help() -> dict[str, str]:
+    """The docstring under each field of the sections, with its default, read from their source."""
+    tree = ast.parse(Path(sections.__file__).read_text(encoding="utf-8"))
+    names = {cls.__name__ for cls in SECTIONS.values()}
+    found = {}
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names):
+        for item, after in zip(cls.body, cls.body[1:], strict=False):
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                found[item.target.id] = " ".join(str(after.value.value).split())
+    return {name: found[name] + _default_note(option) for name, option in options().items()}
+
+
+def _default_note(option: Option) -> str:
+    return f" Default: {option.default}." if option.default not in (None, {}) else ""
+
+
+def _title(action: argparse.Action) -> str:
+    names = ", ".join(flag for flag in action.option_strings if not flag.startswith("--no-"))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        names = names.replace("--", "--[no-]")
+    shown = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+    return f"{names}{shown}" if names else str(action.metavar or action.dest)
+
+
+def _one_line(action: argparse.Action) -> str:
+    title = re.sub(r"\{.*\}", "CHOICE", _title(action))
+    sentence = re.split(r"(?<=\.) ", (action.help or "").replace("%%", "%"))[0]
+    return f"  {title:<36} {sentence}"
+
+
+def _in_full(action: argparse.Action) -> str:
+    known = action.help != argparse.SUPPRESS
+    text = (
+        (action.help or "").replace("%%", "%")
+        if known
+        else "Accepted for old scripts: ignored, or not built yet."
+    )
+    return f"  {_title(action)}\n{textwrap.indent(textwrap.fill(text, 100), '      ')}"

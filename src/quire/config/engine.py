@@ -1,0 +1,472 @@
+"""What the user asked for meets what the machine offers: `resolve()` is the one place that makes defaults."""
+
+import json
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.foreign import (
+    IGNORED_SWITCHES,
+    IGNORED_VALUES,
+    UNBUILT,
+    foreign,
+    refuse_unbuilt,
+    translated,
+)
+from quire.config.machine import Machine
+from quire.config.model import Checkpoint
+from quire.config.sections import (
+    AttentionSection,
+    CacheSection,
+    LoadSection,
+    ModelSection,
+    ObservabilitySection,
+    Option,
+    ParallelSection,
+    SchedulerSection,
+    options,
+)
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+from quire.registry import nearest
+
+__all__ = [
+    "DEFAULT_MODEL_ID",
+    "DEFAULT_MODEL_NAMES",
+    "AttentionSection",
+    "CacheSection",
+    "EngineArgs",
+    "EngineConfig",
+    "Env",
+    "LoadSection",
+    "ModelSection",
+    "ObservabilitySection",
+    "ParallelSection",
+    "SchedulerSection",
+    "checked",
+    "default_sampling",
+    "resolve",
+]
+
+logger = get_logger(__name__)
+
+GIB = 1 << 30
+DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
+"""What a model argument may say, beside nothing at all, to mean the packaged default."""
+
+CPU_KV_CACHE_LIMIT = 4 * GIB
+QUANTIZATIONS = {"gguf": ("gguf",), "hf": ()}
+"""By checkpoint format: the quantization names that can be asked for."""
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+KIND_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a JSON object",
+}
+
+# Least device memory in GiB; tokens of a step by usage; requests. An A100 counts as the last row.
+CUDA_BUDGETS = (
+    (160, {"llm": 16384, "server": 16384}, 1024),
+    (70, {"llm": 16384, "server": 8192}, 1024),
+    (0, {"llm": 8192, "server": 2048}, 256),
+)
+CPU_BUDGETS = {"llm": (4096, 256), "server": (2048, 128)}
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME."""
+
+    cache_root: Path
+    logging_level: str = "INFO"
+    log_stats_interval: float = 10.0
+    """Seconds between two lines of statistics."""
+    api_key: str | None = field(default=None, repr=False)
+    host_ip: str | None = None
+    port: int | None = None
+    """First port for messages between processes."""
+    cpu_kvcache_space: float | None = None
+    """KV cache on a CPU, GiB."""
+    allow_long_max_model_len: bool = False
+    attention_backend: str | None = None
+    server_dev_mode: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> "Env":
+        found: dict[str, Any] = {}
+        for name, kind in _ENV_KINDS.items():
+            variable = next(
+                (f"{p}_{name.upper()}" for p in ("QUIRE", "VLLM") if environ.get(f"{p}_{name.upper()}")), ""
+            )
+            if not variable:
+                continue
+            try:
+                found[name] = kind(environ[variable])
+            except ValueError:
+                raise ConfigError(
+                    f"{variable}={environ[variable]!r} is not a valid value; unset it or correct it"
+                ) from None
+        cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
+        return cls(**found)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("0", "1", "true", "false"):
+        raise ValueError(text)
+    return text.lower() in ("1", "true")
+
+
+_ENV_KINDS: dict[str, Any] = {
+    "cache_root": lambda text: Path(text).expanduser(),
+    "logging_level": str,
+    "log_stats_interval": float,
+    "api_key": str,
+    "host_ip": str,
+    "port": int,
+    "cpu_kvcache_space": float,
+    "allow_long_max_model_len": _switch,
+    "attention_backend": str,
+    "server_dev_mode": _switch,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine is built from. Values are concrete: nothing is left to decide."""
+
+    model: ModelSection
+    load: LoadSection
+    cache: CacheSection
+    scheduler: SchedulerSection
+    parallel: ParallelSection
+    attention: AttentionSection
+    observability: ObservabilitySection
+    checkpoint: Checkpoint
+    machine: Machine
+
+
+def _given(self: Any) -> dict[str, Any]:
+    """What differs from the defaults: the first argument of `resolve()`."""
+    known = options()
+    values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name not in known or value != known[name].default)
+    }
+
+
+def _args_fields() -> list[tuple[str, Any, Any]]:
+    listed: list[tuple[str, Any, Any]] = []
+    for option in options().values():
+        make = option.default.copy if option.kind is dict else None
+        listed.append(
+            (option.name, Any, field(default_factory=make) if make else field(default=option.default))
+        )
+    return listed + [(name, Any, field(default=None)) for name in sorted(foreign())]
+
+
+EngineArgs: Any = make_dataclass(
+    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _given}
+)
+EngineArgs.__module__ = __name__
+EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` under today's names, each value of its type and within its bounds; None counts as not given.
+
+    Needs no model, so that a mistyped flag is found before anything is downloaded.
+    """
+    known, values = options(), {}
+    for name, value in translated(given).items():
+        if value is None:
+            continue
+        if name in known:
+            values[name] = _checked_value(known[name], value)
+        elif name in UNBUILT:
+            refuse_unbuilt(name, value)
+        elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
+            if value:
+                warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
+        else:
+            near = nearest(name, sorted([*known, *foreign()]))
+            raise ConfigError(
+                f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
+            )
+    return values
+
+
+def _checked_value(option: Option, value: Any) -> Any:
+    name, kind, rule = option.name, option.kind, option.rule
+    if rule.auto and value in ("auto", -1):
+        return value
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind is tuple:
+        return _checked_names(name, value)
+    if kind is dict and isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if kind is float:
+            value = float(value)
+        elif kind is int and isinstance(value, numbers.Integral):
+            value = int(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{name}={value!r} must be {KIND_NAMES[kind]}{' or `auto`' if rule.auto else ''}")
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{name}={value!r} is not supported; known: {', '.join(option.choices)}")
+    if isinstance(value, int | float) and not rule.allows(value):
+        raise ConfigError(f"{name}={value!r} is out of range: it must be {rule}")
+    return value
+
+
+def _checked_names(name: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) and each for each in names):
+        raise ConfigError(f"{name}={value!r} must be a name or a list of names")
+    return tuple(names)
+
+
+def resolve(
+    given: Mapping[str, Any],
+    *,
+    checkpoint: Checkpoint,
+    machine: Machine,
+    usage: str = "llm",
+    env: Env | None = None,
+) -> EngineConfig:
+    """The configuration out of what the user set (vLLM's names), the checkpoint and the machine.
+
+    `usage` is `llm` (offline) or `server`: they differ in batch sizes and in logging.
+    """
+    env = env or Env.read(os.environ)
+    values = checked(given)
+    parallel = _parallel(values, machine)
+    model = _model(values, checkpoint, machine, env)
+    scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
+    backend = values.get("attention_backend") or env.attention_backend or "AUTO"
+    return EngineConfig(
+        model=model,
+        load=LoadSection(**_of("load", values)),
+        cache=_cache(values, model.dtype, machine, env),
+        scheduler=scheduler,
+        parallel=parallel,
+        attention=AttentionSection(attention_backend=backend.upper()),
+        observability=ObservabilitySection(disable_log_stats=values.get("disable_log_stats", usage == "llm")),
+        checkpoint=checkpoint,
+        machine=machine,
+    )
+
+
+def _of(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if options()[name].section == section}
+
+
+def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
+    asked = values.get("device", "auto")
+    if asked not in ("auto", machine.device):
+        raise ConfigError(
+            f"device={asked!r} was asked for, but the engine runs on {machine.device} ({machine.name})"
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if values.get(name, 1) > 1:
+            raise ConfigError(f"{name}={values[name]} is not supported yet; leave it out or set it to 1")
+    backend = values.get("distributed_executor_backend", "uni")
+    if backend in ("ray", "external_launcher"):
+        raise ConfigError(f"distributed_executor_backend={backend!r} is not supported yet; leave it out")
+    return ParallelSection(
+        **{**_of("parallel", values), "device": machine.device, "distributed_executor_backend": "uni"}
+    )
+
+
+def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env) -> ModelSection:
+    named = values.get("model")
+    model = DEFAULT_MODEL_ID if named is None or named in DEFAULT_MODEL_NAMES else named
+    quantization = values.get("quantization")
+    if quantization is not None and quantization not in QUANTIZATIONS[checkpoint.format]:
+        raise ConfigError(
+            f"quantization={quantization!r} is not supported yet for a checkpoint of format"
+            f" {checkpoint.format!r}; leave it out"
+        )
+    asked_len = values.get("max_model_len")
+    auto_fit = asked_len in ("auto", -1)
+    length = checkpoint.derived_max_len if asked_len is None or auto_fit else asked_len
+    if length > checkpoint.derived_max_len and not env.allow_long_max_model_len:
+        raise ConfigError(
+            f"max_model_len={length} is above the {checkpoint.derived_max_len} tokens that this checkpoint"
+            " was made for; lower it, or set QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 (outputs may be nonsense)"
+        )
+    max_logprobs = values.get("max_logprobs", 20)
+    own = {
+        "model": model,
+        "tokenizer": values.get("tokenizer") or str(checkpoint.path),
+        "served_model_name": values.get("served_model_name") or (model,),
+        "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine),
+        "max_model_len": length,
+        "auto_fit": auto_fit,
+        "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
+    }
+    return ModelSection(**{**_of("model", values), **own})
+
+
+def _dtype(asked: str, stored: str, machine: Machine) -> Any:
+    native = {"bfloat16": machine.bf16, "float16": machine.fp16, "float32": True}
+    asked = DTYPE_ALIASES.get(asked, asked)
+    if machine.device == "cpu":
+        if asked == "auto":
+            return stored if native[stored] else "float32"
+        return asked
+    if asked == "bfloat16" and not machine.bf16:
+        raise ConfigError(
+            f"dtype='bfloat16' needs compute capability 8.0; {machine.name} has"
+            f" {machine.capability[0]}.{machine.capability[1]}: use dtype='float16'"
+        )
+    if asked != "auto":
+        return asked
+    wanted = "bfloat16" if stored == "float32" else stored
+    return wanted if native[wanted] else "float16"
+
+
+def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) -> CacheSection:
+    own = _of("cache", values)
+    block_size = own.get("block_size", 16)
+    if block_size & (block_size - 1):
+        raise ConfigError(f"block_size={block_size} must be a power of two from 1 to 256")
+    if own.get("prefix_caching_hash_algo") == "sha256_cbor":
+        warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
+        own["prefix_caching_hash_algo"] = "sha256"
+    kv_dtype = own.get("kv_cache_dtype", "auto")
+    if kv_dtype not in ("auto", dtype):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} is not supported yet; use 'auto', which is {dtype!r} here"
+        )
+    sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & own.keys()
+    if machine.device == "cpu" and not sized:
+        space = env.cpu_kvcache_space
+        if space is not None and not space > 0:
+            raise ConfigError(
+                f"QUIRE_CPU_KVCACHE_SPACE={space} must be above 0 (GiB); unset it for the default of 4"
+            )
+        own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
+    own.setdefault("gpu_memory_utilization", 0.92)
+    return CacheSection(**{**own, "kv_cache_dtype": dtype})
+
+
+def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
+    """Default tokens of a step and default number of running requests."""
+    if usage not in CPU_BUDGETS:
+        return 2048, 128
+    if machine.device == "cpu":
+        tokens, seqs = CPU_BUDGETS[usage]
+        return tokens * world, seqs * world
+    rows = (
+        CUDA_BUDGETS[-1:]
+        if "a100" in machine.name.lower() and machine.total_bytes < 160 * GIB
+        else CUDA_BUDGETS
+    )
+    by_usage, seqs = next((by, seqs) for least, by, seqs in rows if machine.total_bytes >= least * GIB)
+    return by_usage[usage], seqs
+
+
+def _scheduler(
+    values: Mapping[str, Any], max_model_len: int, parallel: ParallelSection, machine: Machine, usage: str
+) -> SchedulerSection:
+    own = _of("scheduler", values)
+    chunked = own.get("enable_chunked_prefill", True)
+    tokens, seqs = _budget(machine, usage, parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    if own.get("performance_mode") == "throughput":
+        tokens, seqs = 2 * tokens, 2 * seqs
+    if not chunked:
+        tokens = max(tokens, max_model_len)
+    asked_seqs = own.get("max_num_seqs", seqs)
+    tokens = min(tokens, asked_seqs * max_model_len)
+    if "max_num_seqs" in own:
+        tokens = max(tokens, asked_seqs)
+    own.setdefault("max_num_batched_tokens", tokens)
+    own.setdefault("max_num_seqs", min(seqs, own["max_num_batched_tokens"]))
+    own.setdefault("max_num_scheduled_tokens", own["max_num_batched_tokens"])
+    own.setdefault("async_scheduling", machine.device == "cuda")
+    if own["async_scheduling"] and machine.device == "cpu":
+        warn_once(logger, "async_scheduling=True has no effect on a CPU and is ignored")
+        own["async_scheduling"] = False
+    section = SchedulerSection(**own)
+    _check_budget(section, max_model_len)
+    return section
+
+
+def _check_budget(section: SchedulerSection, max_model_len: int) -> None:
+    tokens, seqs = section.max_num_batched_tokens, section.max_num_seqs
+    if tokens < max_model_len and not section.enable_chunked_prefill:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({max_model_len}) and chunked"
+            " prefill is off: raise the first, lower the second, or turn enable_chunked_prefill on"
+        )
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({tokens}) is smaller than max_num_seqs ({seqs}): each running request"
+            " needs a token per step; raise the first or lower the second"
+        )
+    if section.max_num_scheduled_tokens > tokens:
+        raise ConfigError(
+            f"max_num_scheduled_tokens ({section.max_num_scheduled_tokens}) is above max_num_batched_tokens"
+            f" ({tokens}); lower it or leave it out"
+        )
+    if section.long_prefill_token_threshold > max_model_len:
+        raise ConfigError(
+            f"long_prefill_token_threshold ({section.long_prefill_token_threshold}) is above max_model_len"
+            f" ({max_model_len}); lower it, or set it to 0 for no bound"
+        )
+    if tokens > seqs * max_model_len:
+        warn_once(
+            logger,
+            f"max_num_batched_tokens ({tokens}) is above max_num_seqs * max_model_len"
+            f" ({seqs * max_model_len}): the rest can never be used",
+        )
+    if section.enable_chunked_prefill:
+        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
+
+
+_SAMPLING_KEYS = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def default_sampling(config: EngineConfig) -> dict[str, Any]:
+    """Sampling parameters that a request gets where it says nothing, under SamplingParams' names."""
+    source, overrides = config.model.generation_config, config.model.override_generation_config
+    unread = sorted(set(overrides) - set(_SAMPLING_KEYS))
+    if unread:
+        warn_once(
+            logger,
+            f"override_generation_config: {', '.join(unread)} not read; known: {', '.join(_SAMPLING_KEYS)}",
+        )
+    merged = {**_generation(source, config.checkpoint), **overrides}
+    return {ours: merged[theirs] for theirs, ours in _SAMPLING_KEYS.items() if merged.get(theirs) is not None}
+
+
+def _generation(source: str, checkpoint: Checkpoint) -> dict[str, Any]:
+    if source == "auto":
+        return checkpoint.generation
+    if source in ("quire", "vllm"):
+        return {}
+    path = Path(source).expanduser() / "generation_config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"generation_config={source!r} is none of auto, quire, vllm, and {path} cannot be read: {error}"
+        ) from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,192 @@
+"""The names of the wider world: what vLLM knows and Quire maps, ignores, or has not built yet."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+# Names that vLLM knows and Quire has no use for: accepted, with one warning. First switches, then values.
+IGNORED_SWITCHES = frozenset(
+    """
+    aggregate-engine-logging allow-deprecated-quantization calculate-kv-scales cudagraph-metrics
+    dcp-q-replicate disable-async-output-proc disable-cascade-attn disable-chunked-mm-input
+    disable-custom-all-reduce disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
+    disable-log-requests disable-nccl-for-dp-synchronization enable-bf16x3-router-gemm
+    enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-fault-tolerance
+    enable-flashinfer-autotune enable-layerwise-nvtx-tracing enable-log-requests
+    enable-logging-iteration-details enable-mamba-cache-stochastic-rounding enable-mfu-metrics
+    enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-reasoning
+    enable-tower-connector-lora enable-trace-replay fail-on-environ-validation fully-sharded-loras
+    interleave-mm-strings kv-cache-metrics kv-sharing-fast-prefill language-model-only
+    mm-device-do-normalize mm-encoder-only multi-step-stream-outputs numa-bind ray-workers-use-nsight
+    skip-mm-profiling specialize-active-lora use-fp64-gumbel use-replayssm use-v2-block-manager
+    """.replace("-", "_").split()
+)
+IGNORED_VALUES = frozenset(
+    """
+    additional-config all2all-backend allowed-local-media-path allowed-media-domains code-revision
+    collect-detailed-traces cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
+    cuda-graph-sizes cudagraph-capture-sizes data-parallel-address data-parallel-backend
+    data-parallel-rpc-port dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend
+    dcp-kv-cache-interleave-size default-mm-loras diffusion-config distributed-timeout-seconds
+    ec-manager-config eplb-config expert-placement-strategy fault-tolerance-config gdn-prefill-backend
+    guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
+    kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend limit-mm-per-prompt
+    linear-backend lora-dtype lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype
+    mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr
+    master-port max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills max-lora-rank max-loras
+    max-num-partial-prefills max-parallel-loading-workers media-io-kwargs mm-encoder-attn-backend
+    mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin
+    mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb
+    mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs
+    mm-shm-cache-max-object-size-mb mm-tensor-ipc model-loader-extra-config moe-backend
+    num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
+    offload-num-in-group offload-params offload-prefetch-step otlp-traces-endpoint
+    per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
+    prefix-cache-retention-interval prefix-match-unit profiler-config pt-load-map-location
+    reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
+    safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
+    shutdown-timeout structured-outputs-config swap-space ubatch-size video-pruning-method
+    video-pruning-rate
+    """.replace("-", "_").split()
+)
+
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_external_lb": (False,),
+    "data_parallel_hybrid_lb": (False,),
+    "data_parallel_multi_port_external_lb": (False,),
+    "data_parallel_rank": (0,),
+    "data_parallel_size_local": (1,),
+    "data_parallel_start_rank": (0,),
+    "decode_context_parallel_size": (1,),
+    "device_ids": (),
+    "disable_sliding_window": (False,),
+    "ec_transfer_config": (),
+    "enable_eplb": (False,),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_return_routed_experts": (False,),
+    "enable_sleep_mode": (False,),
+    "hf_config_path": (),
+    "io_processor_plugin": (),
+    "kv_cache_dtype_skip_layers": ([], ()),
+    "kv_events_config": (),
+    "kv_offloading_size": (0,),
+    "kv_transfer_config": (),
+    "logits_processors": ([], ()),
+    "model_class_overrides": ({},),
+    "model_impl": ("auto", "quire", "vllm"),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "offload_group_size": (0,),
+    "pooler_config": (),
+    "prefill_context_parallel_size": (1,),
+    "quantization_config": (),
+    "reasoning_parser": ("",),
+    "reasoning_parser_plugin": ("",),
+    "return_sampling_mask": (False,),
+    "runner": ("auto", "generate"),
+    "scheduler_cls": (),
+    "spec_method": (),
+    "spec_model": (),
+    "spec_tokens": (),
+    "speculative_config": (),
+    "weight_transfer_config": (),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": ("",),
+}
+"""Features that are not built yet, with the values (beside None) that leave them off."""
+
+LISTS = frozenset(
+    """
+    cuda-graph-sizes cudagraph-capture-sizes device-ids ignore-patterns kv-cache-dtype-skip-layers
+    logits-processors lora-target-modules numa-bind-cpus numa-bind-nodes
+    """.replace("-", "_").split()
+)
+"""The unbuilt and ignored names that take several values."""
+
+SHORT = {
+    "attention_config": "-ac",
+    "compilation_config": "-cc",
+    "data_parallel_address": "-dpa",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_start_rank": "-dpr",
+    "decode_context_parallel_size": "-dcp",
+    "diffusion_config": "-dc",
+    "enable_expert_parallel": "-ep",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "optimization_level": "-O",
+    "prefill_context_parallel_size": "-pcp",
+    "speculative_config": "-sc",
+}
+"""Short flags of names outside the sections."""
+
+
+def _from_compilation_config(value: Any) -> dict[str, Any]:
+    mode = value.get("cudagraph_mode") if isinstance(value, dict) else None
+    return {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
+
+
+def _from_attention_config(value: Any) -> dict[str, Any]:
+    backend = value.get("backend") if isinstance(value, dict) else None
+    return {"attention_backend": backend} if backend else {}
+
+
+MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "attention_config": _from_attention_config,
+    "compilation_config": _from_compilation_config,
+    "max_seq_len_to_capture": lambda value: {"max_cudagraph_capture_size": value},
+    "num_speculative_tokens": lambda value: {"speculative_config": {"num_speculative_tokens": value}},
+    "optimization_level": lambda value: {"enforce_eager": True} if value == 0 else {},
+    "rope_scaling": lambda value: {"hf_overrides": {"rope_scaling": value}},
+    "rope_theta": lambda value: {"hf_overrides": {"rope_theta": value}},
+    "speculative_model": lambda value: {"speculative_config": {"model": value}},
+    "task": lambda value: {} if value in ("auto", "generate") else {"runner": value},
+}
+"""Names that say in other words what a field says; nothing, where they ask for what Quire does anyway."""
+
+
+def foreign() -> frozenset[str]:
+    """Every name outside the sections that is understood."""
+    return IGNORED_SWITCHES | IGNORED_VALUES | frozenset(UNBUILT) | frozenset(MAPPED)
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the names of MAPPED put into today's; what is said outright wins over what is mapped."""
+    values = {name: value for name, value in given.items() if name not in MAPPED}
+    for name, value in given.items():
+        if name not in MAPPED or value is None:
+            continue
+        mapped = MAPPED[name](value)
+        for target, part in mapped.items():
+            if isinstance(part, dict):
+                values[target] = {**part, **(values.get(target) or {})}
+            elif values.get(target) is None:
+                values[target] = part
+        said = ", ".join(f"{target}={part!r}" for target, part in mapped.items())
+        warn_once(
+            logger,
+            f"{name}={value!r} is read as {said}" if said else f"{name}={value!r} changes nothing in Quire",
+        )
+    return values
+
+
+def refuse_unbuilt(name: str, value: Any) -> None:
+    if value in UNBUILT[name]:
+        return
+    off = " or ".join(repr(choice) for choice in UNBUILT[name]) or "None"
+    raise ConfigError(f"{name}={value!r} is not supported yet; leave it out or set it to {off}")

@@ -1,0 +1,248 @@
+"""Every field of the configuration, by section. A field's docstring is its help text on the command line.
+
+A section holds resolved values; `resolve()` finds those of fields without a default.
+"""
+
+import functools
+import types
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field accepts beyond its type, and how it looks on the command line."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    human: bool = False
+    """`4k` and `4K` are read as 4000 and 4096."""
+    auto: bool = False
+    """`auto` and -1 are accepted beside a number."""
+    short: str = ""
+    derived: bool = False
+    """Set by `resolve()` only; no flag."""
+
+    def allows(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = [
+            ("at least", self.at_least),
+            ("above", self.above),
+            ("at most", self.at_most),
+            ("below", self.below),
+        ]
+        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """Which model, and how it is read."""
+
+    model: str
+    """Directory with config.json, .gguf file, or hub id (`org/name`, `org/name:Q4_K_M`). Default: the
+    packaged SmolLM2-135M-Instruct."""
+    tokenizer: str
+    """Directory, .gguf file or hub id of the tokenizer. Default: the model's own."""
+    tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"
+    """How to read the tokenizer; all three use its fast form."""
+    skip_tokenizer_init: bool = False
+    """Leave the tokenizer out: prompts and outputs are token ids."""
+    trust_remote_code: bool = False
+    """Accepted for old scripts. Quire never runs code out of a checkpoint."""
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+    """Type of weights and activations. Default: the checkpoint's where the machine computes it natively; a
+    float32 checkpoint becomes bfloat16 on CUDA."""
+    seed: int = 0
+    """Seed of the sampling of requests that bring none."""
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub."""
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of the tokenizer on the hub."""
+    max_model_len: Annotated[int, Rule(at_least=1, human=True, auto=True)]
+    """Longest sequence, prompt and output together. Default: what the checkpoint was made for. `auto` or -1:
+    as much of that as the KV cache can hold."""
+    auto_fit: Annotated[bool, Rule(derived=True)] = False
+    """Whether the worker may shorten max_model_len until one sequence fits into the KV cache."""
+    quantization: Annotated[str | None, Rule(short="-q")] = None
+    """Format of the weights. Default: what the checkpoint says."""
+    max_logprobs: Annotated[int, Rule(at_least=-1)] = 20
+    """Most logprobs a request may ask for per token; -1: the whole vocabulary."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = (
+        "raw_logprobs"
+    )
+    """What `logprobs` holds: before or after penalties and temperature, normalised or not."""
+    enforce_eager: bool = False
+    """Never capture CUDA graphs."""
+    served_model_name: tuple[str, ...]
+    """Names the API answers to; the first is the one it reports. Default: the model argument."""
+    hf_token: str | None = field(default=None, repr=False)
+    """Token for private or gated models on the hub."""
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    """JSON laid over the checkpoint's config.json."""
+    generation_config: str = "auto"
+    """Where default sampling parameters come from: `auto` (the checkpoint), `quire` or `vllm` (neutral ones),
+    or a directory with a generation_config.json."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of default sampling parameters, over the generation config."""
+    chat_template: str | None = None
+    """Chat template: a file or the template itself. Default: the tokenizer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSection:
+    """How weights get from disk to the device."""
+
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """Format of the weight files; `dummy` fills random weights."""
+    download_dir: str | None = None
+    """Where hub downloads are kept. Default: the hub's own cache."""
+    use_tqdm_on_load: bool = True
+    """Show progress while downloading and loading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSection:
+    """The KV cache: its size and its blocks."""
+
+    block_size: Annotated[int, Rule(at_least=1, at_most=256)] = 16
+    """Tokens in a block; a power of two."""
+    gpu_memory_utilization: Annotated[float, Rule(above=0, at_most=1)]
+    """Share of the device's memory for weights, activations and KV cache. Default: 0.92. On a CPU a given
+    value also lifts kv_cache_memory_limit."""
+    kv_cache_memory_bytes: Annotated[int | None, Rule(at_least=1, human=True)] = None
+    """Exact size of the KV cache, in place of measuring what is free."""
+    kv_cache_memory_limit: Annotated[int | None, Rule(derived=True)] = None
+    """Upper bound in bytes of a measured KV cache, None for none. On a CPU with no flag that sizes the cache
+    it is 4 GiB, or QUIRE_CPU_KVCACHE_SPACE in GiB, so that the cache is the smaller of this and
+    gpu_memory_utilization of what is free after the model is loaded."""
+    num_gpu_blocks_override: Annotated[int | None, Rule(at_least=2)] = None
+    """Exact number of blocks, in place of measuring; for tests of preemption."""
+    enable_prefix_caching: bool = True
+    """Share the KV blocks of equal prefixes between requests."""
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
+    """Hash of a block's content; `sha256_cbor` is read as sha256."""
+    kv_cache_dtype: str
+    """Type of keys and values in the cache. Default: `auto`, the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSection:
+    """What one step may hold, and who goes first."""
+
+    max_num_batched_tokens: Annotated[int, Rule(at_least=1, human=True)]
+    """Most tokens of one step. Default: by device memory, larger for offline use than for serving."""
+    max_num_scheduled_tokens: Annotated[int, Rule(at_least=1, human=True)]
+    """Most tokens the scheduler gives out in one step. Default: max_num_batched_tokens."""
+    max_num_seqs: Annotated[int, Rule(at_least=1)]
+    """Most requests running at once. Default: by device memory."""
+    long_prefill_token_threshold: Annotated[int, Rule(at_least=0)] = 0
+    """Most prompt tokens that one request gets in a step; 0: no such bound."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is admitted first: by arrival, or by priority (lower first) and then arrival."""
+    enable_chunked_prefill: bool = True
+    """Spread a long prompt over several steps, together with running requests."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only when the cache has room for its whole prompt."""
+    watermark: Annotated[float, Rule(at_least=0, below=1)] = 0.0
+    """Share of the blocks kept free when a request is admitted."""
+    stream_interval: Annotated[int, Rule(at_least=1)] = 1
+    """Tokens between two chunks of a streamed answer."""
+    async_scheduling: bool
+    """Plan the next step while the device runs this one. Default: on with CUDA."""
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
+    """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSection:
+    """Where the model runs, and over how many devices."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    """Kind of device. Default: CUDA where there is one."""
+    tensor_parallel_size: Annotated[int, Rule(at_least=1, short="-tp")] = 1
+    """Devices that share each layer."""
+    pipeline_parallel_size: Annotated[int, Rule(at_least=1, short="-pp")] = 1
+    """Groups of devices that hold consecutive layers."""
+    data_parallel_size: Annotated[int, Rule(at_least=1, short="-dp")] = 1
+    """Copies of the engine behind one address."""
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
+    """How workers are started; one device always runs in the engine's process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSection:
+    """How attention is computed."""
+
+    attention_backend: str = "AUTO"
+    """TRITON_ATTN, FLASH_ATTN, FLASHINFER, TORCH_SDPA or CPU_ATTN; AUTO takes the first that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilitySection:
+    """What the engine says about itself."""
+
+    disable_log_stats: bool
+    """No periodic statistics. Default: off for a server, on for offline use."""
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "load": LoadSection,
+    "cache": CacheSection,
+    "scheduler": SchedulerSection,
+    "parallel": ParallelSection,
+    "attention": AttentionSection,
+    "observability": ObservabilitySection,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A section's field, as the checks and the flags see it."""
+
+    name: str
+    section: str
+    kind: type
+    """bool, int, float, str, dict, or tuple (of str)."""
+    choices: tuple[str, ...]
+    optional: bool
+    """Whether None may be asked for: it means the default."""
+    default: Any
+    """The field's own default; None where `resolve()` finds it."""
+    rule: Rule
+
+
+def _option(section: str, name: str, annotation: Any, default: Any) -> Option:
+    rule, choices, optional = Rule(), (), default is None
+    if get_origin(annotation) is Annotated:
+        annotation, rule = get_args(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(part for part in get_args(annotation) if part is not type(None))
+    if get_origin(annotation) is Literal:
+        choices, annotation = get_args(annotation), str
+    kind = get_origin(annotation) or annotation
+    return Option(name, section, kind, choices, optional, default, rule)
+
+
+@functools.cache
+def options() -> dict[str, Option]:
+    """Every field that a user may set, by name."""
+    found = {}
+    for section, cls in SECTIONS.items():
+        for item in fields(cls):
+            default = None if item.default is MISSING else item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            option = _option(section, item.name, item.type, default)
+            if not option.rule.derived:
+                found[item.name] = option
+    return found

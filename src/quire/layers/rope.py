@@ -1,0 +1,107 @@
+"""Rotary position embedding: the frequencies of each kind, and the rotation."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.model import RopeFacts
+from quire.layers.scope import Scope
+
+
+def _powers(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def _default(rope: RopeFacts, max_len: int) -> Tensor:
+    return 1.0 / rope.theta ** _powers(rope.dim)
+
+
+def _linear(rope: RopeFacts, max_len: int) -> Tensor:
+    return _default(rope, max_len) / rope.factor
+
+
+def _dynamic(rope: RopeFacts, max_len: int) -> Tensor:
+    """The base that a sequence of `max_len` would get, for all; theta itself within the original length."""
+    stretch = rope.factor * max(max_len, rope.max_len) / rope.max_len - (rope.factor - 1)
+    base = rope.theta * math.pow(stretch, rope.dim / (rope.dim - 2))
+    return 1.0 / base ** _powers(rope.dim)
+
+
+def _llama3(rope: RopeFacts, max_len: int) -> Tensor:
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+    frequencies = _default(rope, max_len)
+    turns = rope.original_max_len * frequencies / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return torch.lerp(frequencies / rope.factor, frequencies, keep.clamp(0, 1))
+
+
+def _yarn(rope: RopeFacts, max_len: int) -> Tensor:
+    """As llama3, but interpolated over the index of the frequency, between two numbers of turns."""
+
+    def index_of(turns: float) -> float:
+        return rope.dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = high - low or 0.001
+    keep = 1 - ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    frequencies = _default(rope, max_len)
+    return torch.lerp(frequencies / rope.factor, frequencies, keep)
+
+
+def _factors(rope: RopeFacts, max_len: int) -> Tensor:
+    return _default(rope, max_len) / torch.tensor(rope.factors, dtype=torch.float32)
+
+
+KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "factors": _factors,
+}
+"""kind -> function of the facts and the engine's longest sequence that gives the [dim / 2] frequencies."""
+
+
+def _amplitude(rope: RopeFacts) -> float:
+    """What yarn multiplies cosine and sine with; 1 for all other kinds."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scaled(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scaled(rope.mscale) / scaled(rope.mscale_all_dim)
+    return scaled(1.0)
+
+
+class Rope(nn.Module):
+    """Rotates the first `dim` dimensions of each head, half against half. One serves all layers."""
+
+    table: Tensor
+
+    def __init__(self, rope: RopeFacts, scope: Scope) -> None:
+        super().__init__()
+        self.dim = rope.dim
+        frequencies = KINDS[rope.kind](rope, scope.max_len).to(scope.device)
+        positions = torch.arange(scope.max_len, dtype=torch.float32, device=scope.device)
+        angles = positions[:, None] * frequencies
+        table = torch.cat((angles.cos(), angles.sin()), -1) * _amplitude(rope)
+        self.register_buffer("table", table.to(scope.dtype), persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, heads, head_dim] each."""
+        cos, sin = self.table[positions][:, None].chunk(2, -1)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        left, right = x[..., : self.dim].chunk(2, -1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., self.dim :]), -1)

@@ -1,0 +1,31 @@
+"""Random weights: a model without weight files, for measuring."""
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Checkpoint
+
+_SPREAD = 0.02
+
+
+class DummySource:
+    def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
+        self._seed = seed
+
+    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(target.shape) for name, target in targets.items()}
+
+    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+        return targets
+
+    def fill(self, name: str, into: Tensor) -> None:
+        """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""
+        if name.endswith("norm.weight"):
+            into.fill_(1.0)
+            return
+        # The CPU generator reads 32 bits of a seed, no more.
+        generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        into.uniform_(-_SPREAD, _SPREAD, generator=generator)

@@ -1,0 +1,92 @@
+"""Weights from a GGUF file: names as in a Hugging Face checkpoint, values unpacked to plain numbers."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.config.gguf import GGUFFile
+from quire.config.model import ArchFacts, Checkpoint
+from quire.errors import ConfigError
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
+
+# Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
+_CHUNK_WEIGHTS = 1 << 24
+
+
+class GGUFSource:
+    def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
+        self._file = GGUFFile(checkpoint.path)
+        self._facts = checkpoint.facts
+        self._stored = {hf_name(name): name for name in self._file.tensors}
+
+    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+
+    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+        return [name for name in self._stored if name in targets]
+
+    def fill(self, name: str, into: Tensor) -> None:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self._file.tensors[self._stored[name]]
+        kind = GGMLQuantizationType[tensor.type]
+        num_rows = into.shape[0]
+        packed = self._file.raw(tensor.name).reshape(num_rows, -1)
+        rows = row_order(name, num_rows, self._facts)
+        step = max(1, _CHUNK_WEIGHTS // max(1, into[0].numel()))
+        for start in range(0, num_rows, step):
+            chunk = packed[start : start + step] if rows is None else packed[rows[start : start + step]]
+            try:
+                values = dequantize(chunk, kind)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"{self._file.path}: {tensor.name} is {tensor.type}, which cannot be unpacked yet; "
+                    "use a file in another quantization, such as Q8_0 or Q4_K_M"
+                ) from error
+            piece = into[start : start + step]
+            piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
+
+
+def hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays."""
+    if (match := _LAYER_NAME.fullmatch(name)) and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
+    if (match := _TOP_NAME.fullmatch(name)) and match[1] in _TOP:
+        return f"{_TOP[match[1]]}.{match[2]}"
+    return name
+
+
+def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
+    """The stored rows in the order that the model wants them; None: as they are.
+
+    Llama files interleave the two halves of each query and key head, for a rotation of neighbouring pairs.
+    """
+    if facts.architecture != "LlamaForCausalLM" or not re.search(r"self_attn\.[qk]_proj\.", name):
+        return None
+    heads = facts.heads if ".q_proj." in name else facts.kv_heads
+    return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,79 @@
+"""load_model: build with unfilled tensors, fill them one by one from the checkpoint, finish."""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from quire.attention.backend import AttentionBackend
+from quire.config.model import Checkpoint
+from quire.errors import ConfigError
+from quire.layers.scope import Loads, Scope
+from quire.loader.source import FORMATS, Source, detect
+from quire.logs import get_logger
+from quire.models import MODELS
+
+logger = get_logger(__name__)
+
+_NUM_NAMED = 5
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    max_model_len: int,
+    load_format: str = "auto",
+    show_progress: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`."""
+    source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
+    scope = Scope(dtype=dtype, device=device, backend=backend, max_len=max_model_len)
+    model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
+    layers = [module for module in model.modules() if isinstance(module, Loads)]
+    targets = dict(target for layer in layers for target in layer.targets())
+    _check(source, targets, checkpoint)
+    hidden = not show_progress or not sys.stderr.isatty()
+    with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
+        for name in source.order(targets):
+            source.fill(name, targets[name])
+            progress.update()
+    for layer in layers:
+        layer.finish()
+    return model.eval()
+
+
+def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Compare names and shapes before a byte is read."""
+    shapes = source.shapes(targets)
+    missing = [name for name in targets if name not in shapes]
+    if missing:
+        raise ConfigError(
+            f"{checkpoint.path} lacks {len(missing)} of the {len(targets)} weights that a "
+            f"{checkpoint.facts.architecture} needs: {_some(missing)}"
+        )
+    for name, target in targets.items():
+        if shapes[name] != tuple(target.shape):
+            raise ConfigError(
+                f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
+                f"{tuple(target.shape)}"
+            )
+    extra = [name for name in shapes if name not in targets and not _is_harmless(name, checkpoint)]
+    if extra:
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), _some(extra))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def _is_harmless(name: str, checkpoint: Checkpoint) -> bool:
+    """Tensors that some checkpoints carry although they follow from the rest."""
+    if name == "lm_head.weight":
+        return checkpoint.facts.tied
+    return name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight"

@@ -1,0 +1,38 @@
+"""Weights from pytorch_model.bin files, read without running any code in them."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Checkpoint
+from quire.errors import ConfigError
+from quire.loader.shards import find_shards
+
+
+class PickleSource:
+    def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):
+            self._tensors |= _load(path)
+
+    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+        return [name for name in self._tensors if name in targets]
+
+    def fill(self, name: str, into: Tensor) -> None:
+        into.copy_(self._tensors[name])
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read as plain weights: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path} holds a {type(state).__name__}, expected tensors by name")
+    return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}

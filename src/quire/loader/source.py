@@ -1,0 +1,55 @@
+"""Where weights come from: the protocol, the table of formats, and which one a checkpoint is in."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.config.model import Checkpoint
+from quire.errors import ConfigError
+from quire.registry import LazyTable, nearest
+
+FORMATS = LazyTable(
+    "load format",
+    {
+        "safetensors": "quire.loader.safetensors:SafetensorsSource",
+        "pt": "quire.loader.pt:PickleSource",
+        "gguf": "quire.loader.gguf:GGUFSource",
+        "dummy": "quire.loader.dummy:DummySource",
+    },
+)
+
+
+class Source(Protocol):
+    """Made from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
+
+    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor there is."""
+        ...
+
+    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+        """The names of `targets` in the order that reads fastest."""
+        ...
+
+    def fill(self, name: str, into: Tensor) -> None:
+        """Copy one tensor, converting to the type and device of `into`."""
+        ...
+
+
+def detect(checkpoint: Checkpoint, load_format: str) -> str:
+    """The key of FORMATS that `load_format` means for this checkpoint."""
+    known = ("auto", *FORMATS)
+    if load_format not in known:
+        hint = nearest(load_format, list(known))
+        raise ConfigError(f"unknown load_format {load_format!r}; known: {', '.join(known)}{hint}")
+    if load_format == "auto":
+        if checkpoint.format == "gguf":
+            return "gguf"
+        has_safetensors = any(checkpoint.path.glob("*.safetensors*"))
+        return "safetensors" if has_safetensors or not any(checkpoint.path.glob("*.bin*")) else "pt"
+    if load_format != "dummy" and (load_format == "gguf") != (checkpoint.format == "gguf"):
+        kind = "a GGUF file" if checkpoint.format == "gguf" else "a model directory"
+        raise ConfigError(
+            f"load_format {load_format!r} does not fit {checkpoint.path}, which is {kind}; use auto"
+        )
+    return load_format

@@ -1,0 +1,94 @@
+"""Llama, and the families that are Llama with other facts: Mistral, Qwen2, Qwen3, SmolLM."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.attention.batch import Batch
+from quire.config.model import ArchFacts
+from quire.layers.attention import PagedAttention
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import GateUpLinear, QKVLinear, RowLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+class Attention(nn.Module):
+    def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.qkv = QKVLinear(
+            facts.hidden, facts.heads, facts.kv_heads, facts.head_dim, scope / "qkv_proj", bias=facts.qkv_bias
+        )
+        self.qk_norm = facts.qk_norm
+        if facts.qk_norm:
+            self.q_norm = RMSNorm(facts.head_dim, facts.norm_eps, scope / "q_norm")
+            self.k_norm = RMSNorm(facts.head_dim, facts.norm_eps, scope / "k_norm")
+        self.rope = rope
+        self.mix = PagedAttention(
+            self.qkv.heads, self.qkv.kv_heads, facts.head_dim, scope / "attn", window=facts.window(layer)
+        )
+        self.out = RowLinear(
+            facts.heads * facts.head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias
+        )
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x)
+        if self.qk_norm:
+            q, k = self.q_norm.plain(q), self.k_norm.plain(k)
+        q, k = self.rope(q, k, batch.positions)
+        out: Tensor = self.out(self.mix(q, k, v, batch))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        self.gate_up = GateUpLinear(
+            facts.hidden, facts.intermediate, scope / "gate_up_proj", bias=facts.mlp_bias
+        )
+        self.down = RowLinear(facts.intermediate, facts.hidden, scope / "down_proj", bias=facts.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, scope / "input_layernorm")
+        self.attention = Attention(facts, layer, rope, scope / "self_attn")
+        self.mlp_norm = RMSNorm(facts.hidden, facts.norm_eps, scope / "post_attention_layernorm")
+        self.mlp = MLP(facts, scope / "mlp")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self.attention(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Llama(nn.Module):
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        body = scope / "model"
+        self.embed = Embedding(facts.vocab, facts.hidden, body / "embed_tokens")
+        rope = Rope(facts.rope, scope)
+        self.layers = nn.ModuleList(Layer(facts, i, rope, body / "layers" / i) for i in range(facts.layers))
+        self.norm = RMSNorm(facts.hidden, facts.norm_eps, body / "norm")
+        self.head = Head(
+            facts.vocab, facts.hidden, scope / "lm_head", tied=self.embed if facts.tied else None
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden], after the final norm."""
+        x, residual = self.embed(batch.token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        out: Tensor = self.norm(x, residual)[0]
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab] float32."""
+        out: Tensor = self.head(hidden)
+        return out

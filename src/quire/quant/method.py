@@ -1,0 +1,36 @@
+"""LinearMethod: the format of a linear layer's weight, apart from what the layer is for."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class LinearMethod(Protocol):
+    """Stateless; what it needs at run time are tensors of the layer.
+
+    A layer is made of one or more parts of the checkpoint, stacked along its output (query, key, value).
+    """
+
+    def create(
+        self,
+        layer: nn.Module,
+        size_in: int,
+        sizes_out: tuple[int, ...],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Give `layer` its tensors, unfilled; `sizes_out` has one entry for each part."""
+        ...
+
+    def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
+        """For each part: the views that loading fills, by the suffix of their checkpoint name."""
+        ...
+
+    def finish(self, layer: nn.Module) -> None:
+        """Called once after loading: repack."""
+        ...
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...

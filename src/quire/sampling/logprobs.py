@@ -1,0 +1,61 @@
+"""Logprobs of chosen tokens and of the best beside them."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.data.plan import RowLogprobs
+
+_SLICE = 128
+"""Positions per slice of prompt logprobs: bounds the memory beside the logits."""
+
+
+def row_logprobs(logits: Tensor, chosen: Tensor, num_best: NDArray[np.int32], mode: str) -> list[RowLogprobs]:
+    """For each row of `logits` [R, V]: its chosen token [R], then its `num_best` [R] best.
+
+    `mode` is a logprobs_mode: `*_logits` reports the values as they are, the others normalise them. The rank
+    counts the tokens at least as likely as the chosen one. A NaN is reported as -inf.
+    """
+    chosen = chosen[:, None]
+    own = logits.gather(1, chosen)
+    ranks = (logits >= own).sum(dim=-1).clamp_(min=1)
+    best = logits.topk(min(int(num_best.max()), logits.shape[1]))
+    ids = torch.cat((chosen, best.indices), dim=1).tolist()
+    values = _without_nan(torch.cat((own, best.values), dim=1) - _normaliser(logits, mode)).tolist()
+    return [
+        RowLogprobs(row_ids[: 1 + count], row_values[: 1 + count], rank)
+        for row_ids, row_values, rank, count in zip(
+            ids, values, ranks.tolist(), num_best.tolist(), strict=True
+        )
+    ]
+
+
+def append_listed(found: list[RowLogprobs], logits: Tensor, at: Tensor, token_ids: Tensor, mode: str) -> None:
+    """Add the tokens that a request listed by id: entry i goes to `found[at[i]]`."""
+    values = _without_nan(logits[at, token_ids] - _normaliser(logits, mode)[at, 0])
+    for place, token_id, value in zip(at.tolist(), token_ids.tolist(), values.tolist(), strict=True):
+        found[place].token_ids.append(token_id)
+        found[place].logprobs.append(value)
+
+
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int, mode: str) -> list[RowLogprobs]:
+    """For each position of a prompt, `logits` [n, V]: the token after it [n] and the `k` best (-1: all)."""
+    count = logits.shape[1] if k == -1 else k
+    found = []
+    for start in range(0, len(logits), _SLICE):
+        part = logits[start : start + _SLICE].float()
+        counts = np.full(len(part), count, np.int32)
+        found += row_logprobs(part, next_ids[start : start + _SLICE].long(), counts, mode)
+    return found
+
+
+def _normaliser(logits: Tensor, mode: str) -> Tensor:
+    """[R, 1] what to take off each logit so that it becomes what `mode` reports."""
+    if mode.endswith("logits"):
+        return torch.zeros_like(logits[:, :1])
+    return logits.logsumexp(dim=-1, keepdim=True)
+
+
+def _without_nan(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

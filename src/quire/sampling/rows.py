@@ -1,0 +1,216 @@
+"""SamplingRows: what each row of the worker asked for, in columns and tables that a step reads at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.data.params import SamplingParams
+
+Ints = NDArray[np.int32]
+
+# What a row uses, as bits of `flags`: one OR over the batch tells which work a step can skip.
+RANDOM = 1 << 0
+LIMITED = 1 << 1
+"""top_k, top_p or min_p"""
+PENALTIES = 1 << 2
+ALLOWED = 1 << 3
+BANNED = 1 << 4
+"""bad_words"""
+HELD = 1 << 5
+"""min_tokens"""
+BIASED = 1 << 6
+LOGPROBS = 1 << 7
+LISTED = 1 << 8
+"""logprob_token_ids"""
+
+_ENTRY = np.dtype([("row", np.int32), ("token_id", np.int32), ("value", np.float64)])
+_PAD = -1
+
+
+class TokenTable:
+    """Entries (row, token id, value) of many rows; those of one row stay in the order given."""
+
+    def __init__(self) -> None:
+        self._entries = np.empty(64, _ENTRY)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, row: int, token_ids: Sequence[int], values: Sequence[float] | float = 0.0) -> None:
+        end = self._size + len(token_ids)
+        if end > len(self._entries):
+            grown = np.empty(max(end, 2 * len(self._entries)), _ENTRY)
+            grown[: self._size] = self._entries[: self._size]
+            self._entries = grown
+        new = self._entries[self._size : end]
+        new["row"], new["token_id"], new["value"] = row, token_ids, values
+        self._size = end
+
+    def drop(self, row: int) -> None:
+        entries = self._entries[: self._size]
+        kept = entries[entries["row"] != row]
+        self._size = len(kept)
+        self._entries[: self._size] = kept
+
+    def select(self, places: Ints) -> tuple[Ints, Ints, NDArray[np.float64]]:
+        """The entries of the rows that have a place in the batch, as (places, token ids, values)."""
+        entries = self._entries[: self._size]
+        at = places[entries["row"]]
+        here = at >= 0
+        chosen = entries[here]
+        return at[here], chosen["token_id"], chosen["value"]
+
+
+class WordTable:
+    """Words of one or more tokens by row: the last token is banned where the output ends in the others."""
+
+    def __init__(self) -> None:
+        self._rows = np.empty(0, np.int32)
+        self._last = np.empty(0, np.int32)
+        self._prefix_lens = np.empty(0, np.int32)
+        self._prefixes = np.empty((0, 0), np.int32)
+        """[words, longest prefix], aligned right, padded with _PAD"""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: int, words: Sequence[Sequence[int]]) -> None:
+        lens = [len(word) - 1 for word in words]
+        width = max(self._prefixes.shape[1], *lens)
+        prefixes = np.full((len(self) + len(words), width), _PAD, np.int32)
+        prefixes[: len(self), width - self._prefixes.shape[1] :] = self._prefixes
+        for i, word in enumerate(words, start=len(self)):
+            prefixes[i, width - len(word) + 1 :] = word[:-1]
+        self._prefixes = prefixes
+        self._rows = np.append(self._rows, np.full(len(words), row, np.int32))
+        self._last = np.append(self._last, np.array([word[-1] for word in words], np.int32))
+        self._prefix_lens = np.append(self._prefix_lens, np.array(lens, np.int32))
+
+    def drop(self, row: int) -> None:
+        kept = self._rows != row
+        self._rows, self._last = self._rows[kept], self._last[kept]
+        self._prefix_lens = self._prefix_lens[kept]
+        width = int(self._prefix_lens.max(initial=0))
+        self._prefixes = self._prefixes[kept, self._prefixes.shape[1] - width :]
+
+    def select(self, places: Ints, tokens: Ints, num_tokens: Ints, prompt_lens: Ints) -> tuple[Ints, Ints]:
+        """The (places, token ids) to ban now."""
+        live = np.flatnonzero(places[self._rows] >= 0)
+        rows, prefixes = self._rows[live], self._prefixes[live]
+        width = prefixes.shape[1]
+        ends = num_tokens[rows]
+        columns = ends[:, None] + np.arange(-width, 0)
+        seen = tokens[rows[:, None], np.maximum(columns, 0)]
+        hit = ((seen == prefixes) | (prefixes == _PAD)).all(axis=1)
+        hit &= self._prefix_lens[live] <= ends - prompt_lens[rows]
+        return places[rows[hit]], self._last[live[hit]]
+
+
+class SamplingRows:
+    """The sampling state of all rows. A row says nothing until `admit` and nothing after `release`."""
+
+    NONE = -1
+    """In `num_prompt_logprobs`: not asked for."""
+
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.device = device
+        """Where the logits are that these rows change; the state itself stays on the host."""
+        self.flags = np.zeros(max_rows, np.int32)
+        self.temperature = np.ones(max_rows, np.float32)
+        self.top_k = np.zeros(max_rows, np.int64)
+        """0 is off."""
+        self.top_p = np.ones(max_rows, np.float64)
+        self.min_p = np.zeros(max_rows, np.float64)
+        self.repetition = np.ones(max_rows, np.float32)
+        self.frequency = np.zeros(max_rows, np.float32)
+        self.presence = np.zeros(max_rows, np.float32)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.num_logprobs = np.zeros(max_rows, np.int32)
+        """How many of the best, beside the chosen token."""
+        self.num_prompt_logprobs = np.full(max_rows, self.NONE, np.int32)
+        self.allowed = TokenTable()
+        self.held = TokenTable()
+        """The value is the sequence length from which the token is free."""
+        self.biased = TokenTable()
+        self.listed = TokenTable()
+        self.banned = WordTable()
+        self._places = np.full(max_rows, -1, np.int32)
+
+    def admit(
+        self, row: int, params: SamplingParams, *, prompt_len: int, seed: int, stop_ids: Sequence[int]
+    ) -> None:
+        """Give the row to a request. `stop_ids` are what `min_tokens` holds back."""
+        self.release(row)
+        flags = 0 if params.greedy else RANDOM
+        self.seed[row] = seed % 2**64
+        self.temperature[row] = params.temperature or 1.0
+        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab else 0
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        if self.top_k[row] or params.top_p < 1.0 or params.min_p > 0.0:
+            flags |= LIMITED
+        self.repetition[row] = params.repetition_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.presence[row] = params.presence_penalty
+        if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
+            flags |= PENALTIES
+        self.flags[row] = flags | self._admit_logprobs(row, params) | self._admit_tokens(row, params)
+        held = [token_id for token_id in dict.fromkeys(stop_ids) if token_id < self.vocab]
+        if params.min_tokens and held:
+            self.held.add(row, held, prompt_len + params.min_tokens)
+            self.flags[row] |= HELD
+
+    def _admit_logprobs(self, row: int, params: SamplingParams) -> int:
+        if params.prompt_logprobs is not None:
+            self.num_prompt_logprobs[row] = self._count(params.prompt_logprobs)
+        if params.logprob_token_ids is not None:
+            self.num_logprobs[row] = 0
+            self.listed.add(row, params.logprob_token_ids)
+            return LOGPROBS | LISTED
+        if params.logprobs is None:
+            return 0
+        self.num_logprobs[row] = self._count(params.logprobs)
+        return LOGPROBS
+
+    def _count(self, num_logprobs: int) -> int:
+        return self.vocab if num_logprobs == -1 else min(num_logprobs, self.vocab)
+
+    def _admit_tokens(self, row: int, params: SamplingParams) -> int:
+        flags = 0
+        if params.allowed_token_ids is not None:
+            self.allowed.add(row, params.allowed_token_ids)
+            flags |= ALLOWED
+        words = [word for word in params.bad_words_token_ids or () if word]
+        if words:
+            self.banned.add(row, words)
+            flags |= BANNED
+        if params.logit_bias:
+            self.biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
+            flags |= BIASED
+        return flags
+
+    def release(self, row: int) -> None:
+        """Forget the row's request; a row that has none may be released."""
+        flags = int(self.flags[row])
+        tables: tuple[tuple[int, TokenTable | WordTable], ...] = (
+            (ALLOWED, self.allowed),
+            (HELD, self.held),
+            (BIASED, self.biased),
+            (LISTED, self.listed),
+            (BANNED, self.banned),
+        )
+        for flag, table in tables:
+            if flags & flag:
+                table.drop(row)
+        self.flags[row] = 0
+        self.num_prompt_logprobs[row] = self.NONE
+
+    def places(self, rows: Ints) -> Ints:
+        """[max_rows] the place of each row in this batch, -1 if it has none. Valid until the next call."""
+        self._places.fill(-1)
+        self._places[rows] = np.arange(len(rows), dtype=np.int32)
+        return self._places

@@ -1,0 +1,288 @@
+"""Chat templates: a conversation becomes the prompt that the model was trained on."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template, nodes
+
+ContentFormat = Literal["string", "openai"]
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Content parts that are text, and the field that holds it."""
+_NO_TEMPLATE = "this model has no chat template; start with `--chat-template FILE` to give it one"
+_TAIL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    /,
+    *,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, Any]] | None = None,
+    **kwargs: Any,
+) -> str:
+    """The conversation as one prompt. `kwargs` are the template's own variables."""
+    if template is None:
+        raise RequestError(_NO_TEMPLATE)
+    if continue_final_message and add_generation_prompt:
+        raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    if not messages:
+        raise RequestError("the conversation is empty; send at least one message", param="messages")
+    conversation = [dict(message) for message in messages]
+    if continue_final_message:
+        final_text = _tag_final_message(conversation)
+    named = {"bos_token": bos_token, "eos_token": eos_token}
+    text = _render(
+        template,
+        {name: token for name, token in named.items() if token is not None}
+        | kwargs
+        | {
+            "messages": conversation,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        },
+    )
+    return _cut_at_tag(text, final_text) if continue_final_message else text
+
+
+def choose_template(
+    own: str | dict[str, str] | None, asked: str | None = None, *, with_tools: bool = False
+) -> str:
+    """One template out of a model's own (or its named ones) and what the request asks for."""
+    named = own if isinstance(own, dict) else {}
+    if asked is not None:
+        return named.get(asked, asked)
+    if isinstance(own, str):
+        return own
+    if with_tools and "tool_use" in named:
+        return named["tool_use"]
+    if "default" in named:
+        return named["default"]
+    if named:
+        raise RequestError(
+            f"this model has no default chat template; name one as `chat_template`: {', '.join(named)}",
+            param="chat_template",
+        )
+    raise RequestError(_NO_TEMPLATE)
+
+
+def normalise(messages: Iterable[Mapping[str, Any]], content_format: ContentFormat) -> list[dict[str, Any]]:
+    """Messages as the template expects them: content as one string or as parts, tool arguments as objects."""
+    return [_normalise_message(message, content_format) for message in messages]
+
+
+@lru_cache(maxsize=64)
+def content_format(template: str) -> ContentFormat:
+    """`openai` if the template walks through the parts of a message's content, else `string`."""
+    from jinja2 import nodes
+
+    tree = _parse(template)
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    aliases: set[str] = set()
+    while True:
+        found = {
+            assign.target.name
+            for assign in tree.find_all(nodes.Assign)
+            if isinstance(assign.target, nodes.Name) and _is_content(assign.node, aliases)
+        }
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and call.node.name in macros:
+                parameters = macros[call.node.name].args
+                passed = zip(parameters, call.args, strict=False)
+                found |= {parameter.name for parameter, value in passed if _is_content(value, aliases)}
+        if found <= aliases:
+            break
+        aliases |= found
+    walks = any(_is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
+    return "openai" if walks else "string"
+
+
+def _is_content(node: "nodes.Node", aliases: set[str]) -> bool:
+    """Whether an expression is some message's content: `x.content`, `x['content']`, or a name for it."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Name):
+        return node.name in aliases
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        if isinstance(node.arg, nodes.Slice):
+            return _is_content(node.node, aliases)
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return _is_content(node.node, aliases)
+    if isinstance(node, nodes.CondExpr):
+        return any(_is_content(side, aliases) for side in (node.expr1, node.expr2) if side is not None)
+    return False
+
+
+def _normalise_message(message: Mapping[str, Any], content_format: ContentFormat) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message must be an object with a role, not {message!r:.80}", param="messages")
+    texts = _texts(message.get("content"))
+    parts = [{"type": "text", "text": text} for text in texts]
+    normal = {**message, "content": "\n".join(texts) if content_format == "string" else parts}
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
+    return normal
+
+
+def _texts(content: Any) -> list[str]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, Iterable) or isinstance(content, Mapping):
+        raise RequestError(
+            f"message content must be a string or a list of parts, not {content!r:.80}", "messages"
+        )
+    return [part if isinstance(part, str) else _part_text(part) for part in content]
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise RequestError(
+            f"content part of type {kind!r} is not supported; supported: {', '.join(_TEXT_PARTS)}",
+            param="messages",
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(
+            f"content part of type {kind!r} needs a string in {_TEXT_PARTS[kind]!r}", param="messages"
+        )
+    return text
+
+
+def _parse_arguments(call: Any) -> Any:
+    """The API carries a tool call's arguments as JSON text; templates want the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise RequestError(
+            f"the arguments of tool call {function.get('name')!r} are not valid JSON: {error}",
+            param="messages",
+        ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tag_final_message(conversation: list[dict[str, Any]]) -> str:
+    """Mark the end of the last message's text, in place; returns that text."""
+    content = conversation[-1].get("content")
+    if isinstance(content, str):
+        conversation[-1]["content"] = content + _TAIL_TAG
+        return content
+    parts = [dict(part) for part in content] if isinstance(content, list) else []
+    for part in reversed(parts):
+        if isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + _TAIL_TAG
+            conversation[-1]["content"] = parts
+            return text
+    raise RequestError(
+        "`continue_final_message` needs a final message with text to continue", param="continue_final_message"
+    )
+
+
+def _cut_at_tag(text: str, final_text: str) -> str:
+    """Cut off whatever the template wrote after the final message."""
+    tag = _TAIL_TAG.strip()
+    end = text.rfind(tag)
+    if end < 0 or final_text.strip() not in text:
+        raise RequestError(
+            "`continue_final_message` is set, but the chat template does not show the whole final message",
+            param="continue_final_message",
+        )
+    # A template that trims its messages has eaten the tag's own space: then the text's is gone as well.
+    return text[:end] if text.startswith(_TAIL_TAG, end) else text[:end].rstrip()
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    compiled = _compile(template)
+    try:
+        return compiled.render(variables)
+    except TemplateError as error:
+        raise RequestError(f"the chat template refused the conversation: {error.message}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # Whatever Python makes of the template's expressions on these messages.
+        raise RequestError(f"the chat template failed on the conversation: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _compile(template: str) -> "Template":
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(template)
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise RequestError(f"the chat template is not valid Jinja: {error}", param="chat_template") from error
+
+
+def _parse(template: str) -> "nodes.Template":
+    _compile(template)
+    return _environment().parse(template)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what a model wrote, for training; here its body is all that counts."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,171 @@
+"""Detokenizer: the text of a growing output, one token at a time, and where a stop string ends it."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from quire.text.tokenizer import TokenBytes, Tokenizer
+
+_MAX_PARTIAL = 3
+"""A UTF-8 character has at most four bytes: at most three tokens can wait for its end."""
+_CONTEXT = 6
+"""How many tokens of the prompt are looked at: enough for a partial character and a word before it."""
+
+
+class Detokenizer:
+    """The output text of one request."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self.text = ""
+        """All of the output so far, cut at the stop string once one was met."""
+        self.num_tokens = 0
+        """Output tokens behind `text`: none after the one that completed a stop string."""
+        self.stopped_by: str | None = None
+        self._stop = list(stop)
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._num_held = max(map(len, stop), default=1) - 1 if not include_stop_str_in_output else 0
+        self._num_taken = 0
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._stream: _Stream
+        if tokenizer.token_bytes is not None:
+            self._stream = _ByteStream(tokenizer.token_bytes, skipped, prompt_ids)
+        else:
+            glued = frozenset() if spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
+            self._stream = _WindowStream(tokenizer, skipped, glued, prompt_ids)
+
+    def push(self, token_ids: Sequence[int], *, final: bool = False) -> str | None:
+        """Append tokens; returns the stop string that was met. `final` flushes a partial character."""
+        if self.stopped_by is not None:
+            return self.stopped_by
+        # Only with stop strings does it matter which token a character came from.
+        for step in ([i] for i in token_ids) if self._stop else (token_ids,):
+            self.num_tokens += len(step)
+            if self._grow(self._stream.feed(step)):
+                return self.stopped_by
+        if final:
+            self._grow(self._stream.flush())
+        return self.stopped_by
+
+    def take_delta(self, final: bool = False) -> str:
+        """The text to stream now: new since the last call, and sure not to become part of a stop string."""
+        held = 0 if final or self.stopped_by is not None else self._num_held
+        end = max(self._num_taken, len(self.text) - held)
+        delta = self.text[self._num_taken : end]
+        self._num_taken = end
+        return delta
+
+    def _grow(self, new: str) -> bool:
+        """Add text; True if that completed a stop string."""
+        if not new:
+            return False
+        # With no second reference to the string, += grows it in place instead of copying it.
+        text, self.text = self.text, ""
+        num_before = len(text)
+        text += new
+        self.text = text
+        if not self._stop or self.num_tokens < self._min_tokens:
+            return False
+        met = _first_stop(text, num_before, self._stop)
+        if met is None:
+            return False
+        start, self.stopped_by = met
+        self.text = text[: start + len(self.stopped_by) if self._include_stop else start]
+        return True
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """One token on its own, with the space it brings: what logprobs show."""
+    table = tokenizer.token_bytes
+    if table is None:
+        return tokenizer.decode([token_id], skip_special_tokens=False)
+    return table[token_id].decode("utf-8", "replace")
+
+
+def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, str] | None:
+    """Start and name of the stop string that ends first after `num_before` characters; of two, the longer."""
+    found = [
+        (start + len(stop), start, stop)
+        for stop in stops
+        if (start := text.find(stop, max(0, num_before - len(stop) + 1))) >= 0
+    ]
+    return min(found)[1:] if found else None
+
+
+class _Stream(Protocol):
+    def feed(self, token_ids: Iterable[int]) -> str: ...
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """For decoders whose tokens are bytes: concatenate and decode UTF-8 as it comes, exactly and cheaply."""
+
+    def __init__(self, table: TokenBytes, skipped: frozenset[int], prompt_ids: Sequence[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(self._bytes(prompt_ids[-_CONTEXT:]))
+        self._at_start = table.strips_first_space and not any(self._bytes([i]) for i in prompt_ids)
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        data = self._bytes(token_ids)
+        if self._at_start and data:
+            self._at_start = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        return b"".join([self._table[i] for i in token_ids if i not in self._skipped])
+
+
+class _WindowStream:
+    """For any other decoder: decode the new tokens behind the last ones that gave text, and cut those off."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], glued: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._glued = glued
+        self._pending: list[int] = []
+        self._set_context([i for i in prompt_ids[-_CONTEXT:] if i not in skipped])
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join(self._step(i) for i in token_ids if i not in self._skipped)
+
+    def flush(self) -> str:
+        return self._emit(self._new_text()) if self._pending else ""
+
+    def _step(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        new = self._new_text()
+        waits = not new or new.endswith("\N{REPLACEMENT CHARACTER}")
+        return "" if waits and len(self._pending) <= _MAX_PARTIAL else self._emit(new)
+
+    def _new_text(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=False)
+        return text[len(self._context_text) :]
+
+    def _emit(self, new: str) -> str:
+        if self._context and self._glued.issuperset((self._context[-1], self._pending[0])):
+            new = new.removeprefix(" ")
+        self._set_context(self._pending)
+        self._pending = []
+        return new
+
+    def _set_context(self, token_ids: list[int]) -> None:
+        self._context = token_ids
+        self._context_text = self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,379 @@
+"""Tokenizer: text to ids and back, under the names that users of Hugging Face tokenizers know."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.config.gguf import GGUFFile
+from quire.errors import ConfigError, RequestError
+from quire.text.chat_template import choose_template, render_chat
+from quire.text.gguf_vocab import read_vocab
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+class Encoded(dict[str, Any]):
+    """What calling a tokenizer returns: `input_ids` and `attention_mask`, as keys and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each token adds to a text, worked out when first asked for; unknown ids add none."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strips_first_space: bool) -> None:
+        super().__init__()
+        self.backend = backend
+        self.byte_level = byte_level
+        self.strips_first_space = strips_first_space
+        """Whether decoding drops one space at the very beginning of a text."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            found = b""
+        elif self.byte_level:
+            found = _from_byte_alphabet(token)
+        elif match := _BYTE_TOKEN.fullmatch(token):
+            found = bytes([int(match[1], 16)])
+        else:
+            found = token.replace(_SPACE, " ").encode()
+        self[token_id] = found
+        return found
+
+
+class Tokenizer:
+    """Wraps a `tokenizers.Tokenizer` with the special tokens and the chat template of its model."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str] | None = None,
+        chat_template: str | dict[str, str] | None = None,
+    ) -> None:
+        # A tokenizer.json may carry the truncation and padding of its training.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens_map = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.added_tokens = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in self.added_tokens.items() if token.special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            # "fast" leaves out the character offsets, which nobody here reads.
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise _unencodable(texts) from error
+        return [encoding.ids for encoding in encodings]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
+        rows = self.encode_batch(text, add_special_tokens)
+        return Encoded(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
+
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
+        listed = [ids] if isinstance(ids, int) else list(ids)
+        try:
+            return self.backend.decode(listed, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            bad = next(i for i in listed if not 0 <= i < 2**32)
+            raise RequestError(f"token id {bad} is out of range: 0 to {self.max_token_id}") from error
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        documents: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        """The conversation as the model wants to read it: ids, or text if not `tokenize`."""
+        text = render_chat(
+            choose_template(self.chat_template, chat_template, with_tools=tools is not None),
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+            **{"bos_token": None, "eos_token": None, **self.special_tokens_map, **kwargs},
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
+        """The vocabulary's spelling of the ids; None for an id that it does not have."""
+        if isinstance(ids, int):
+            return self.backend.id_to_token(ids)
+        return [self.backend.id_to_token(i) for i in ids]
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | None | list[int | None]:
+        """Ids of tokens in the vocabulary's spelling; the unknown token's for one that it does not have."""
+        if isinstance(tokens, str):
+            token_id = self.backend.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_ids
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def added_vocab(self) -> dict[str, int]:
+        return {token.content: i for i, token in sorted(self.added_tokens.items())}
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the base vocabulary; `len()` also counts the added ones."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_token_id(self) -> int:
+        return max(self.get_vocab().values(), default=-1)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """None if this tokenizer's decoder does not work token by token."""
+        steps = _decoder_steps(self.backend)
+        kinds = [step["type"] for step in steps]
+        if kinds == ["ByteLevel"]:
+            return TokenBytes(self.backend, byte_level=True, strips_first_space=False)
+        if steps[:3] == _SENTENCEPIECE_STEPS and steps[3:] in ([], [_STRIP_STEP]):
+            return TokenBytes(self.backend, byte_level=False, strips_first_space=len(steps) == 4)
+        return None
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return [self.added_tokens[i].content for i in self.all_special_ids]
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def unk_token(self) -> str | None:
+        return self.special_tokens_map.get("unk_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._named_id("unk_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens_map.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def load_tokenizer(path: Path, checkpoint_format: str) -> Tokenizer:
+    """The tokenizer of a checkpoint: `path` is a directory (`hf`) or a .gguf file (`gguf`)."""
+    if checkpoint_format == "gguf":
+        vocab = read_vocab(GGUFFile(path).metadata)
+        return Tokenizer(
+            vocab.backend, special_tokens=vocab.special_tokens, chat_template=vocab.chat_template
+        )
+    if checkpoint_format != "hf":
+        raise ConfigError(f"unknown checkpoint format {checkpoint_format!r}; known: gguf, hf")
+    return _from_directory(path)
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    config = _read_json(path / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(path / "special_tokens_map.json")
+    special = {name: text for name in _NAMED if (text := _content(config.get(name))) is not None}
+    if (path / "tokenizer.json").is_file():
+        # As transformers does, the file's own post-processor decides about BOS and EOS: the
+        # add_bos_token and add_eos_token of the config are for vocabularies without that file.
+        backend = _read_backend(path / "tokenizer.json")
+    else:
+        backend, converted = _convert_with_transformers(path)
+        special = converted | special
+    _add_configured_tokens(backend, config, special)
+    return Tokenizer(backend, special_tokens=special, chat_template=_chat_template(path, config))
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"cannot read {file}: {error}; download the model's tokenizer again") from error
+
+
+def _convert_with_transformers(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Vocabularies in older files: transformers knows how each model family meant them."""
+    known = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+    file = next((path / name for name in known if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"no tokenizer in {path}: expected {path / 'tokenizer.json'}")
+    way_out = (
+        "to convert it, `pip install transformers sentencepiece protobuf`, or save a tokenizer.json "
+        "beside it with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+    )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{path} has {file.name} but no tokenizer.json; {way_out}") from error
+    try:
+        converted = AutoTokenizer.from_pretrained(path)
+        backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    except (ImportError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"cannot convert {file} to a tokenizer.json ({error}); {way_out}") from error
+    named = converted.special_tokens_map.items()
+    return backend, {name: str(token) for name, token in named if name in _NAMED}
+
+
+def _add_configured_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+) -> None:
+    """Teach the backend the added and special tokens that only the config names."""
+    present = {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
+    listed = [(int(i), AddedToken(**spec)) for i, spec in config.get("added_tokens_decoder", {}).items()]
+    for i, token in sorted(listed, key=lambda item: item[0]):
+        if present.get(i) != repr(token):
+            backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra
+    names = [*special.values(), *(text for entry in extra if (text := _content(entry)) is not None)]
+    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    unmarked = [name for name in dict.fromkeys(names) if name not in marked]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in unmarked])
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """Files of their own win over the entry in tokenizer_config.json."""
+    named = {file.stem: _read_text(file) for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        named["default"] = _read_text(path / "chat_template.jinja")
+    if named:
+        return named["default"] if named.keys() == {"default"} else named
+    found = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The file's object; an empty one if there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(_read_text(file))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+def _content(entry: Any) -> str | None:
+    """A special token in a config is a string or an object with its flags."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else None
+
+
+def _unencodable(texts: Sequence[str]) -> RequestError:
+    for text in texts:
+        if not isinstance(text, str):
+            return RequestError(f"text must be a string, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = f"U+{ord(text[error.start]):04X} at character {error.start}"
+            return RequestError(f"text holds the lone surrogate {lone}, which is no character; remove it")
+    return RequestError("text cannot be encoded")
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+_SENTENCEPIECE_STEPS: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP_STEP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _from_byte_alphabet(token: str) -> bytes:
+    try:
+        return bytes([_BYTES[char] for char in token])
+    except KeyError:  # an added token, spelled as it is
+        return token.encode()

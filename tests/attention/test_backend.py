@@ -1,0 +1,54 @@
+"""Choosing a backend: the first that fits, or the named one, or a reason."""
+
+import pytest
+import torch
+
+from quire.attention import backend
+from quire.attention.backend import AttentionSpec, choose
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+from quire.registry import LazyTable
+
+MACHINE = Machine(device="cpu", name="a CPU", num_devices=1, total_bytes=1, free_bytes=1, num_cores=1)
+SPEC = AttentionSpec(4, 2, 16, torch.float32)
+
+
+class Picky(TorchSDPA):
+    name = "PICKY"
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        return None if machine.device == "cuda" else f"needs CUDA, this is {machine.device}"
+
+
+@pytest.fixture
+def with_picky(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"PICKY": f"{__name__}:Picky", **backend.BACKENDS.entries}
+    monkeypatch.setattr(backend, "BACKENDS", LazyTable("attention backend", entries))
+
+
+@pytest.mark.usefixtures("with_picky")
+def test_the_first_that_fits_is_taken() -> None:
+    assert choose(None, SPEC, MACHINE).name == "TORCH_SDPA"
+
+
+@pytest.mark.usefixtures("with_picky")
+def test_a_named_backend_that_does_not_fit_is_an_error_with_its_reason() -> None:
+    """A silent fall back to another backend than the one asked for."""
+    with pytest.raises(ConfigError, match="PICKY: needs CUDA, this is cpu"):
+        choose("PICKY", SPEC, MACHINE)
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="unknown attention backend 'FLASH'; known: .*TORCH_SDPA"):
+        choose("flash", SPEC, MACHINE)
+
+
+def test_names_are_taken_in_any_case() -> None:
+    assert choose("torch_sdpa", SPEC, MACHINE).name == "TORCH_SDPA"
+
+
+def test_no_fit_at_all_gives_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "BACKENDS", LazyTable("attention backend", {"PICKY": f"{__name__}:Picky"}))
+    with pytest.raises(ConfigError, match="no attention backend fits .*PICKY: needs CUDA"):
+        choose(None, SPEC, MACHINE)

@@ -1,0 +1,443 @@
+"""resolve(): names, types, ranges, and where defaults meet the machine."""
+
+import dataclasses
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import (
+    GIB,
+    EngineArgs,
+    EngineConfig,
+    Env,
+    checked,
+    default_sampling,
+    resolve,
+)
+from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, UNBUILT, foreign
+from quire.config.machine import Machine
+from quire.config.model import ArchFacts, Checkpoint, RopeFacts
+from quire.config.sections import SECTIONS, options
+from quire.errors import ConfigError
+from quire.logs import warn_once
+
+FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 2, 4, 2, 16, 1e-5, RopeFacts())
+ENV = Env(cache_root=Path("/nowhere"))
+
+
+VLLM_FLAGS = re.findall(
+    r"\S+",
+    """
+    additional-config aggregate-engine-logging all2all-backend allow-deprecated-quantization
+    allowed-local-media-path allowed-media-domains async-scheduling attention-backend attention-config
+    block-size code-revision collect-detailed-traces compilation-config config-format convert
+    cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params
+    cudagraph-capture-sizes cudagraph-metrics data-parallel-address data-parallel-backend
+    data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
+    data-parallel-rank data-parallel-rpc-port data-parallel-size data-parallel-size-local
+    data-parallel-start-rank dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend
+    dcp-kv-cache-interleave-size dcp-q-replicate decode-context-parallel-size default-mm-loras device-ids
+    diffusion-config disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce
+    disable-hybrid-kv-cache-manager disable-log-stats disable-nccl-for-dp-synchronization
+    disable-sliding-window distributed-executor-backend distributed-timeout-seconds download-dir dtype
+    ec-manager-config ec-transfer-config enable-bf16x3-router-gemm enable-chunked-prefill
+    enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-eplb
+    enable-expert-parallel enable-fault-tolerance enable-flashinfer-autotune enable-layerwise-nvtx-tracing
+    enable-log-requests enable-logging-iteration-details enable-lora
+    enable-mamba-cache-stochastic-rounding enable-mfu-metrics enable-mixed-moe-lora-format
+    enable-mm-embeds enable-moe-shared-loras enable-prefix-caching enable-prompt-embeds
+    enable-return-routed-experts enable-sleep-mode enable-tower-connector-lora enable-trace-replay
+    enforce-eager eplb-config expert-placement-strategy fail-on-environ-validation fault-tolerance-config
+    fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization hf-config-path
+    hf-overrides hf-token ignore-patterns interleave-mm-strings io-processor-plugin ir-op-priority
+    jit-monitor-mode jit-monitor-verbose kda-prefill-backend kernel-config kv-cache-dtype
+    kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample
+    kv-events-config kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill kv-transfer-config
+    language-model-only limit-mm-per-prompt linear-backend load-format logits-processors logprobs-mode
+    long-prefill-token-threshold lora-dtype lora-target-modules mamba-backend mamba-block-size
+    mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
+    master-addr master-port max-cpu-loras max-cudagraph-capture-size max-logprobs max-lora-rank max-loras
+    max-model-len max-num-batched-tokens max-num-scheduled-tokens max-num-seqs
+    max-parallel-loading-workers media-io-kwargs mm-device-do-normalize mm-encoder-attn-backend
+    mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin
+    mm-encoder-fp8-scale-save-path mm-encoder-only mm-encoder-tp-mode mm-hasher-algorithm
+    mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device
+    mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc model model-class-overrides
+    model-impl model-loader-extra-config moe-backend nnodes node-rank num-gpu-blocks-override numa-bind
+    numa-bind-cpus numa-bind-nodes offload-backend offload-group-size offload-num-in-group offload-params
+    offload-prefetch-step optimization-level otlp-traces-endpoint override-generation-config
+    per-request-spec-decode-metrics performance-mode pipeline-parallel-size pooler-config
+    prefill-context-parallel-size prefill-schedule-interval prefix-cache-retention-interval
+    prefix-caching-hash-algo prefix-match-unit profiler-config pt-load-map-location quantization
+    quantization-config ray-workers-use-nsight reasoning-config reasoning-parser reasoning-parser-plugin
+    renderer-num-workers replayssm-buffer-len return-sampling-mask revision runner
+    safetensors-load-strategy safetensors-prefetch-block-size safetensors-prefetch-num-threads
+    scheduler-cls scheduler-reserve-full-isl scheduling-policy seed served-model-name
+    show-hidden-metrics-for-version shutdown-timeout skip-mm-profiling skip-tokenizer-init spec-method
+    spec-model spec-tokens specialize-active-lora speculative-config stream-interval
+    structured-outputs-config tensor-parallel-size tokenizer tokenizer-mode tokenizer-revision
+    trust-remote-code ubatch-size use-fp64-gumbel use-replayssm use-tqdm-on-load video-pruning-method
+    video-pruning-rate watermark weight-transfer-config worker-cls worker-extension-cls
+    """,
+)
+
+
+def checkpoint(dtype: str = "bfloat16", max_len: int = 8192, **more: Any) -> Checkpoint:
+    settings: dict[str, Any] = {"format": "hf", "bos_id": 1, "eos_ids": (2,), **more}
+    return Checkpoint(path=Path("/m"), facts=FACTS, dtype=dtype, derived_max_len=max_len, **settings)
+
+
+def cuda(gib: float = 80, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0)) -> Machine:
+    total = int(gib * GIB)
+    return Machine("cuda", name, 1, total, total, 8, capability, bf16=capability >= (8, 0), fp16=True)
+
+
+def cpu(**more: Any) -> Machine:
+    return Machine("cpu", "a CPU", 1, 16 * GIB, 12 * GIB, 4, **more)
+
+
+def make(given: dict[str, Any] | None = None, **more: Any) -> EngineConfig:
+    settings: dict[str, Any] = {"checkpoint": checkpoint(), "machine": cpu(), "env": ENV, **more}
+    return resolve(given or {}, **settings)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Any:
+    """Messages of Quire's loggers, which do not propagate."""
+    warn_once.cache_clear()
+    logger = logging.getLogger("quire")
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0.0", "above 0", "at most 1"]),
+        ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5", "at most 1"]),
+        ({"gpu_memory_utilization": float("nan")}, ["nan", "above 0"]),
+        ({"gpu_memory_utilization": "half"}, ["'half'", "a number"]),
+        ({"block_size": 24}, ["block_size=24", "power of two"]),
+        ({"block_size": 512}, ["block_size=512", "at most 256"]),
+        ({"block_size": True}, ["block_size=True", "an integer"]),
+        ({"block_size": 16.5}, ["block_size=16.5", "an integer"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs=0", "at least 1"]),
+        ({"max_num_batched_tokens": -5}, ["max_num_batched_tokens=-5", "at least 1"]),
+        ({"watermark": 1.0}, ["watermark=1.0", "below 1"]),
+        ({"stream_interval": 0}, ["stream_interval=0", "at least 1"]),
+        ({"max_logprobs": -2}, ["max_logprobs=-2", "at least -1"]),
+        ({"max_model_len": 0}, ["max_model_len=0", "at least 1"]),
+        ({"max_model_len": "long"}, ["'long'", "an integer or `auto`"]),
+        ({"max_model_len": 9000}, ["max_model_len=9000", "8192", "QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1"]),
+        ({"enforce_eager": 1}, ["enforce_eager=1", "true or false"]),
+        ({"dtype": "fp8"}, ["dtype='fp8'", "known:", "bfloat16"]),
+        ({"scheduling_policy": "sjf"}, ["'sjf'", "fcfs, priority"]),
+        ({"tokenizer_mode": "mistral"}, ["'mistral'", "auto, hf, slow"]),
+        ({"prefix_caching_hash_algo": "xxhash"}, ["'xxhash'", "sha256"]),
+        ({"hf_overrides": "x"}, ["hf_overrides='x'", "a JSON object"]),
+        ({"served_model_name": [1]}, ["served_model_name=[1]", "list of names"]),
+        ({"long_prefill_token_threshold": 9000}, ["(9000)", "(8192)"]),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 65}, ["(64)", "max_num_seqs (65)"]),
+        ({"max_num_batched_tokens": 64, "max_num_scheduled_tokens": 65}, ["(65)", "(64)"]),
+        ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, ["(64)", "max_model_len (8192)"]),
+        ({"device": "cuda"}, ["device='cuda'", "cpu"]),
+        ({"max_model_length": 5}, ["'max_model_length'", "did you mean 'max_model_len'?"]),
+        ({"zzzz": 5}, ["unknown engine argument 'zzzz'", "--help=all"]),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_value_and_limit(
+    given: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(given)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"distributed_executor_backend": "ray"},
+        {"quantization": "awq"},
+        {"quantization": "gguf"},
+        {"kv_cache_dtype": "fp8"},
+        {"enable_lora": True},
+        {"speculative_config": {"method": "ngram"}},
+        {"speculative_model": "draft"},
+        {"runner": "pooling"},
+        {"task": "embed"},
+        {"cpu_offload_gb": 4},
+        {"logits_processors": ["a:B"]},
+        {"spec_tokens": 3},
+    ],
+)
+def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not supported yet"):
+        make(given)
+
+
+def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
+    off = {name: values[0] if values else None for name, values in UNBUILT.items()}
+    make(
+        {**off, "tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto", "task": "generate"}
+    )
+    make({"quantization": "gguf"}, checkpoint=checkpoint(format="gguf"))
+
+
+def test_none_means_not_given_for_every_field() -> None:
+    assert make(dict.fromkeys(options())) == make({})
+
+
+def test_ignored_names_warn_once_and_change_nothing(warnings: Any) -> None:
+    given = {"swap_space": 4, "disable_log_requests": True, "disable_custom_all_reduce": False}
+    assert make(given) == make({})
+    make(given)
+    assert sorted(warnings()) == [
+        "disable_log_requests=True has no effect in Quire and is ignored",
+        "swap_space=4 has no effect in Quire and is ignored",
+    ]
+
+
+def test_old_names_are_mapped_and_said_outright_wins(warnings: Any) -> None:
+    assert make({"optimization_level": 0}).model.enforce_eager
+    assert not make({"optimization_level": 0, "enforce_eager": False}).model.enforce_eager
+    assert make({"compilation_config": {"cudagraph_mode": "NONE"}}).model.enforce_eager
+    assert not make({"compilation_config": 3, "optimization_level": 2}).model.enforce_eager
+    assert make({"attention_config": {"backend": "cpu_attn"}}).attention.attention_backend == "CPU_ATTN"
+    scaled = make({"rope_scaling": {"factor": 2}, "rope_theta": 5.0, "hf_overrides": {"rope_theta": 7.0}})
+    assert scaled.model.hf_overrides == {"rope_scaling": {"factor": 2}, "rope_theta": 7.0}
+    assert make({"max_seq_len_to_capture": 8192}) == make({})
+    assert any("max_cudagraph_capture_size=8192 has no effect" in text for text in warnings())
+
+
+def test_the_tables_of_foreign_names_do_not_overlap() -> None:
+    """A name in two tables would be both ignored and refused, or shadow a real field."""
+    tables = [set(IGNORED_SWITCHES), set(IGNORED_VALUES), set(UNBUILT), set(MAPPED), set(options())]
+    assert sum(map(len, tables)) == len(set.union(*tables))
+    assert foreign() >= LISTS and foreign() >= set(SHORT)
+
+
+def test_every_flag_of_the_reference_engine_is_understood() -> None:
+    """A launch script with any real vLLM flag must not die of an unknown name."""
+    known = options().keys() | foreign()
+    assert sorted(name for name in VLLM_FLAGS if name.replace("-", "_") not in known) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "machine", "expected"),
+    [
+        ("auto", "bfloat16", cuda(), "bfloat16"),
+        ("auto", "float16", cuda(), "float16"),
+        ("auto", "float32", cuda(), "bfloat16"),
+        ("auto", "float32", cuda(16, "Tesla T4", (7, 5)), "float16"),
+        ("auto", "bfloat16", cuda(16, "Tesla T4", (7, 5)), "float16"),
+        ("float", "bfloat16", cuda(), "float32"),
+        ("half", "bfloat16", cuda(), "float16"),
+        ("auto", "bfloat16", cpu(), "float32"),
+        ("auto", "float16", cpu(bf16=True), "float32"),
+        ("auto", "bfloat16", cpu(bf16=True), "bfloat16"),
+        ("auto", "float16", cpu(fp16=True), "float16"),
+        ("auto", "float32", cpu(bf16=True, fp16=True), "float32"),
+        ("half", "float32", cpu(), "float16"),
+        ("bfloat16", "float32", cpu(), "bfloat16"),
+    ],
+)
+def test_dtype(asked: str, stored: str, machine: Machine, expected: str) -> None:
+    config = make({"dtype": asked}, checkpoint=checkpoint(stored), machine=machine)
+    assert (config.model.dtype, config.cache.kv_cache_dtype) == (expected, expected)
+
+
+def test_bfloat16_on_an_old_gpu_says_what_to_use() -> None:
+    with pytest.raises(ConfigError, match=r"7\.5: use dtype='float16'"):
+        make({"dtype": "bfloat16"}, machine=cuda(16, "Tesla T4", (7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "usage", "tokens", "seqs"),
+    [
+        (cuda(180, "NVIDIA B200"), "llm", 16384, 1024),
+        (cuda(180, "NVIDIA B200"), "server", 16384, 1024),
+        (cuda(79.6), "llm", 16384, 1024),
+        (cuda(79.6), "server", 8192, 1024),
+        (cuda(79.6, "NVIDIA A100-SXM4-80GB", (8, 0)), "llm", 8192, 256),
+        (cuda(22, "NVIDIA L4", (8, 9)), "server", 2048, 256),
+        (cpu(), "llm", 4096, 256),
+        (cpu(), "server", 2048, 128),
+        (cpu(), "other", 2048, 128),
+    ],
+)
+def test_batch_defaults_by_machine_and_usage(machine: Machine, usage: str, tokens: int, seqs: int) -> None:
+    scheduler = make(machine=machine, usage=usage).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, seqs)
+    assert scheduler.max_num_scheduled_tokens == tokens
+    assert scheduler.async_scheduling == (machine.device == "cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens", "seqs"),
+    [
+        ({"performance_mode": "throughput"}, 8192, 512),
+        ({"enable_chunked_prefill": False}, 8192, 256),
+        ({"max_num_seqs": 1, "max_model_len": 100}, 100, 1),
+        ({"max_num_batched_tokens": 50}, 50, 50),
+        ({"max_num_seqs": 5000}, 5000, 5000),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 7}, 512, 7),
+    ],
+)
+def test_batch_sizes_follow_what_is_given(given: dict[str, Any], tokens: int, seqs: int) -> None:
+    scheduler = make(given).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, seqs)
+
+
+def test_a_batch_that_can_never_fill_is_a_warning(warnings: Any) -> None:
+    make({"max_num_batched_tokens": 500, "max_num_seqs": 2, "max_model_len": 100})
+    assert "above max_num_seqs * max_model_len (200)" in warnings()[0]
+
+
+def test_async_scheduling_on_a_cpu_is_turned_off_with_a_warning(warnings: Any) -> None:
+    assert make({"async_scheduling": True}).scheduler.async_scheduling is False
+    assert "async_scheduling" in warnings()[0]
+    assert make({"async_scheduling": False}, machine=cuda()).scheduler.async_scheduling is False
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "auto_fit"),
+    [({}, 8192, False), ({"max_model_len": 100}, 100, False), ({"max_model_len": -1}, 8192, True)]
+    + [({"max_model_len": "auto"}, 8192, True)],
+)
+def test_max_model_len(given: dict[str, Any], length: int, auto_fit: bool) -> None:
+    model = make(given).model
+    assert (model.max_model_len, model.auto_fit) == (length, auto_fit)
+
+
+def test_a_longer_length_can_be_forced_by_environment() -> None:
+    env = Env.read({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    assert make({"max_model_len": 9000}, env=env).model.max_model_len == 9000
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "env", "limit"),
+    [
+        ({}, cpu(), {}, 4 * GIB),
+        ({}, cpu(), {"VLLM_CPU_KVCACHE_SPACE": "2"}, 2 * GIB),
+        ({"gpu_memory_utilization": 0.5}, cpu(), {"VLLM_CPU_KVCACHE_SPACE": "2"}, None),
+        ({"kv_cache_memory_bytes": 1000}, cpu(), {}, None),
+        ({"num_gpu_blocks_override": 10}, cpu(), {}, None),
+        ({}, cuda(), {"VLLM_CPU_KVCACHE_SPACE": "2"}, None),
+    ],
+)
+def test_the_kv_cache_of_a_cpu_is_bounded(
+    given: dict[str, Any], machine: Machine, env: dict[str, str], limit: int | None
+) -> None:
+    cache = make(given, machine=machine, env=Env.read(env)).cache
+    assert cache.kv_cache_memory_limit == limit
+    assert cache.gpu_memory_utilization == given.get("gpu_memory_utilization", 0.92)
+
+
+def test_cpu_cache_space_of_zero_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="must be above 0"):
+        make(env=Env.read({"QUIRE_CPU_KVCACHE_SPACE": "0"}))
+
+
+def test_sha256_cbor_is_read_as_sha256(warnings: Any) -> None:
+    assert make({"prefix_caching_hash_algo": "sha256_cbor"}).cache.prefix_caching_hash_algo == "sha256"
+    assert "sha256_cbor" in warnings()[0]
+
+
+def test_names_and_logging_by_usage() -> None:
+    plain = make()
+    assert plain.model.model == "SmolLM2-135M-Instruct" == plain.model.served_model_name[0]
+    assert plain.model.tokenizer == "/m"
+    assert plain.observability.disable_log_stats
+    named = make({"model": Path("org/x"), "served_model_name": ["a", "b"]}, usage="server")
+    assert (named.model.model, named.model.served_model_name) == ("org/x", ("a", "b"))
+    assert not named.observability.disable_log_stats
+    assert make({"max_logprobs": -1}).model.max_logprobs == FACTS.vocab
+
+
+def test_resolved_values_are_concrete() -> None:
+    """A None left where a default exists would surface in the worker."""
+    config = make()
+    may_be_none = {
+        "revision",
+        "tokenizer_revision",
+        "quantization",
+        "hf_token",
+        "chat_template",
+        "download_dir",
+    }
+    may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
+    found = {
+        f.name
+        for s in SECTIONS
+        for f in dataclasses.fields(getattr(config, s))
+        if getattr(getattr(config, s), f.name) is None
+    }
+    assert found == may_be_none
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.cache.block_size = 1  # type: ignore[misc]
+
+
+def test_secrets_are_not_printed() -> None:
+    assert "s3cret" not in repr(make({"hf_token": "s3cret"}))
+    assert "s3cret" not in repr(Env.read({"QUIRE_API_KEY": "s3cret"}))
+
+
+def test_generation_defaults(tmp_path: Path, warnings: Any) -> None:
+    own = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "min_p": None, "eos_token_id": 2}
+    stored = checkpoint(generation=own)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5}))
+
+    def defaults(**given: Any) -> dict[str, Any]:
+        return default_sampling(make(given, checkpoint=stored))
+
+    assert defaults() == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert defaults(generation_config="vllm") == {} == defaults(generation_config="quire")
+    assert defaults(generation_config=str(tmp_path)) == {"top_p": 0.5}
+    assert defaults(override_generation_config={"top_k": 3, "foo": 1})["top_k"] == 3
+    assert "foo" in warnings()[0]
+    with pytest.raises(ConfigError, match="generation_config='/nowhere'"):
+        defaults(generation_config="/nowhere")
+
+
+def test_env_prefers_its_own_names_and_keeps_xdg() -> None:
+    both = {"QUIRE_PORT": "1", "VLLM_PORT": "2", "VLLM_HOST_IP": "h", "XDG_CACHE_HOME": "/c"}
+    env = Env.read(both)
+    assert (env.port, env.host_ip, env.cache_root) == (1, "h", Path("/c/quire"))
+    assert Env.read({}).cache_root == Path.home() / ".cache/quire"
+    assert Env.read({"QUIRE_CACHE_ROOT": "~/q"}).cache_root == Path.home() / "q"
+    assert (
+        make(env=Env.read({"VLLM_ATTENTION_BACKEND": "triton_attn"})).attention.attention_backend
+        == "TRITON_ATTN"
+    )
+    assert len(dataclasses.fields(Env)) <= 12
+    with pytest.raises(ConfigError, match="VLLM_PORT='tcp'"):
+        Env.read({"VLLM_PORT": "tcp"})
+
+
+def test_engine_args_give_only_what_was_changed() -> None:
+    args = EngineArgs(model="m", seed=0, max_num_seqs=4, swap_space=4, hf_overrides={})
+    assert args.given() == {"model": "m", "max_num_seqs": 4, "swap_space": 4}
+    assert EngineArgs(gpu_memory_utilization=0.92).given() == {"gpu_memory_utilization": 0.92}
+    assert EngineArgs(hf_overrides={"a": 1}).given() == {"hf_overrides": {"a": 1}}
+    with pytest.raises(TypeError):
+        EngineArgs(nonsense=1)
+
+
+def test_checking_names_needs_no_model() -> None:
+    assert checked({"max_num_seqs": 4, "swap_space": 0, "seed": None}) == {"max_num_seqs": 4}
+
+
+def test_config_does_not_pull_in_torch() -> None:
+    heavy = {"torch", "transformers", "tokenizers"}
+    code = f"import sys, quire.config.engine; assert not {heavy} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)

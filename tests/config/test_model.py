@@ -1,0 +1,324 @@
+"""The facts of a checkpoint, from config.json and from a GGUF header; and every way a file can be wrong."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from quire.config.model import Checkpoint, read_checkpoint
+from quire.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def read(
+    tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None, **options: Any
+) -> Checkpoint:
+    config = {key: value for key, value in (LLAMA | changes).items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return read_checkpoint(tmp_path, **options)
+
+
+def test_the_plain_facts(tmp_path: Path) -> None:
+    checkpoint = read(tmp_path, {})
+    facts = checkpoint.facts
+    assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("hf", "bfloat16", 256)
+    assert (checkpoint.bos_id, checkpoint.eos_ids, checkpoint.generation) == (1, (2,), {})
+    assert (facts.vocab, facts.hidden, facts.intermediate, facts.layers) == (128, 64, 96, 3)
+    assert (facts.heads, facts.kv_heads, facts.head_dim, facts.norm_eps) == (4, 2, 16, 1e-5)
+    assert (facts.rope.theta, facts.rope.dim, facts.rope.kind) == (10000.0, 16, "default")
+    assert not (facts.tied or facts.qkv_bias or facts.out_bias or facts.mlp_bias or facts.qk_norm)
+    assert facts.windows == () and facts.window(2) is None
+
+
+def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
+    facts = read(tmp_path, {"num_key_value_heads": "absent", "architectures": "absent"}).facts
+    assert (facts.kv_heads, facts.architecture) == (4, "LlamaForCausalLM")
+    assert read(tmp_path, {"head_dim": 32}).facts.head_dim == 32
+    qwen3 = read(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}).facts
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+
+
+def test_biases_by_family(tmp_path: Path) -> None:
+    llama = read(tmp_path, {"attention_bias": True, "mlp_bias": True}).facts
+    assert llama.qkv_bias and llama.out_bias and llama.mlp_bias
+    qwen2 = read(tmp_path, {"architectures": ["Qwen2ForCausalLM"]}).facts
+    assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9, 9, 9)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "use_sliding_window": False}, ()),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+            },
+            (None, None, 9),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 9,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, 9),
+        ),
+        ({"sliding_window": 9}, ()),
+    ],
+)
+def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, changes).facts.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "kind", "derived"),
+    [
+        ({"rope_theta": 5e5}, 5e5, "default", 256),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1e4, "linear", 1024),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1e4, "dynamic", 512),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 100,
+                }
+            },
+            5e5,
+            "yarn",
+            400,
+        ),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            5e5,
+            "llama3",
+            256,
+        ),
+    ],
+)
+def test_rope_in_both_spellings_and_the_length_it_gives(
+    tmp_path: Path, changes: dict[str, Any], theta: float, kind: str, derived: int
+) -> None:
+    checkpoint = read(tmp_path, changes)
+    assert (checkpoint.facts.rope.theta, checkpoint.facts.rope.kind) == (theta, kind)
+    assert checkpoint.derived_max_len == derived
+
+
+def test_without_a_length_it_is_2048_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        assert read(tmp_path, {"max_position_embeddings": "absent"}).derived_max_len == 2048
+    assert "assuming 2048" in caplog.text
+
+
+def test_the_generation_config_comes_first_and_only_known_keys_are_kept(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 2, 7], "temperature": 0.6, "top_k": None, "do_sample": True}
+    checkpoint = read(tmp_path, {}, generation)
+    assert checkpoint.eos_ids == (7, 2)
+    assert checkpoint.generation == {"temperature": 0.6}
+    assert read(tmp_path, {"eos_token_id": [5, 6]}, {}).eos_ids == (5, 6)
+
+
+def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
+    """An override of one rope key that wipes out the others."""
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    overrides = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "num_hidden_layers": 1}
+    checkpoint = read(tmp_path, changes, overrides=overrides)
+    assert (checkpoint.facts.rope.theta, checkpoint.facts.rope.factor) == (5e5, 2.0)
+    assert (checkpoint.facts.layers, checkpoint.derived_max_len) == (1, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6}, "64 is not divisible by .* 6"),
+        ({"hidden_size": "absent"}, "the key hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
+        ({"hidden_size": 64.5}, "hidden_size is 64.5"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
+        ({"architectures": ["LamaForCausalLM"]}, "known: .*did you mean 'LlamaForCausalLM'"),
+        ({"architectures": "LlamaForCausalLM"}, "expected a list of names"),
+        ({"architectures": "absent", "model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' .*known: default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "the key factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one flat object"),
+        ({"rope_theta": 1}, "rope_theta is 1.0"),
+        ({"head_dim": 15}, "15 rotating dimensions"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\).*not supported yet"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn', expected one of float32"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": []},
+            "layer_types .*expected 3 entries",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """A KeyError, a TypeError, or worse a model built from nonsense."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, changes)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{not json", "[1, 2]", ""])
+def test_a_config_that_is_not_a_json_object_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_generation_config_that_is_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature is 'hot'"):
+        read(tmp_path, {}, {"temperature": "hot"})
+
+
+def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"no model at .*nowhere"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+def write_gguf(path: Path, arch: str = "llama", drop: str = "", **extra: Any) -> Path:
+    writer = GGUFWriter(path, arch)
+    sizes = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+    }
+    for key, value in (sizes | extra).items():
+        if key != drop and isinstance(value, int):
+            writer.add_uint32(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        elif isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(9)
+    writer.add_tensor("token_embd.weight", np.zeros((128, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_facts_of_a_gguf_header(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", **{"rope.freq_base": 5e4}))
+    facts = checkpoint.facts
+    assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("gguf", "float32", 512)
+    assert (checkpoint.bos_id, checkpoint.eos_ids) == (1, (2, 9))
+    assert (facts.architecture, facts.vocab, facts.hidden, facts.layers) == ("LlamaForCausalLM", 128, 64, 2)
+    assert (facts.heads, facts.kv_heads, facts.head_dim, facts.tied) == (4, 2, 16, True)
+    assert facts.norm_eps == pytest.approx(1e-5)
+    assert (facts.rope.theta, facts.rope.kind) == (5e4, "default")
+
+
+def test_tensors_of_a_gguf_file_are_facts_too(tmp_path: Path) -> None:
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    extra = {
+        "output.weight": np.zeros((128, 64), np.float32),
+        "blk.0.attn_q.bias": np.zeros(64, np.float32),
+        "rope_freqs.weight": factors,
+        "attention.key_length": 16,
+    }
+    facts = read_checkpoint(write_gguf(tmp_path / "m.gguf", **extra)).facts
+    assert (facts.tied, facts.qkv_bias, facts.out_bias) == (False, True, False)
+    assert (facts.rope.kind, facts.rope.factors) == ("factors", tuple(factors.tolist()))
+
+
+def test_rope_scaling_of_a_gguf_header(tmp_path: Path) -> None:
+    extra = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    }
+    checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", "qwen2", **extra))
+    assert (checkpoint.facts.rope.kind, checkpoint.facts.rope.factor) == ("yarn", 4.0)
+    assert checkpoint.derived_max_len == 512
+
+
+@pytest.mark.parametrize(
+    ("arch", "extra", "message"),
+    [
+        ("bert", {}, "'bert' is not supported; known: llama, qwen2, qwen3"),
+        ("llama", {"drop": "block_count"}, "block_count is missing"),
+        ("llama", {"attention.head_count_kv": 3}, "4 attention heads cannot share 3"),
+        ("llama", {"expert_count": 8}, "mixture-of-experts"),
+        ("llama", {"rope.scaling.type": "longrope"}, "none, linear or yarn"),
+        ("llama", {"rope_freqs.weight": np.ones(5, np.float32)}, r"rope_freqs\.weight is F32 \(5,\)"),
+        ("llama", {"attention.value_length": 8}, r"attention\.value_length is 8"),
+    ],
+)
+def test_a_gguf_header_that_does_not_fit_is_named(
+    tmp_path: Path, arch: str, extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_checkpoint(write_gguf(tmp_path / "m.gguf", arch, **extra))
+    assert "m.gguf" in str(caught.value)
+
+
+def test_overrides_cannot_change_a_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides"):
+        read_checkpoint(write_gguf(tmp_path / "m.gguf"), {"vocab_size": 5})
+
+
+def test_reading_facts_does_not_import_torch() -> None:
+    code = "import quire.config.model, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
+from quire.layers.scope import Loads, Scope
+from quire.quant.plain import Plain
+
+
+def fill(layer: Loads) -> dict[str, Tensor]:
+    """Random checkpoint tensors of the layer, copied in by name."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(target.shape) for name, target in layer.targets()}
+    for name, target in layer.targets():
+        target.copy_(tensors[name])
+    layer.finish()
+    return tensors
+
+
+def test_qkv_is_the_three_projections_of_the_checkpoint(scope: Scope) -> None:
+    """Parts in the wrong order or of the wrong size."""
+    layer = QKVLinear(12, 4, 2, 8, scope / "attn" / "qkv_proj", bias=True)
+    tensors = fill(layer)
+    x = torch.randn(5, 12)
+    names = ["q_proj", "k_proj", "v_proj"]
+    assert list(tensors) == [f"attn.{name}.{suffix}" for name in names for suffix in ("weight", "bias")]
+    for name, heads, ours in zip(names, (4, 2, 2), layer(x), strict=True):
+        expected = F.linear(x, tensors[f"attn.{name}.weight"], tensors[f"attn.{name}.bias"])
+        assert ours.shape == (5, heads, 8)
+        torch.testing.assert_close(ours.reshape(5, -1), expected)
+
+
+def test_gate_and_up_are_not_swapped(scope: Scope) -> None:
+    layer = GateUpLinear(6, 10, scope / "mlp" / "gate_up_proj")
+    tensors = fill(layer)
+    x = torch.randn(3, 6)
+    for name, ours in zip(("gate_proj", "up_proj"), layer(x), strict=True):
+        torch.testing.assert_close(ours, x @ tensors[f"mlp.{name}.weight"].T)
+
+
+@pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -> None:
+    layer = kind(6, 4, scope / "mlp" / "down_proj", bias=bias)
+    tensors = fill(layer)
+    x = torch.randn(3, 6)
+    assert list(tensors) == ["mlp.down_proj.weight"] + ["mlp.down_proj.bias"] * bias
+    torch.testing.assert_close(layer(x), F.linear(x, *tensors.values()))
+
+
+def test_the_method_is_chosen_by_the_layers_name(scope: Scope) -> None:
+    """A layer that ignores the scope's choice of format."""
+    asked: list[str] = []
+
+    class Doubled(Plain):
+        def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+            return 2 * super().apply(layer, x)
+
+    def choose(name: str) -> Plain:
+        asked.append(name)
+        return Doubled()
+
+    chosen = Scope(scope.dtype, scope.device, scope.backend, scope.max_len, linear=choose)
+    layer = RowLinear(6, 4, chosen / "o_proj")
+    weight = fill(layer)["o_proj.weight"]
+    x = torch.randn(3, 6)
+    assert asked == ["o_proj"]
+    torch.testing.assert_close(layer(x), 2 * (x @ weight.T))

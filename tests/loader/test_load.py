@@ -1,0 +1,171 @@
+"""Loading a directory: what is found, what is missing, what does not fit."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
+from safetensors.torch import load_file, save_file
+
+from quire.errors import ConfigError
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Path, Any]:
+    return make_tiny("llama", tmp_path)
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Apply `change` to the dict of tensors of the model's one file."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def assert_same_logits(path: Path, hf_model: Any, **options: Any) -> None:
+    ids = random_prompts(12)[0]
+    ours = run_paged(load_tiny(path, **options), [ids], [[12]])[0]
+    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_shards_are_read_through_the_index(tiny: tuple[Path, Any]) -> None:
+    path, hf_model = tiny
+    (path / "model.safetensors").unlink()
+    hf_model.save_pretrained(path, max_shard_size="60KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    assert_same_logits(path, hf_model)
+
+
+def test_a_missing_shard_is_named(tiny: tuple[Path, Any]) -> None:
+    path, hf_model = tiny
+    (path / "model.safetensors").unlink()
+    hf_model.save_pretrained(path, max_shard_size="60KB")
+    gone = sorted(path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the .*{gone.name}"):
+        load_tiny(path)
+
+
+@pytest.mark.parametrize("weight_map", [None, {"a": 3}, {"a": "../../etc/passwd"}])
+def test_a_senseless_index_is_named(tiny: tuple[Path, Any], weight_map: Any) -> None:
+    """An index that leads out of the model's directory."""
+    path, _ = tiny
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: weight_map"):
+        load_tiny(path)
+
+
+def test_pytorch_bin_files_are_read(tiny: tuple[Path, Any]) -> None:
+    path, hf_model = tiny
+    (path / "model.safetensors").unlink()
+    torch.save(hf_model.state_dict(), path / "pytorch_model.bin")
+    assert_same_logits(path, hf_model)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("this code must never run",))
+
+
+def test_a_bin_file_cannot_run_code(tiny: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = tiny
+    (path / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Evil()}, path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin cannot be read as plain weights"):
+        load_tiny(path)
+    assert "never run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -10])
+def test_a_truncated_file_is_named(tiny: tuple[Path, Any], keep: int) -> None:
+    file = tiny[0] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
+        load_tiny(tiny[0])
+
+
+def test_a_directory_without_weights_says_what_was_looked_for(tiny: tuple[Path, Any]) -> None:
+    (tiny[0] / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no weights in .*llama: looked for .*model\.safetensors"):
+        load_tiny(tiny[0])
+
+
+def test_missing_tensors_are_counted_and_the_first_named(tiny: tuple[Path, Any]) -> None:
+    """A layer left with unfilled memory."""
+    rewrite(tiny[0], lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1." in name])
+    with pytest.raises(ConfigError, match=r"lacks 9 of the 21 .*model\.layers\.1\..* and 4 more"):
+        load_tiny(tiny[0])
+
+
+def test_a_wrong_shape_is_named_with_both(tiny: tuple[Path, Any]) -> None:
+    """A shape that would broadcast into place without an error."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewrite(tiny[0], lambda tensors: tensors.update({name: torch.zeros(1, 96)}))
+    with pytest.raises(ConfigError, match=rf"{name} has the shape \(1, 96\), .* \(64, 96\)"):
+        load_tiny(tiny[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [("model.layers.0.self_attn.rotary_emb.inv_freq", False), ("vision.tower.weight", True)],
+)
+def test_unused_tensors_are_warned_about_unless_harmless(
+    tiny: tuple[Path, Any],
+    name: str,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    rewrite(tiny[0], lambda tensors: tensors.update({name: torch.zeros(2)}))
+    load_tiny(tiny[0])
+    assert (name in caplog.text) == warned
+
+
+def test_a_tied_models_own_head_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    path, hf_model = make_tiny("llama", tmp_path, tie_word_embeddings=True)
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(128, 64)}))
+    assert_same_logits(path, hf_model)
+    assert "not used" not in caplog.text
+
+
+def test_dummy_weights_need_only_the_config_and_follow_the_seed(tiny: tuple[Path, Any]) -> None:
+    (tiny[0] / "model.safetensors").unlink()
+    first, again, other = (load_tiny(tiny[0], load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)]
+    assert all(same)
+    changed = [torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)]
+    assert not all(changed)
+    logits = run_paged(first, [[3, 4, 5]], [[3]])[0]
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("load_format", "message"),
+    [
+        ("safetensor", "unknown load_format 'safetensor'; known: auto, .*did you mean 'safetensors'"),
+        ("gguf", "'gguf' does not fit .* a model directory"),
+        ("pt", r"no weights in .*pytorch_model\.bin"),
+    ],
+)
+def test_a_load_format_that_does_not_fit_is_an_error(
+    tiny: tuple[Path, Any], load_format: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tiny(tiny[0], load_format=load_format)
+
+
+def test_weights_are_cast_to_the_engines_dtype_and_need_no_gradient(tiny: tuple[Path, Any]) -> None:
+    path, hf_model = tiny
+    rewrite(path, lambda tensors: tensors.update({name: t.half() for name, t in tensors.items()}))
+    for parameter in hf_model.parameters():
+        parameter.data = parameter.data.half().float()
+    model = load_tiny(path)
+    assert all(p.dtype == torch.float32 and not p.requires_grad for p in model.parameters())
+    assert_same_logits(path, hf_model)

@@ -1,0 +1,190 @@
+"""Tiny models with a transformers twin, and a driver that runs ours over a paged cache."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.model import read_checkpoint
+from quire.layers.attention import attention_layers
+from quire.loader import load_model
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+BLOCK_SIZE = 4
+_GGUF_NAMES = {
+    "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]:
+    """A seeded random float32 model of the family: (directory with config.json + safetensors, HF model)."""
+    import transformers
+
+    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
+    model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(0)
+    model = model_class(config_class(**(settings | overrides))).float().eval()
+    with torch.no_grad():
+        # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") or name.endswith(".bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    path = tmp_path / family
+    model.save_pretrained(path)
+    return path, model
+
+
+def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> nn.Module:
+    """Our model of the checkpoint at `path` in float32, with a cache of 64 blocks full of NaN."""
+    model = load_model(
+        read_checkpoint(path),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=TorchSDPA(),
+        max_model_len=max_model_len,
+        show_progress=False,
+        **options,
+    )
+    for layer in attention_layers(model):
+        shape = (64, BLOCK_SIZE, layer.spec.kv_heads, layer.spec.head_dim)
+        layer.bind(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    return model
+
+
+def make_batch(chunks: list[tuple[list[int], int]], tables: list[list[int]], block_size: int) -> Batch:
+    """One batch: for each sequence the new token ids and how many came before them, and its block ids."""
+    query_lens = np.array([len(ids) for ids, _ in chunks], np.int32)
+    seq_lens = np.array([len(ids) + before for ids, before in chunks], np.int32)
+    positions = np.concatenate([np.arange(before, before + len(ids)) for ids, before in chunks])
+    rows = np.repeat(np.arange(len(chunks)), query_lens)
+    width = -(-int(seq_lens.max()) // block_size)
+    block_tables = np.zeros((len(chunks), width), np.int32)
+    for row, blocks in enumerate(tables):
+        used = blocks[:width]
+        block_tables[row, : len(used)] = used
+    slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return Batch(
+        token_ids=torch.tensor([i for ids, _ in chunks for i in ids]),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        query_starts=torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)),
+        seq_lens=torch.from_numpy(seq_lens),
+        block_tables=torch.from_numpy(block_tables),
+        logit_tokens=torch.from_numpy(np.cumsum(query_lens) - 1),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+
+
+@torch.inference_mode()
+def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
+    """Logits of every position of each prompt; a step says how many tokens each prompt computes in it."""
+    order = np.random.default_rng(7).permutation(np.arange(1, 64)).tolist()
+    tables = [[order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids in prompts]
+    done = [0] * len(prompts)
+    out: list[list[Tensor]] = [[] for _ in prompts]
+    for step in steps:
+        rows = [row for row, count in enumerate(step) if count]
+        chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
+        batch = make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE)
+        attention_layers(model)[0].backend.plan(batch)
+        logits = model.logits(model(batch))
+        for row, piece in zip(rows, logits.split([step[row] for row in rows]), strict=True):
+            out[row].append(piece)
+            done[row] += step[row]
+    assert done == [len(ids) for ids in prompts]
+    return [torch.cat(pieces) for pieces in out]
+
+
+@torch.inference_mode()
+def run_hf(hf_model: Any, ids: list[int]) -> Tensor:
+    logits: Tensor = hf_model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def random_prompts(*lengths: int, vocab: int = 128) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(3, vocab, length).tolist() for length in lengths]
+
+
+def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
+    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
+    from gguf import GGUFWriter
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    config = hf_model.config
+    arch = config.model_type
+    writer = GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, parameter in hf_model.named_parameters():
+        values = parameter.detach().numpy()
+        packed_as = GGMLQuantizationType["F32" if values.ndim == 1 else kind]
+        # Rows are packed one by one, so that moving rows and packing them can be done in any order.
+        rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
+        parameter.data.copy_(torch.from_numpy(rounded))
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            values = _interleave(values, heads)
+        writer.add_tensor(_gguf_name(name), quantize(values, packed_as), raw_dtype=packed_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _interleave(values: Any, heads: int) -> Any:
+    """What the converter of llama.cpp does to the query and key rows of a Llama."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _gguf_name(name: str) -> str:
+    for theirs, ours in _GGUF_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name

@@ -1,0 +1,224 @@
+"""gguf_vocab: vocabularies written as GGUF metadata must come back as the tokenizer they were."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from text_samples import SAMPLES
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
+
+from quire.errors import ConfigError
+from quire.text.gguf_vocab import WORDS, read_vocab
+
+ANY_TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+relaxed = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def plain_ids(backend: Backend, text: str) -> list[int]:
+    return backend.encode(text, add_special_tokens=False).ids
+
+
+def cut(pre: str, text: str) -> list[str]:
+    """The words that a pre-tokenizer makes of ASCII text."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    backend = read_vocab(metadata).backend
+    return [word.replace("Ġ", " ") for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_byte_level_ids_survive_the_header(
+    byte_level: Backend, byte_level_metadata: dict[str, Any], text: str
+) -> None:
+    """Catches merges or ids that shift on the way through the header."""
+    backend = read_vocab(byte_level_metadata).backend
+    assert plain_ids(backend, text) == plain_ids(byte_level, text)
+    assert backend.decode(plain_ids(backend, text)) == text
+
+
+@relaxed
+@given(text=ANY_TEXT)
+def test_byte_level_decodes_any_text(byte_level_metadata: dict[str, Any], text: str) -> None:
+    """Catches a byte that is lost in encoding."""
+    backend = read_vocab(byte_level_metadata).backend
+    assert backend.decode(plain_ids(backend, text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_sentencepiece_ids_match_sentencepiece(spm: Any, spm_metadata: dict[str, Any], text: str) -> None:
+    """Catches merges in the wrong order, a missing byte fallback, a wrong space prefix."""
+    backend = read_vocab(spm_metadata).backend
+    if "\0" not in text:  # sentencepiece's own normaliser stops at NUL
+        assert plain_ids(backend, text) == spm.encode(text)
+    assert backend.decode(plain_ids(backend, text)) == text
+
+
+def test_sentencepiece_without_space_prefix(spm_metadata: dict[str, Any]) -> None:
+    """Catches add_space_prefix=False being ignored, on the way in or out."""
+    backend = read_vocab({**spm_metadata, "tokenizer.ggml.add_space_prefix": False}).backend
+    assert not backend.encode("the dog", add_special_tokens=False).tokens[0].startswith("▁")
+    assert backend.decode(plain_ids(backend, " the dog")) == " the dog"
+
+
+def test_control_and_user_defined_tokens_stay_whole(byte_level_metadata: dict[str, Any]) -> None:
+    """Catches a chat marker cut into pieces, and a user-defined token that decoding skips."""
+    backend = read_vocab(byte_level_metadata).backend
+    ids = plain_ids(backend, "dog<|im_end|><tool call>")
+    tokens = byte_level_metadata["tokenizer.ggml.tokens"]
+    assert ids[-2:] == [tokens.index("<|im_end|>"), tokens.index("<tool call>")]
+    assert backend.decode(ids, skip_special_tokens=True) == "dog<tool call>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "framed"),
+    [
+        ({}, (False, False)),
+        ({"add_bos_token": True}, (True, False)),
+        ({"add_eos_token": True}, (False, True)),
+        ({"pre": "llama-bpe"}, (True, False)),
+        ({"pre": "llama-bpe", "add_bos_token": False}, (False, False)),
+    ],
+)
+def test_bos_and_eos_as_the_header_says(
+    byte_level_metadata: dict[str, Any], changes: dict[str, Any], framed: tuple[bool, bool]
+) -> None:
+    """Catches a prompt that begins without (or with a second) BOS."""
+    metadata = {**byte_level_metadata, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+    ids = read_vocab(metadata).backend.encode("the dog").ids
+    assert (ids[0] == 0, ids[-1] == 1) == framed
+
+
+def test_sentencepiece_kind_adds_bos_by_default(spm: Any, spm_metadata: dict[str, Any]) -> None:
+    """Catches Llama 2 files that carry no add_bos_token key and lose their BOS."""
+    assert read_vocab(spm_metadata).backend.encode("the dog").ids == [1, *spm.encode("the dog")]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "it's 1234 IT'S", ["it", "'s", " 1234", " IT", "'", "S"]),
+        ("llama-bpe", "IT'S 1234\n\nx", ["IT", "'S", " ", "123", "4", "ĊĊ", "x"]),
+        ("qwen2", "a 123", ["a", " ", "1", "2", "3"]),
+        ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
+        ("starcoder", "x12 y", ["x", "1", "2", " y"]),
+        ("falcon", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
+        ("deepseek-v3", "12345 abc", ["123", "45", " abc"]),
+        ("deepseek-coder", "ab 12\n", ["ab", " ", "1", "2", "Ċ"]),
+        ("deepseek-llm", "ab, 12", ["ab", ",", " ", "1", "2"]),
+        ("tekken", "fooBar 12", ["foo", "Bar", " ", "1", "2"]),
+        ("gpt-4o", "fooBar's 1234", ["foo", "Bar's", " ", "123", "4"]),
+    ],
+)
+def test_pre_tokenizer_cuts(pre: str, text: str, words: list[str]) -> None:
+    """Catches a regex that differs from the one of the model's training."""
+    assert cut(pre, text) == words
+
+
+@relaxed
+@given(text=ANY_TEXT)
+def test_gpt2_words_are_the_library_s(text: str) -> None:
+    """Catches a slip in the GPT-2 regex: the library has its own copy."""
+    reference = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend = read_vocab(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": ["a", "b", "ab"],
+            "tokenizer.ggml.merges": ["a b"],
+        }
+    ).backend
+    ours = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert ours == [word for word, _ in reference.pre_tokenize_str(text)]
+
+
+def test_every_listed_regex_compiles_and_loses_nothing() -> None:
+    """Catches a regex that the library rejects, or that drops characters."""
+    text = "Hello, wörld's 12345 中文\n\n  x\t"
+    for pre in WORDS:
+        assert "".join(cut(pre, "Hello, world's 12345 x")) == "Hello, world's 12345 x"
+        assert cut(pre, text)
+
+
+def test_known_regexes_equal_those_of_transformers() -> None:
+    """Catches a slip in the regexes that are assembled from parts."""
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    for pre, split in mapping.GGUF_PRE_TOKENIZER_SPLITS.items():
+        if pre in WORDS:
+            assert WORDS[pre].splits == (split,), pre
+
+
+def test_unknown_pre_tokenizer_falls_back_to_gpt2(
+    byte_level_metadata: dict[str, Any], byte_level: Backend
+) -> None:
+    """Catches a crash on a model newer than the table."""
+    backend = read_vocab({**byte_level_metadata, "tokenizer.ggml.pre": "from-the-future"}).backend
+    assert plain_ids(backend, "it's 12 dogs") == plain_ids(byte_level, "it's 12 dogs")
+
+
+def test_llama3_words_that_are_tokens_ignore_merges() -> None:
+    """Catches a whole-word token that the merges cannot reach and that is cut up."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    assert plain_ids(read_vocab({**metadata, "tokenizer.ggml.pre": "llama-bpe"}).backend, "abc") == [4]
+    assert plain_ids(read_vocab({**metadata, "tokenizer.ggml.pre": "gpt-2"}).backend, "abc") == [3, 2]
+
+
+def test_header_without_token_types_still_knows_its_bos_and_eos(byte_level_metadata: dict[str, Any]) -> None:
+    """Catches old files whose EOS text would be split and printed."""
+    metadata = {k: v for k, v in byte_level_metadata.items() if not k.endswith("token_type")}
+    backend = read_vocab(metadata).backend
+    assert backend.decode(plain_ids(backend, "dog<|im_end|>")) == "dog"
+
+
+def test_named_chat_templates() -> None:
+    """Catches the loss of a file's second template."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.chat_template": "one",
+    }
+    assert read_vocab(metadata).chat_template == "one"
+    both = read_vocab({**metadata, "tokenizer.chat_template.tool_use": "two"})
+    assert both.chat_template == {"default": "one", "tool_use": "two"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "rwkv"),
+        ({"tokenizer.ggml.model": "gpt2"}, "tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]}, "no tokenizer.ggml.scores"),
+        (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.tokens": ["a"],
+                "tokenizer.ggml.scores": [1.0, 2.0],
+            },
+            "1 tokens but 2",
+        ),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.tokens": ["a"],
+                "tokenizer.ggml.merges": ["x y"],
+            },
+            "do not fit",
+        ),
+    ],
+)
+def test_broken_headers_are_config_errors(metadata: dict[str, Any], named: str) -> None:
+    """Catches a traceback from the library where the user should read what is wrong."""
+    with pytest.raises(ConfigError, match=named):
+        read_vocab(metadata)
