@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_samples import SAMPLES
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer
@@ -35,12 +34,12 @@ def model(tmp_path: Path, byte_level: Backend) -> Path:
     return write_model(tmp_path, byte_level)
 
 
-@pytest.mark.parametrize("text", [*SAMPLES, "dog<|im_end|>fox", "a<tool call>b"])
-def test_encode_and_decode_as_transformers(model: Path, text: str) -> None:
+@pytest.mark.parametrize("ending", ["", "<|im_end|>fox", "<tool call>b"])
+def test_encode_and_decode_as_transformers(model: Path, sample: str, ending: str) -> None:
     """Catches added or special tokens that parse differently from what users of HF tokenizers see."""
     ours, theirs = load_tokenizer(model, "hf"), AutoTokenizer.from_pretrained(model)
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text)
+    ids = ours.encode(sample + ending)
+    assert ids == theirs.encode(sample + ending)
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
@@ -252,13 +251,12 @@ def test_gguf_file(tmp_path: Path, byte_level: Backend, byte_level_metadata: dic
 
 
 @pytest.mark.parametrize("kind", ["byte_level_metadata", "spm_metadata"])
-@pytest.mark.parametrize("text", SAMPLES)
-def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str, text: str) -> None:
+def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str, sample: str) -> None:
     """Catches a token whose bytes are not those that decoding gives: grammars and streams build on them."""
     vocab = read_vocab(request.getfixturevalue(kind))
     tokenizer = Tokenizer(vocab.backend, special_tokens=vocab.special_tokens)
     table = tokenizer.token_bytes
     assert table is not None
-    joined = b"".join(table[i] for i in tokenizer.encode(text, add_special_tokens=False))
-    assert joined == ((b" " if text and table.strips_first_space else b"") + text.encode())
+    joined = b"".join(table[i] for i in tokenizer.encode(sample, add_special_tokens=False))
+    assert joined == ((b" " if sample and table.strips_first_space else b"") + sample.encode())
     assert table[10**6] == b""

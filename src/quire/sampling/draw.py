@@ -78,14 +78,21 @@ def _nucleus_floors(logits: Tensor, best: Tensor, floor: Tensor, top_p: Tensor) 
     """The last of the smallest set of best tokens that holds `top_p` of the mass above `floor`."""
     peak = best[:, :1]
     wanted = top_p * _weights(logits, floor, peak).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    missing = _num_short(best, floor, peak, wanted)
-    higher = torch.maximum(floor, best.gather(1, missing.clamp(max=best.shape[1] - 1)))
-    if best.shape[1] < logits.shape[1]:
-        wide = (missing[:, 0] == best.shape[1]).nonzero()[:, 0]
-        if len(wide):
-            flat, *limits = (part.index_select(0, wide) for part in (logits, floor, top_p))
-            higher.index_copy_(0, wide, _nucleus_floors(flat, _falling(flat), *limits))
+    higher, reached = _reach(best, floor, peak, wanted)
+    flat = (~reached[:, 0]).nonzero()[:, 0]
+    if len(flat):
+        whole = _falling(logits.index_select(0, flat))
+        limits = (part.index_select(0, flat) for part in (floor, peak, wanted))
+        higher.index_copy_(0, flat, _reach(whole, *limits)[0])
     return higher
+
+
+def _reach(best: Tensor, floor: Tensor, peak: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The floor once the best tokens, taken one by one, hold the wanted mass; and whether they ever do."""
+    mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
+    num_short = (mass < wanted).sum(dim=-1, keepdim=True)
+    last = num_short.clamp(max=best.shape[1] - 1)
+    return torch.maximum(floor, best.gather(1, last)), num_short < best.shape[1]
 
 
 def _falling(logits: Tensor) -> Tensor:
@@ -93,12 +100,6 @@ def _falling(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
     return logits.sort(dim=-1, descending=True).values
-
-
-def _num_short(best: Tensor, floor: Tensor, peak: Tensor, wanted: Tensor) -> Tensor:
-    """[R, 1] how many of the best tokens, taken one by one, still leave less mass than wanted."""
-    mass = _weights(best, floor, peak).cumsum(dim=-1, dtype=torch.float64)
-    return (mass < wanted).sum(dim=-1, keepdim=True)
 
 
 def _weights(logits: Tensor, floor: Tensor, peak: Tensor) -> Tensor:

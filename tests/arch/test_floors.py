@@ -1,0 +1,103 @@
+"""The house stands: imports point down, and the wings that must not know torch do not."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "quire"
+FLOORS = [
+    ["errors", "logs"],
+    ["config", "data", "registry"],
+    ["hub", "capacity", "dist", "sched", "text", "metrics", "grammar"],
+    ["kernels", "multimodal"],
+    ["attention", "quant", "frontend"],
+    ["layers", "sampling", "spec", "server"],
+    ["models", "lora"],
+    ["loader"],
+    ["worker"],
+    ["executor"],
+    ["core"],
+    ["llm", "launch"],
+    ["bench", "terminal"],
+    ["cli"],
+    ["__main__", "__init__"],
+]
+FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
+WITHIN_FLOOR = {("config", "registry"), ("data", "registry")}
+"""Neighbours that may be known: the lower one is the plainer."""
+TORCH_FREE = ["config", "data", "sched", "text", "frontend", "metrics", "hub", "capacity", "cli", "core", "executor"]
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import anywhere in the file: in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.lineno, node.module or ""
+
+
+def test_every_folder_has_a_floor() -> None:
+    assert {room(path) for path in FILES} <= set(FLOOR)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    for line, module in imported(path):
+        if module == "quire":
+            there = "__init__"
+            allowed = here == "cli"  # for the version
+        elif module.startswith("quire."):
+            there = module.split(".")[1]
+            allowed = there == here or FLOOR[there] < FLOOR[here] or (here, there) in WITHIN_FLOOR
+        else:
+            continue
+        assert allowed, f"{path.name}:{line}: {here} must not know {there}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_import_circles_inside_a_folder(path: Path) -> None:
+    """A file of a folder never reaches itself through the others."""
+    seen: set[str] = set()
+    start = module_name(path)
+    stack = [start]
+    while stack:
+        for reached in neighbours(stack.pop()):
+            assert reached != start, f"{start} imports itself through {sorted(seen)}"
+            if reached not in seen:
+                seen.add(reached)
+                stack.append(reached)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def neighbours(module: str) -> set[str]:
+    return {name for _, name in imported(MODULES[module]) if name in MODULES and name != "quire"}
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_wing_imports_without_torch(name: str) -> None:
+    """Import every file of the wing with torch made unimportable."""
+    modules = [module for module in MODULES if module.split(".")[1:2] == [name]]
+    modules = [module for module in modules if module != "quire.executor.inprocess"]  # the seam to the device wing
+    assert modules
+    code = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

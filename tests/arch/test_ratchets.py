@@ -1,0 +1,64 @@
+"""Sizes that may only shrink. Raising a number here is a decision: say why in the commit."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "quire"
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+RUNNER_RUN_STATEMENTS = 10
+SIZES = {
+    # file: (class, lines of the file, methods, attributes set in __init__)
+    "worker/runner.py": ("Runner", 60, 2, 6),
+    "sched/scheduler.py": ("Scheduler", 310, 21, 16),
+    "core/engine_core.py": ("EngineCore", 80, 6, 2),
+}
+
+
+def class_of(path: Path, name: str) -> ast.ClassDef:
+    return next(
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+    )
+
+
+@pytest.mark.parametrize("file", SIZES)
+def test_the_core_stays_small(file: str) -> None:
+    name, max_lines, max_methods, max_attributes = SIZES[file]
+    path = ROOT / file
+    methods = [node for node in class_of(path, name).body if isinstance(node, ast.FunctionDef)]
+    init = next(method for method in methods if method.name == "__init__")
+    stores = [node for node in ast.walk(init) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    assert len(path.read_text().splitlines()) <= max_lines
+    assert len(methods) <= max_methods
+    assert len({store.attr for store in stores}) <= max_attributes
+
+
+def test_a_step_on_the_device_reads_in_one_glance() -> None:
+    methods = class_of(ROOT / "worker/runner.py", "Runner").body
+    run = next(node for node in methods if isinstance(node, ast.FunctionDef) and node.name == "run")
+    assert len(run.body) <= RUNNER_RUN_STATEMENTS
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+def test_structure_names_every_file() -> None:
+    """docs/structure.md has a line for each file and folder, and none for what is gone."""
+    text = (ROOT.parents[1] / "docs" / "structure.md").read_text()
+    for path in ROOT.rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        if name.endswith("__init__.py") and name != "__init__.py":
+            name = str(path.parent.relative_to(ROOT)) + "/"
+        assert f"`{name}`" in text, f"docs/structure.md does not mention `{name}`"
+    for mentioned in {word for word in text.split("`")[1::2] if word.endswith(".py")}:
+        assert (ROOT / mentioned).exists(), f"docs/structure.md mentions {mentioned}, which does not exist"
