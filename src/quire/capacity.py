@@ -26,7 +26,8 @@ def weight_bytes(facts: ArchFacts, dtype: str) -> int:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Peak of one forward pass: the widest layer for every token, and float32 logits (three copies while sampling)."""
+    """Peak of one forward pass: the widest layer for every token, and float32 logits (three copies while
+    sampling)."""
     heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     widest = max(3 * facts.intermediate, 2 * (heads + 2 * kv_heads)) + 4 * facts.hidden
     return num_tokens * widest * DTYPE_BYTES[dtype] + 3 * num_seqs * facts.vocab * 4
@@ -51,7 +52,8 @@ class CacheRoom:
     """Memory of the device."""
     num_blocks_override: int | None = None
     soft: bool = False
-    """`kv_bytes` is a default that nobody asked for: a cache larger than all rows can ever fill is cut to that."""
+    """`kv_bytes` is a default that nobody asked for: a cache larger than all rows can ever fill is cut to
+    that."""
 
 
 def size_cache(
@@ -64,7 +66,8 @@ def size_cache(
     room: CacheRoom,
     useful_tokens: int,
 ) -> CacheSize:
-    """As many blocks as fit. They must hold one request of `max_model_len`; with `auto_fit` that length gives way."""
+    """As many blocks as fit. They must hold one request of `max_model_len`; with `auto_fit` that length
+    gives way."""
     per_block = kv_bytes_per_block(facts, kv_dtype, block_size)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
@@ -86,8 +89,8 @@ def _too_small(room: CacheRoom, needed_blocks: int, per_block: int, max_model_le
     if room.num_blocks_override is not None:
         return (
             f"One request of max_model_len={max_model_len} needs {needed_blocks} KV cache blocks, but "
-            f"num_gpu_blocks_override={room.num_blocks_override}. Use --num-gpu-blocks-override {needed_blocks}"
-            + (f" or more, or {shorter}." if shorter else " or more.")
+            f"num_gpu_blocks_override={room.num_blocks_override}. Use --num-gpu-blocks-override "
+            f"{needed_blocks}" + (f" or more, or {shorter}." if shorter else " or more.")
         )
     have = max(room.kv_bytes, 0)
     ways = [shorter] if shorter else []
@@ -96,7 +99,8 @@ def _too_small(room: CacheRoom, needed_blocks: int, per_block: int, max_model_le
         ways.append(f"--gpu-memory-utilization {min(1.0, share + 0.0051):.2f}")
         ways.append(f"--kv-cache-memory-bytes {needed}")
     return (
-        f"To serve at least one request with the model's max seq len ({max_model_len}), {human(needed)} of KV cache is "
+        f"To serve at least one request with the model's max seq len ({max_model_len}), {human(needed)} "
+        f"of KV cache is "
         f"needed, but {human(have)} is available: {needed - have} bytes are missing. "
         f"The estimated maximum model length is {longest}. "
         + (f"Try {', or '.join(ways)}." if ways else "This model needs a device with more memory.")

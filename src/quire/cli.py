@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from quire import __version__
 from quire.config.cli import FlagParser
-from quire.errors import QuireError
-from quire.registry import nearest
+from quire.errors import QuireError, nearest
 
 COMMANDS = {
     "chat": ("talk to a model in the terminal", "quire.terminal.chat"),
@@ -15,6 +14,8 @@ COMMANDS = {
     "bench throughput": ("requests and tokens a second, offline", "quire.bench.throughput"),
     "bench latency": ("seconds of one batch", "quire.bench.latency"),
 }
+
+_HELP = ("-h", "--help", "help")
 
 
 def usage() -> str:
@@ -35,7 +36,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in _HELP or words == ["bench"] or (words[0] == "bench" and words[1] in _HELP):
         print(usage())
         return 0
     if words[0] in ("-v", "--version"):
@@ -43,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = " ".join(words[:2]) if words[0] == "bench" else words[0]
     if name not in COMMANDS:
-        print(f"quire: error: unknown command {name!r}{nearest(name, list(COMMANDS))}\n\n{usage()}", file=sys.stderr)
+        print(
+            f"quire: error: unknown command {name!r}{nearest(name, list(COMMANDS))}\n\n{usage()}",
+            file=sys.stderr,
+        )
         return 2
     text, module = COMMANDS[name]
     command = importlib.import_module(module)

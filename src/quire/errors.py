@@ -1,5 +1,8 @@
 """The exception tree. Every error that a caller can cause names the value, the limit and the way out."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class QuireError(Exception):
     """The root: catch this to catch everything that Quire raises on purpose."""
@@ -27,3 +30,9 @@ class EngineError(QuireError, RuntimeError):
 
 class EngineDead(EngineError):
     """The engine is gone; nothing more can be asked of it."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when something in `known` is close to `name`, else the empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,10 @@
 """LLM: the offline face. Give it a model and prompts, get the outputs in the order of the prompts."""
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
@@ -27,15 +29,16 @@ Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """An engine in this process. `model` is a directory, a GGUF file or a hub id; without one it is the packaged
-    SmolLM2-135M-Instruct. Every engine argument may be given by keyword."""
+    """An engine in this process. `model` is a directory, a GGUF file or a hub id; without one it is the
+    packaged SmolLM2-135M-Instruct. Every engine argument may be given by keyword."""
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         self.config = configure({"model": model} | engine_args)
         self.llm_engine = LocalEngine(self.config)
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
-        self._queued: list[str] = []
+        self._queued: dict[str, RequestOutput | None] = {}
+        """Requests that nobody has taken the output of yet."""
         self._defaults = default_sampling(self.config)
         if self._defaults:
             log.warning("Default sampling parameters have been overridden by the model's: %s", self._defaults)
@@ -58,7 +61,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs stand in the order of the prompts."""
-        self.enqueue(
+        ids = self.enqueue(
             prompts,
             sampling_params,
             lora_request=lora_request,
@@ -67,7 +70,7 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
             use_tqdm=use_tqdm,
         )
-        return self.wait_for_completion(use_tqdm=use_tqdm)
+        return self._run(ids, use_tqdm)
 
     def chat(
         self,
@@ -85,11 +88,10 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             chat_prompt(
                 self.llm_engine.inputs,
-                cast(Messages, conversation),
+                conversation,
                 chat_template=read_template(chat_template) or self._template,
                 chat_template_content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
@@ -98,11 +100,10 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 add_special_tokens=bool((tokenization_kwargs or {}).get("add_special_tokens", False)),
             )
-            for conversation in _with_bar(conversations, "Rendering conversations", use_tqdm)
+            for conversation in _with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
         self._refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        self._queue(prompts, sampling_params, None)
-        return self.wait_for_completion(use_tqdm=use_tqdm)
+        return self._run(self._queue(prompts, sampling_params, None), use_tqdm)
 
     def enqueue(
         self,
@@ -120,50 +121,58 @@ class LLM:
         special = bool((tokenization_kwargs or {}).get("add_special_tokens", True))
         parse = self.llm_engine.inputs.parse
         bar = _with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
-        return self._queue([parse(each, add_special_tokens=special) for each in bar], sampling_params, priority)
+        return self._queue(
+            [parse(each, add_special_tokens=special) for each in bar], sampling_params, priority
+        )
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[RequestOutput]:
-        """Run everything queued; outputs in the order of queueing. If interrupted, nothing is left running."""
-        queued, self._queued = self._queued, []
-        missing = set(queued)
-        outputs: dict[str, RequestOutput] = {}
+        """Run everything queued; outputs in the order of queueing."""
+        return self._run(list(self._queued), use_tqdm)
+
+    def _run(self, ids: list[str], use_tqdm: Progress) -> list[RequestOutput]:
+        """Step until these queued requests are done. If that fails or is interrupted, nothing is left
+        running."""
+        queued = self._queued
+        missing = {id for id in ids if queued[id] is None}
         try:
-            with _TokenBar(len(queued), use_tqdm) as bar:
+            with _TokenBar(len(missing), use_tqdm) as bar:
                 while missing:
                     for output in self.llm_engine.step():
-                        outputs[output.request_id] = output
-                        missing.discard(output.request_id)
-                        bar.add(output)
-        finally:
-            self.llm_engine.abort_request(missing)
-        return [outputs[request_id] for request_id in queued]
+                        if output.request_id in queued:
+                            queued[output.request_id] = output
+                        if output.request_id in missing:
+                            missing.remove(output.request_id)
+                            bar.add(output)
+        except BaseException:
+            self.llm_engine.abort_request(queued)
+            queued.clear()
+            raise
+        return [cast(RequestOutput, queued.pop(id)) for id in ids]
 
     def _queue(
         self,
         prompts: list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        max_logprobs: int | None = None,
     ) -> list[str]:
         shared = self.get_default_sampling_params() if params is None else params
-        each = list(shared) if isinstance(shared, Sequence) else [shared] * len(prompts)
-        urgency = [0] * len(prompts) if priority is None else list(priority)
-        for name, values in (("params", each), ("priority", urgency)):
-            if len(values) != len(prompts):
-                raise RequestError(
-                    f"The lengths of prompts ({len(prompts)}) and {name} ({len(values)}) must be the same."
-                )
+        each = _one_each("params", shared, SamplingParams, len(prompts))
+        urgency = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
         added: list[str] = []
         try:
             for prompt, own, level in zip(prompts, each, urgency, strict=True):
-                own = own.clone()
+                own = copy.copy(own)
                 own.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.llm_engine.add_request(request_id, prompt, own, priority=level)
+                self.llm_engine.add_request(
+                    request_id, prompt, own, priority=level, max_logprobs=max_logprobs
+                )
                 added.append(request_id)
         except BaseException:
             self.llm_engine.abort_request(added)
             raise
-        self._queued += added
+        self._queued |= dict.fromkeys(added)
         return added
 
     def _refuse(self, **later: Any) -> None:
@@ -181,7 +190,8 @@ class LLM:
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at once."""
+        """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at
+        once."""
         self._refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
         parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
         eos_ids = self.config.checkpoint.eos_ids
@@ -204,16 +214,10 @@ class LLM:
 
     def _advance(self, searches: list[BeamSearch], params: BeamSearchParams) -> None:
         """One more token for every live beam of every search, in one batch."""
-        one_token = round_params(params)
-        one_token.output_kind = RequestOutputKind.FINAL_ONLY
-        ids = []
-        for beam in (beam for search in searches for beam in search.live):
-            ids.append(str(next(self._ids)))
-            self.llm_engine.add_request(
-                ids[-1], Prompt(beam.tokens), one_token, max_logprobs=self.config.checkpoint.facts.vocab
-            )
-        self._queued += ids
-        outputs = iter(self.wait_for_completion(use_tqdm=False))
+        beams = [Prompt(beam.tokens) for search in searches for beam in search.live]
+        vocab = self.config.checkpoint.facts.vocab
+        ids = self._queue(beams, round_params(params), None, max_logprobs=vocab)
+        outputs = iter(self._run(ids, use_tqdm=False))
         for search in searches:
             found = [next(outputs).outputs[0].logprobs for _ in search.live]
             search.advance([cast(Any, logprobs)[0] for logprobs in found])
@@ -233,7 +237,8 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request gets that brings no params: the model's generation_config.json, or neutral values."""
+        """What a request gets that brings no params: the model's generation_config.json, or neutral
+        values."""
         return SamplingParams(**self._defaults)
 
     def get_metrics(self) -> list[Metric]:
@@ -243,10 +248,11 @@ class LLM:
         return self.llm_engine.metrics.snapshot()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached prefixes. False while requests hold blocks, unless `reset_running_requests` ends them."""
+        """Forget all cached prefixes. False while requests hold blocks, unless `reset_running_requests`
+        ends them."""
         if reset_running_requests:
             self.llm_engine.abort_request(self._queued)
-            self._queued = []
+            self._queued.clear()
         return self.llm_engine.reset_prefix_cache()
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -257,11 +263,34 @@ class LLM:
 
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt (text, dict or ids) or several, as a list of prompts."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
-    if isinstance(prompts, Sequence) and prompts and all(hasattr(each, "__index__") for each in prompts):
-        return [prompts]
-    return list(prompts)
+    several = list(prompts)
+    return [several] if several and isinstance(several[0], Number) else several
+
+
+def _conversations(messages: Any) -> Sequence[Messages]:
+    """One conversation or several, as several."""
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(
+            f"messages is a list of messages, or a list of such lists; got {type(messages).__name__}",
+            param="messages",
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+
+def _one_each(name: str, given: Any, kind: type[T], count: int) -> list[T]:
+    """A value for each of `count` prompts, out of one for all or a sequence of them."""
+    if isinstance(given, kind):
+        return [given] * count
+    values = list(given) if isinstance(given, Sequence) else [given]
+    for value in values:
+        if not isinstance(value, kind):
+            found = type(value).__name__
+            raise RequestError(f"{name} must be of type {kind.__name__}, got {found}", param=name)
+    if len(values) != count:
+        raise RequestError(f"The lengths of prompts ({count}) and {name} ({len(values)}) must be the same.")
+    return values
 
 
 def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:
@@ -281,7 +310,9 @@ class _TokenBar:
 
     def __init__(self, total: int, use_tqdm: Progress) -> None:
         make = _bar_factory(use_tqdm)
-        self._bar = make and make(total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0, 0, 1.0))
+        self._bar = make and make(
+            total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0, 0, 1.0)
+        )
         self._num_in = self._num_out = 0
 
     def __enter__(self) -> "_TokenBar":

@@ -70,29 +70,37 @@ def length_buckets(longest: int) -> list[float]:
 class EngineMetrics:
     """The collectors of one engine. Its registry is its own: two engines in a process do not collide."""
 
-    def __init__(self, *, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: str = "0") -> None:
+    def __init__(
+        self, *, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: str = "0"
+    ) -> None:
         self.registry = CollectorRegistry()
         labels = {"model_name": model_name, "engine": engine}
         buckets = length_buckets(max_model_len)
 
         def bound(kind: Any, name: str, text: str, **options: Any) -> Any:
-            return kind(f"vllm:{name}", text, list(labels), registry=self.registry, **options).labels(**labels)
+            return kind(f"vllm:{name}", text, list(labels), registry=self.registry, **options).labels(
+                **labels
+            )
 
         self.gauges = {name: bound(PromGauge, name, text) for name, text in GAUGES.items()}
         self.counters = {name: bound(PromCounter, name, text) for name, text in COUNTERS.items()}
         histograms = HISTOGRAMS | {name: (text, buckets) for name, text in LENGTHS.items()}
         self.histograms = {
-            name: bound(PromHistogram, name, text, buckets=edges) for name, (text, edges) in histograms.items()
+            name: bound(PromHistogram, name, text, buckets=edges)
+            for name, (text, edges) in histograms.items()
         }
         success = PromCounter(
-            "vllm:request_success", "Requests that ended.", [*labels, "finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Requests that ended.",
+            [*labels, "finished_reason"],
+            registry=self.registry,
         )
         reasons = ("stop", "length", "abort", "error", "repetition")
         self.success = {reason: success.labels(**labels, finished_reason=reason) for reason in reasons}
         info = {key: str(value) for key, value in cache_info.items()} | {"engine": engine}
-        PromGauge("vllm:cache_config_info", "The cache's settings.", list(info), registry=self.registry).labels(
-            **info
-        ).set(1)
+        PromGauge(
+            "vllm:cache_config_info", "The cache's settings.", list(info), registry=self.registry
+        ).labels(**info).set(1)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
         self.gauges["num_requests_running"].set(step.num_running)
@@ -102,7 +110,8 @@ class EngineMetrics:
         self.counters["prefix_cache_queries"].inc(step.prefix_queries)
         self.counters["prefix_cache_hits"].inc(step.prefix_hits)
         self.counters["num_preemptions"].inc(step.num_preempted)
-        self.counters["prompt_tokens"].inc(step.num_prompt_tokens + step.prefix_hits)
+        # Counted when a request is first admitted: what a preempted one computes again is no new prompt.
+        self.counters["prompt_tokens"].inc(step.prefix_queries)
         self.counters["prompt_tokens_cached"].inc(step.prefix_hits)
         self.counters["generation_tokens"].inc(step.num_sampled_tokens)
         if step.num_computed_tokens:
@@ -145,7 +154,9 @@ class EngineMetrics:
                 key = tuple(item for item in sample.labels.items() if item[0] != "le")
                 if not sample.name.endswith("_created"):
                     by_labels.setdefault(key, []).append(sample)
-            found += [_metric(family.name, family.type, dict(key), samples) for key, samples in by_labels.items()]
+            found += [
+                _metric(family.name, family.type, dict(key), samples) for key, samples in by_labels.items()
+            ]
         return found
 
 

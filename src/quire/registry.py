@@ -1,17 +1,10 @@
 """Tables of names to classes that are imported only when asked for."""
 
-import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.errors import ConfigError
-
-
-def nearest(name: str, known: Mapping[str, Any] | list[str]) -> str:
-    """`; did you mean 'x'?` when something in `known` is close to `name`, else the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class LazyTable(Mapping[str, Any]):

@@ -20,7 +20,9 @@ SIZES = {
 
 def class_of(path: Path, name: str) -> ast.ClassDef:
     return next(
-        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
     )
 
 
@@ -30,7 +32,9 @@ def test_the_core_stays_small(file: str) -> None:
     path = ROOT / file
     methods = [node for node in class_of(path, name).body if isinstance(node, ast.FunctionDef)]
     init = next(method for method in methods if method.name == "__init__")
-    stores = [node for node in ast.walk(init) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    stores = [
+        node for node in ast.walk(init) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
     assert len(path.read_text().splitlines()) <= max_lines
     assert len(methods) <= max_methods
     assert len({store.attr for store in stores}) <= max_attributes

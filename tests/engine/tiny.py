@@ -38,12 +38,15 @@ def generate(llm: LLM, prompts: list[list[int]], count: int = 6) -> list[Request
 
 @torch.inference_mode()
 def check_against(hf_model: Any, outputs: list[RequestOutput]) -> None:
-    """Every logit of every step is within the tolerance, and every token is transformers' own greedy choice."""
+    """Every logit of every step is within the tolerance, and every token is transformers' own greedy
+    choice."""
     for output in outputs:
         prompt, said = output.prompt_token_ids, list(output.outputs[0].token_ids)
         expected = hf_model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
         for step, position in enumerate(output.outputs[0].logprobs):
             ours = torch.tensor([position[id].logprob for id in range(len(position))])
             difference = (ours - expected[step]).abs().max().item()
-            assert difference < TOLERANCE, f"prompt of {len(prompt)}, step {step}: logits differ by {difference}"
+            assert difference < TOLERANCE, (
+                f"prompt of {len(prompt)}, step {step}: logits differ by {difference}"
+            )
         assert said == expected.argmax(-1).tolist(), f"prompt of {len(prompt)}"

@@ -53,10 +53,10 @@ def test_listed_tokens_follow_in_the_order_of_the_list() -> None:
 @pytest.mark.parametrize("k", [0, 2, -1])
 def test_prompt_logprobs_do_not_depend_on_the_slices(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
-    next_ids = torch.arange(7, dtype=torch.int32)
-    whole = prompt_logprobs(logits, next_ids, k, "raw_logprobs")
+    next_ids = torch.arange(7)
+    whole = prompt_logprobs(torch.clone, logits, next_ids, k, "raw_logprobs")
     monkeypatch.setattr(module, "_SLICE", 3)
-    assert prompt_logprobs(logits, next_ids, k, "raw_logprobs") == whole
+    assert prompt_logprobs(torch.clone, logits, next_ids, k, "raw_logprobs") == whole
     assert len(whole) == 7
     for position, found in enumerate(whole):
         assert len(found.token_ids) == 1 + (11 if k == -1 else k)

@@ -9,7 +9,7 @@ from quire.sampling.rows import LISTED, LOGPROBS, RANDOM, SamplingRows, TokenTab
 EVERYTHING = SamplingParams(
     temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, presence_penalty=1.0, frequency_penalty=1.0,
     repetition_penalty=1.1, logit_bias={1: 2.0}, allowed_token_ids=[1, 2, 3], min_tokens=4,
-    bad_words_token_ids=[[1], [2, 3, 4]], logprob_token_ids=[5, 6], prompt_logprobs=2,
+    bad_words_token_ids=[[1], [2, 3, 4]], logprob_token_ids=[5, 6],
 )  # fmt: skip
 
 
@@ -91,7 +91,6 @@ def test_release_leaves_nothing_behind() -> None:
     state.release(1)
     assert not state.flags.any()
     assert [len(t) for t in (state.allowed, state.held, state.biased, state.listed, state.banned)] == [0] * 5
-    assert (state.num_prompt_logprobs == state.NONE).all()
 
 
 def test_a_second_request_in_the_row_inherits_nothing() -> None:

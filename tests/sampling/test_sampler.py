@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.params import SamplingParams
+from quire.data.plan import StepResult
 from quire.errors import ConfigError
 from quire.sampling.rows import SamplingRows
-from quire.sampling.sampler import Sampled, Sampler
+from quire.sampling.sampler import Sampler
 
 VOCAB, MAX_ROWS, MAX_LEN = 700, 40, 24
 STOP_IDS = [3, 9]
@@ -51,7 +52,9 @@ def case(number: int, **fields: Any) -> Case:
     return Case(params, ids[0, :prompt_len].tolist(), ids[1, :output_len].tolist(), logits, seed=number)
 
 
-def sample(cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu", first: int = 0) -> Sampled:
+def sample(
+    cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu", first: int = 0
+) -> StepResult:
     """Sample the cases in this order; case i lives in row (first + 7 * i) % MAX_ROWS."""
     state = SamplingRows(MAX_ROWS, VOCAB, torch.device(device))
     tokens = np.zeros((MAX_ROWS, MAX_LEN), np.int32)
@@ -67,7 +70,7 @@ def sample(cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu"
     by_place = {
         place: sampled.logprobs[row] for place, row in enumerate(rows.tolist()) if row in sampled.logprobs
     }
-    return Sampled(sampled.token_ids, by_place)
+    return StepResult(sampled.token_ids, by_place)
 
 
 def reference_logits(one: Case) -> list[float]:
@@ -165,7 +168,7 @@ def asking_all(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "logprobs": -1}
 
 
-def check_against_reference(one: Case, sampled: Sampled, place: int) -> None:
+def check_against_reference(one: Case, sampled: StepResult, place: int) -> None:
     expected = reference_logits(one)
     found = sampled.logprobs[place]
     values = dict(zip(found.token_ids, found.logprobs, strict=True))

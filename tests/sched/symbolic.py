@@ -1,7 +1,8 @@
 """A worker without a model: its cache holds, for every token, a fingerprint of the whole prefix up to it.
 
-Computing a token reads the fingerprint before it through the block table, so a wrong block, a stale prefix or a
-forgotten token shows at once; the next token is a function of the fingerprint, so outputs depend on nothing else.
+Computing a token reads the fingerprint before it through the block table, so a wrong block, a stale prefix
+or a forgotten token shows at once; the next token is a function of the fingerprint, so outputs depend on
+nothing else.
 """
 
 from dataclasses import dataclass, field
@@ -95,10 +96,15 @@ class SymbolicWorker:
 class Engine:
     """Scheduler and symbolic worker, stepped by hand, with the invariants checked after every step."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, share: bool = True, **limits: object) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, share: bool = True, **limits: object
+    ) -> None:
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         self.kv = KVManager(
-            num_blocks=num_blocks, block_size=block_size, max_rows=limits["max_num_seqs"], share_prefixes=share
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=limits["max_num_seqs"],
+            share_prefixes=share,
         )
         self.scheduler = Scheduler(kv=self.kv, **limits)
         self.worker = SymbolicWorker(num_blocks, block_size)
@@ -110,7 +116,13 @@ class Engine:
     def add(self, id: str, prompt: list[int], count: int = 4, **fields: object) -> Request:
         params = fields.pop("params", None) or SamplingParams(max_tokens=count)
         request = Request(
-            id=id, tokens=list(prompt), params=params, prompt_len=len(prompt), limit=len(prompt) + count, seed=0, **fields
+            id=id,
+            tokens=list(prompt),
+            params=params,
+            prompt_len=len(prompt),
+            limit=len(prompt) + count,
+            seed=0,
+            **fields,
         )
         self.scheduler.add(request)
         self.outputs[id] = []

@@ -78,8 +78,13 @@ def test_the_first_block_with_a_content_is_the_one_that_is_found() -> None:
     assert pool.find(b"k") is first
 
 
-@given(st.integers(2, 12), st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 11)), max_size=60))
-def test_any_sequence_of_operations_keeps_the_books(num_blocks: int, operations: list[tuple[str, int]]) -> None:
+@given(
+    st.integers(2, 12),
+    st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 11)), max_size=60),
+)
+def test_any_sequence_of_operations_keeps_the_books(
+    num_blocks: int, operations: list[tuple[str, int]]
+) -> None:
     """An evicted key is never found, a found key is the one that was remembered, and users always add up."""
     pool = BlockPool(num_blocks)
     held: list = []

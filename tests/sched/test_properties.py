@@ -89,13 +89,21 @@ def test_aborts_at_any_moment_hurt_nobody_else(traffic: list, limits: dict, data
 @given(TRAFFIC, LIMITS)
 def test_a_running_decode_never_skips_a_step_unless_preempted(traffic: list, limits: dict) -> None:
     """Continuous batching: once a request decodes, every step gives it a token."""
-    limits = limits | {"max_num_batched_tokens": max(limits["max_num_batched_tokens"], limits["max_num_seqs"])}
+    limits = limits | {
+        "max_num_batched_tokens": max(limits["max_num_batched_tokens"], limits["max_num_seqs"])
+    }
     engine = Engine(**limits)
     for number, (family, length, count, _, priority) in enumerate(traffic):
         engine.add(str(number), make_prompt(family, length, number), count, priority=priority)
     while engine.scheduler.has_work:
         running = engine.scheduler.running
-        decoding = {running.ids[row] for row in running.order if running.num_tokens[row] - running.num_computed[row] == 1}
+        decoding = {
+            running.ids[row]
+            for row in running.order
+            if running.num_tokens[row] - running.num_computed[row] == 1
+        }
         output = engine.step()
-        waiting_again = {id for id in decoding if id in engine.scheduler.requests and engine.scheduler.requests[id].row < 0}
+        waiting_again = {
+            id for id in decoding if id in engine.scheduler.requests and engine.scheduler.requests[id].row < 0
+        }
         assert decoding - waiting_again <= set(output.request_ids)

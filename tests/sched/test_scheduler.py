@@ -95,7 +95,12 @@ def test_a_new_request_joins_the_very_next_step() -> None:
 
 def test_priority_admits_the_most_urgent_first() -> None:
     engine = Engine(max_num_seqs=1, policy="priority")
-    for id, priority, arrived in (("late", 5, 1.0), ("second", 1, 3.0), ("first", 1, 2.0), ("urgent", -3, 9.0)):
+    for id, priority, arrived in (
+        ("late", 5, 1.0),
+        ("second", 1, 3.0),
+        ("first", 1, 2.0),
+        ("urgent", -3, 9.0),
+    ):
         engine.add(id, prompt(4), count=1, priority=priority, arrived_at=arrived)
     engine.run()
     assert list(engine.reasons) == ["urgent", "first", "second", "late"]

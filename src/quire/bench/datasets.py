@@ -18,9 +18,17 @@ class Sample:
 
 
 def random_samples(
-    count: int, *, vocab: int, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0
+    count: int,
+    *,
+    vocab: int,
+    input_len: int,
+    output_len: int,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int = 0,
 ) -> list[Sample]:
-    """Random ids. Lengths vary by `range_ratio` around their mean; the first `prefix_len` ids are common to all."""
+    """Random ids. Lengths vary by `range_ratio` around their mean; the first `prefix_len` ids are common
+    to all."""
     draw = random.Random(seed)
     prefix = [draw.randrange(vocab) for _ in range(prefix_len)]
 
@@ -44,7 +52,7 @@ def sharegpt_samples(
             for entry in conversations
             if len(entry.get("conversations", ())) >= 2
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a ShareGPT-style JSON file: {error}") from None
     random.Random(seed).shuffle(turns)
     samples: list[Sample] = []
@@ -52,7 +60,7 @@ def sharegpt_samples(
         if len(samples) == count:
             break
         prompt, wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
-        if 4 <= len(prompt) <= 1024 and 4 <= wanted and len(prompt) + wanted <= 2048:
+        if 4 <= len(prompt) <= 1024 and wanted >= 4 and len(prompt) + wanted <= 2048:
             samples.append(Sample(prompt, wanted))
     if not samples:
         raise ConfigError(f"{path} has no conversation of a usable length")

@@ -40,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
     )
     prompts = [sample.prompt_ids for sample in samples]
     params = SamplingParams(
-        n=args.n, temperature=1.0, ignore_eos=True, max_tokens=args.output_len, detokenize=not args.disable_detokenize
+        n=args.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=args.output_len,
+        detokenize=not args.disable_detokenize,
     )
     beam = BeamSearchParams(beam_width=args.n, max_tokens=args.output_len, ignore_eos=True)
 
@@ -60,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     for percent, seconds in percentiles.items():
         print(f"{percent}% percentile latency: {seconds} seconds")
     if args.output_json:
-        result = {"avg_latency": latencies.mean(), "latencies": latencies.tolist(), "percentiles": percentiles}
+        result = {
+            "avg_latency": latencies.mean(),
+            "latencies": latencies.tolist(),
+            "percentiles": percentiles,
+        }
         Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
     return 0

@@ -1,4 +1,5 @@
-"""`python -m quire.bench.sched`: what planning costs, without a model. Also how much of the cache's memory is idle."""
+"""`python -m quire.bench.sched`: what planning costs, without a model. Also how much of the cache's memory
+is idle."""
 
 import argparse
 import random
@@ -14,7 +15,9 @@ from quire.sched.scheduler import Scheduler
 
 
 def make_scheduler(num_running: int, *, prefix_caching: bool, max_len: int = 8192) -> Scheduler:
-    kv = KVManager(num_blocks=num_running * 160, block_size=16, max_rows=num_running, share_prefixes=prefix_caching)
+    kv = KVManager(
+        num_blocks=num_running * 160, block_size=16, max_rows=num_running, share_prefixes=prefix_caching
+    )
     return Scheduler(kv=kv, max_num_seqs=num_running, max_num_batched_tokens=16384, max_model_len=max_len)
 
 
@@ -39,7 +42,7 @@ def measure(num_running: int, num_steps: int, *, prefix_caching: bool) -> np.nda
     draw = random.Random(1)
     add_requests(scheduler, [(draw.randint(100, 1024), 2 * num_steps) for _ in range(num_running)])
     tokens = np.random.default_rng(0)
-    times = []
+    times: list[tuple[float, float]] = []
     while len(times) < num_steps:
         begin = time.perf_counter()
         plan = scheduler.plan()
@@ -55,7 +58,8 @@ def measure(num_running: int, num_steps: int, *, prefix_caching: bool) -> np.nda
 def measure_waste(num_requests: int = 512) -> float:
     """Share of the allocated slots that hold no token, over a run with ShareGPT-like lengths.
 
-    Log-normal lengths with the means and spreads that the PagedAttention paper gives for ShareGPT: 161 in, 338 out.
+    Log-normal lengths with the means and spreads that the PagedAttention paper gives for ShareGPT: 161 in,
+    338 out.
     """
     scheduler = make_scheduler(256, prefix_caching=True)
     draw = np.random.default_rng(0)
@@ -68,7 +72,9 @@ def measure_waste(num_requests: int = 512) -> float:
         rows = scheduler.running.order
         held += int(scheduler.kv.num_blocks[rows].sum()) * scheduler.kv.block_size
         used += int(scheduler.running.num_computed[rows].sum()) + plan.total_tokens
-        scheduler.update(plan, StepResult(token_ids=draw.integers(0, 50_000, int(plan.samples.sum()), dtype=np.int32)))
+        scheduler.update(
+            plan, StepResult(token_ids=draw.integers(0, 50_000, int(plan.samples.sum()), dtype=np.int32))
+        )
     return 1 - used / held
 
 
@@ -86,7 +92,9 @@ def main() -> None:
             f"{'on' if prefix_caching else 'off':>14} {times[:, 0].mean():8.3f} {times[:, 1].mean():8.3f} "
             f"{both.mean():8.3f} {np.percentile(both, 99):8.3f}"
         )
-    print(f"KV cache waste on a ShareGPT-like mix: {measure_waste():.2%} of the allocated slots hold no token")
+    print(
+        f"KV cache waste on a ShareGPT-like mix: {measure_waste():.2%} of the allocated slots hold no token"
+    )
 
 
 if __name__ == "__main__":

@@ -14,13 +14,19 @@ from quire.llm import LLM
 
 def add_flags(parser: FlagParser) -> None:
     group = parser.add_argument_group("Benchmark", "What is measured.")
-    group.add_argument("--dataset-name", choices=("random", "sharegpt"), default="random", help="Kind of prompts.")
+    group.add_argument(
+        "--dataset-name", choices=("random", "sharegpt"), default="random", help="Kind of prompts."
+    )
     group.add_argument("--dataset-path", help="JSON file of the sharegpt dataset.")
     group.add_argument("--num-prompts", type=int, default=1000, help="Requests to run.")
     group.add_argument("--input-len", type=int, default=128, help="Prompt tokens of a random request.")
-    group.add_argument("--output-len", type=int, help="Tokens generated for each. Default: 128, or the dataset's.")
+    group.add_argument(
+        "--output-len", type=int, help="Tokens generated for each. Default: 128, or the dataset's."
+    )
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="Spread of the lengths, 0 to 1.")
-    group.add_argument("--random-prefix-len", type=int, default=0, help="Prompt tokens common to all requests.")
+    group.add_argument(
+        "--random-prefix-len", type=int, default=0, help="Prompt tokens common to all requests."
+    )
     group.add_argument("--n", type=int, default=1, help="Sequences per request.")
     group.add_argument("--output-json", help="File to write the result to.")
     add_engine_flags(parser)
@@ -30,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(**given_from(args))
     samples = _samples(args, llm)
     params = [
-        SamplingParams(n=args.n, temperature=1.0, ignore_eos=True, max_tokens=sample.output_len, detokenize=False)
+        SamplingParams(
+            n=args.n, temperature=1.0, ignore_eos=True, max_tokens=sample.output_len, detokenize=False
+        )
         for sample in samples
     ]
     start = time.perf_counter()
@@ -46,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         "tokens_per_second": (num_in + num_out) / elapsed,
     }
     print(
-        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} total tokens/s, "
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:.2f} "
+        f"total tokens/s, "
         f"{num_out / elapsed:.2f} output tokens/s"
     )
     print(f"Total num prompt tokens:  {num_in}")

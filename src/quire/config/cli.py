@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from quire.config import sections
 from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, UNBUILT, foreign
 from quire.config.sections import SECTIONS, Option, options
-from quire.registry import nearest
+from quire.errors import nearest
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HUMAN_INT = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")

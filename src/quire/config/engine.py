@@ -29,9 +29,8 @@ from quire.config.sections import (
     SchedulerSection,
     options,
 )
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
-from quire.registry import nearest
 
 __all__ = [
     "DEFAULT_MODEL_ID",

@@ -10,9 +10,8 @@ import numpy as np
 
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 from quire.logs import get_logger
-from quire.registry import nearest
 
 logger = get_logger(__name__)
 

@@ -6,6 +6,7 @@ from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
+from quire.data.stats import StepStats
 from quire.executor import EXECUTORS, Executor
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
@@ -33,6 +34,21 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
+
+    def refresh(self, stats: StepStats) -> None:
+        """Bring the gauges up to now: requests may have been aborted since the step."""
+        scheduler = self.scheduler
+        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.kv_usage = scheduler.kv.pool.usage
+
+    def clear(self) -> None:
+        """Forget all requests and all prefixes: the way back from a step that broke off halfway.
+
+        Blocks are findable from the plan on that fills them, and a broken step may have filled none.
+        """
+        scheduler = self.scheduler
+        scheduler.abort(list(scheduler.requests))
+        scheduler.reset_prefix_cache()
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:

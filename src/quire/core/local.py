@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.config.engine import Env, EngineConfig, checked, resolve
+from quire.config.engine import EngineConfig, Env, checked, resolve
 from quire.config.model import read_checkpoint
 from quire.core.engine_core import EngineCore, build_core
 from quire.data.outputs import RequestOutput
@@ -33,7 +33,9 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         progress=values.get("use_tqdm_on_load", True),
     )
     checkpoint = read_checkpoint(path, values.get("hf_overrides"))
-    return resolve(values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env)
+    return resolve(
+        values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env
+    )
 
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -43,7 +45,12 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     path = Path(model.tokenizer)
     if path != config.checkpoint.path:
         env = Env.read(os.environ)
-        path = locate(model.tokenizer, revision=model.tokenizer_revision, token=model.hf_token, cache_root=env.cache_root)
+        path = locate(
+            model.tokenizer,
+            revision=model.tokenizer_revision,
+            token=model.hf_token,
+            cache_root=env.cache_root,
+        )
     return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
 
 
@@ -110,13 +117,20 @@ class LocalEngine:
         return self.core.has_work
 
     def step(self) -> list[RequestOutput]:
-        return self._deliver(self.core.step())
+        """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""
+        try:
+            return self._deliver(self.core.step())
+        except BaseException:
+            self.core.clear()
+            self.outputs = OutputProcessor(self.tokenizer)
+            raise
 
     def _deliver(self, step: StepOutput) -> list[RequestOutput]:
         processed = self.outputs.process(step)
         if processed.stopped:
             self.core.abort(processed.stopped)
         if self.metrics is not None:
+            self.core.refresh(step.stats)
             self.metrics.observe(step.stats, processed.stats)
         return processed.outputs
 

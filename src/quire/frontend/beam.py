@@ -1,20 +1,30 @@
-"""Beam search as bookkeeping: each round asks the engine for one token per beam, with the best 2 * width logprobs."""
+"""Beam search as bookkeeping: each round asks the engine for one token per beam, with the best 2 * width
+logprobs."""
+
+import math
 
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
-    """What every beam is run with: one token, and enough runners-up that `beam_width` of them survive an eos."""
+    """What every beam is run with: one token, and enough runners-up that `beam_width` of them survive an
+    eos."""
     return SamplingParams(
-        max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature, ignore_eos=True, detokenize=False
+        max_tokens=1,
+        logprobs=2 * params.beam_width,
+        temperature=params.temperature,
+        ignore_eos=True,
+        detokenize=False,
     )
 
 
 class BeamSearch:
     """The beams of one prompt. `live` are to be continued; `done` have met their end."""
 
-    def __init__(self, prompt_ids: list[int], params: BeamSearchParams, *, eos_id: int | None, max_len: int) -> None:
+    def __init__(
+        self, prompt_ids: list[int], params: BeamSearchParams, *, eos_id: int | None, max_len: int
+    ) -> None:
         self.params = params
         self.eos_id = eos_id
         self.prompt_len = len(prompt_ids)
@@ -28,7 +38,7 @@ class BeamSearch:
 
     def advance(self, continuations: list[dict[int, Logprob]]) -> None:
         """`continuations[i]` are the likeliest next tokens of `live[i]`."""
-        grown = []
+        grown: list[BeamSearchSequence] = []
         for beam, choices in zip(self.live, continuations, strict=True):
             for token_id, choice in choices.items():
                 ends = token_id == self.eos_id and not self.params.ignore_eos
@@ -48,7 +58,7 @@ class BeamSearch:
         length = len(beam.tokens)
         if beam.finish_reason == "stop" and self.params.include_stop_str_in_output:
             length -= 1
-        return beam.cum_logprob / length**self.params.length_penalty
+        return beam.cum_logprob / math.pow(length, self.params.length_penalty)
 
     def best(self) -> list[BeamSearchSequence]:
         for beam in self.live:

@@ -8,6 +8,8 @@ from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.text.chat_template import choose_template, content_format, normalise
 
+_OWN = ("messages", "tokenize", "chat_template")
+"""What `chat_template_kwargs` may not replace."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 
 
@@ -21,7 +23,8 @@ def read_template(argument: str | None) -> str | None:
         return Path(argument).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"chat_template {argument!r} is neither a readable file ({error.strerror}) nor a template (it has no braces)"
+            f"chat_template {argument!r} is neither a readable file ({error.strerror}) nor a template (it "
+            f"has no braces)"
         ) from None
 
 
@@ -42,7 +45,14 @@ def chat_prompt(
         raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
     if chat_template_content_format not in CONTENT_FORMATS:
         raise RequestError(
-            f"chat_template_content_format={chat_template_content_format!r}; known: {', '.join(CONTENT_FORMATS)}"
+            f"chat_template_content_format={chat_template_content_format!r}; known: "
+            f"{', '.join(CONTENT_FORMATS)}"
+        )
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"a conversation is a list of messages; got {messages!r:.80}", param="messages")
+    if taken := [name for name in _OWN if name in (chat_template_kwargs or {})]:
+        raise RequestError(
+            f"chat_template_kwargs may not hold {', '.join(taken)}", param="chat_template_kwargs"
         )
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -52,10 +62,12 @@ def chat_prompt(
     text = tokenizer.apply_chat_template(
         normalise(messages, content_format(template) if wanted == "auto" else wanted),
         tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
         chat_template=template,
-        **(chat_template_kwargs or {}),
+        **{
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        },
     )
     return inputs.parse(str(text), add_special_tokens=add_special_tokens)

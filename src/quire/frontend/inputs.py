@@ -36,7 +36,8 @@ class Prompt:
 
 
 class InputProcessor:
-    """Tokenizes, checks against the model's limits, and splits n > 1 into sequences that share their prompt."""
+    """Tokenizes, checks against the model's limits, and splits n > 1 into sequences that share their
+    prompt."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class InputProcessor:
             return self._from_text(prompt, None, add_special_tokens)
         if isinstance(prompt, Mapping):
             return self._from_mapping(prompt, add_special_tokens)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return self._checked(Prompt(list(prompt)))
         raise RequestError(
             f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
@@ -80,9 +81,10 @@ class InputProcessor:
             raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
         ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if ids is not None:
-            if not isinstance(ids, Sequence) or isinstance(ids, str):
+            if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
                 raise RequestError(
-                    f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", param="prompt_token_ids"
+                    f"prompt_token_ids must be a list of integers, got {type(ids).__name__}",
+                    param="prompt_token_ids",
                 )
             return self._checked(Prompt(list(ids), text, salt))
         if isinstance(text, str):
@@ -94,11 +96,16 @@ class InputProcessor:
 
     def _from_text(self, text: str, salt: str | None, add_special_tokens: bool) -> Prompt:
         if self.tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
-        # A token is at most a few dozen characters long: text far beyond the limit is refused before it is tokenized.
+            raise RequestError(
+                "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
+            )
+        # A token is at most a few dozen characters long: text far beyond the limit is refused before it is
+        # tokenized.
         if len(text) > self.max_model_len * 256:
             raise self._too_long(len(text) // 256, "at least ")
-        return self._checked(Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt))
+        return self._checked(
+            Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt)
+        )
 
     def _checked(self, prompt: Prompt) -> Prompt:
         ids = prompt.token_ids
@@ -111,7 +118,8 @@ class InputProcessor:
         for id in (min(ids), max(ids)):
             if not 0 <= id < self.vocab:
                 raise RequestError(
-                    f"Token id {id} is out of vocabulary: ids of this model are 0 to {self.vocab - 1}", param="prompt"
+                    f"Token id {id} is out of vocabulary: ids of this model are 0 to {self.vocab - 1}",
+                    param="prompt",
                 )
         return prompt
 
@@ -122,8 +130,10 @@ class InputProcessor:
 
     def _too_long(self, length: int, about: str = "") -> RequestError:
         return RequestError(
-            f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains "
-            f"{about}{length} input tokens, and at least one more is needed for the output. Please reduce the length "
+            f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt "
+            f"contains "
+            f"{about}{length} input tokens, and at least one more is needed for the output. Please reduce "
+            f"the length "
             f"of the input prompt or raise max_model_len.",
             param="input_tokens",
         )
@@ -170,7 +180,8 @@ class InputProcessor:
         return children
 
     def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
-        """The params as the core needs them: checked against this model, further eos ids and bad words as ids."""
+        """The params as the core needs them: checked against this model, further eos ids and bad words as
+        ids."""
         params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
         params = params.clone()
         if len(self.eos_ids) > 1 and not params.ignore_eos:
@@ -179,14 +190,18 @@ class InputProcessor:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
         if self.tokenizer is None:
             if params.stop:
-                raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set", param="stop")
+                raise RequestError(
+                    "stop strings need a tokenizer, and skip_tokenizer_init is set", param="stop"
+                )
             params.detokenize = False
         return params
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it stands at the start of a text and after a space."""
         if self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words")
+            raise RequestError(
+                "bad_words need a tokenizer, and skip_tokenizer_init is set", param="bad_words"
+            )
         spellings = (form for word in words for form in (word.lstrip(), " " + word.lstrip()))
         ids = [self.tokenizer.encode(form, add_special_tokens=False) for form in spellings]
         return [list(unique) for unique in dict.fromkeys(tuple(each) for each in ids if each)]

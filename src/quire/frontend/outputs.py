@@ -47,10 +47,12 @@ class _Sequence:
     finish: Finish | None = None
     num_sent: int = 0
     """Tokens already given out as deltas."""
+    text: str = ""
+    """What has been shown: text that may yet turn out to be part of a stop string is held back."""
 
-    @property
-    def text(self) -> str:
-        return self.detokenizer.text if self.detokenizer else ""
+    def take_text(self) -> str:
+        """The text to show now that was not shown before."""
+        return self.detokenizer.take_delta(final=self.finish is not None) if self.detokenizer else ""
 
 
 @dataclass(slots=True)
@@ -166,13 +168,19 @@ class OutputProcessor:
         if detokenizer is None:
             return None
         # A token that ended the sequence as a stop is part of the text only if it was asked for.
-        silent = finish is not None and finish.reason == "stop" and not sequence.parent.params.include_stop_str_in_output
+        silent = (
+            finish is not None
+            and finish.reason == "stop"
+            and not sequence.parent.params.include_stop_str_in_output
+        )
         return detokenizer.push(() if silent else (token_id,), final=finish is not None)
 
     def _add_logprobs(self, sequence: _Sequence, found: RowLogprobs) -> None:
         assert sequence.logprobs is not None
         sequence.cumulative_logprob += found.logprobs[0]
-        sequence.logprobs.append(self._position(found, ranked=sequence.parent.params.logprob_token_ids is None))
+        sequence.logprobs.append(
+            self._position(found, ranked=sequence.parent.params.logprob_token_ids is None)
+        )
 
     def _add_prompt_logprobs(self, parent: _Parent, positions: list[RowLogprobs]) -> None:
         assert parent.prompt_logprobs is not None
@@ -185,7 +193,9 @@ class OutputProcessor:
         position = {chosen: Logprob(values[0], found.rank, self._token_text(chosen))}
         for rank in range(1, len(ids)):
             if ids[rank] != chosen:
-                position[ids[rank]] = Logprob(values[rank], rank if ranked else None, self._token_text(ids[rank]))
+                position[ids[rank]] = Logprob(
+                    values[rank], rank if ranked else None, self._token_text(ids[rank])
+                )
         return position
 
     def _token_text(self, token_id: int) -> str | None:
@@ -224,6 +234,7 @@ class OutputProcessor:
 
     def _whole(self, sequence: _Sequence) -> CompletionOutput:
         final = sequence.parent.finished
+        sequence.text += sequence.take_text()
         return self._completion(
             sequence,
             sequence.text,
@@ -233,9 +244,8 @@ class OutputProcessor:
 
     def _delta(self, sequence: _Sequence) -> CompletionOutput:
         start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
-        text = sequence.detokenizer.take_delta(final=sequence.finish is not None) if sequence.detokenizer else ""
         logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-        return self._completion(sequence, text, sequence.token_ids[start:], logprobs)
+        return self._completion(sequence, sequence.take_text(), sequence.token_ids[start:], logprobs)
 
     def _completion(
         self, sequence: _Sequence, text: str, token_ids: list[int], logprobs: SampleLogprobs | None

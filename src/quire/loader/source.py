@@ -6,8 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.config.model import Checkpoint
-from quire.errors import ConfigError
-from quire.registry import LazyTable, nearest
+from quire.errors import ConfigError, nearest
+from quire.registry import LazyTable
 
 FORMATS = LazyTable(
     "load format",

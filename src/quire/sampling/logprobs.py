@@ -1,5 +1,7 @@
 """Logprobs of chosen tokens and of the best beside them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -8,7 +10,7 @@ from torch import Tensor
 from quire.data.plan import RowLogprobs
 
 _SLICE = 128
-"""Positions per slice of prompt logprobs: bounds the memory beside the logits."""
+"""Positions per slice of prompt logprobs: bounds the memory of their logits."""
 
 
 def row_logprobs(logits: Tensor, chosen: Tensor, num_best: NDArray[np.int32], mode: str) -> list[RowLogprobs]:
@@ -39,14 +41,18 @@ def append_listed(found: list[RowLogprobs], logits: Tensor, at: Tensor, token_id
         found[place].logprobs.append(value)
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int, mode: str) -> list[RowLogprobs]:
-    """For each position of a prompt, `logits` [n, V]: the token after it [n] and the `k` best (-1: all)."""
-    count = logits.shape[1] if k == -1 else k
+def prompt_logprobs(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, next_ids: Tensor, k: int, mode: str
+) -> list[RowLogprobs]:
+    """For each position of a prompt, `hidden` [n, H]: the token after it [n] and the `k` best (-1: all).
+
+    `head` turns hidden states into float32 logits, one slice of positions at a time.
+    """
     found = []
-    for start in range(0, len(logits), _SLICE):
-        part = logits[start : start + _SLICE].float()
-        counts = np.full(len(part), count, np.int32)
-        found += row_logprobs(part, next_ids[start : start + _SLICE].long(), counts, mode)
+    for start in range(0, len(hidden), _SLICE):
+        logits = head(hidden[start : start + _SLICE])
+        counts = np.full(len(logits), logits.shape[1] if k == -1 else k, np.int32)
+        found += row_logprobs(logits, next_ids[start : start + _SLICE], counts, mode)
     return found
 
 

@@ -112,9 +112,6 @@ class WordTable:
 class SamplingRows:
     """The sampling state of all rows. A row says nothing until `admit` and nothing after `release`."""
 
-    NONE = -1
-    """In `num_prompt_logprobs`: not asked for."""
-
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
         self.device = device
@@ -131,7 +128,6 @@ class SamplingRows:
         self.seed = np.zeros(max_rows, np.uint64)
         self.num_logprobs = np.zeros(max_rows, np.int32)
         """How many of the best, beside the chosen token."""
-        self.num_prompt_logprobs = np.full(max_rows, self.NONE, np.int32)
         self.allowed = TokenTable()
         self.held = TokenTable()
         """The value is the sequence length from which the token is free."""
@@ -165,8 +161,6 @@ class SamplingRows:
             self.flags[row] |= HELD
 
     def _admit_logprobs(self, row: int, params: SamplingParams) -> int:
-        if params.prompt_logprobs is not None:
-            self.num_prompt_logprobs[row] = self._count(params.prompt_logprobs)
         if params.logprob_token_ids is not None:
             self.num_logprobs[row] = 0
             self.listed.add(row, params.logprob_token_ids)
@@ -207,7 +201,6 @@ class SamplingRows:
             if flags & flag:
                 table.drop(row)
         self.flags[row] = 0
-        self.num_prompt_logprobs[row] = self.NONE
 
     def places(self, rows: Ints) -> Ints:
         """[max_rows] the place of each row in this batch, -1 if it has none. Valid until the next call."""

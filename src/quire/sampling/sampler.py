@@ -1,13 +1,11 @@
 """Sampler: one token for each row of a batch, each as its request asked, without a loop over requests."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import RowLogprobs
+from quire.data.plan import RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import adjust
 from quire.sampling.draw import draw, floors, uniform
@@ -16,14 +14,6 @@ from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, RANDOM, Ints, Samplin
 from quire.sampling.transfer import take_rows, to_device
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-
-@dataclass(slots=True)
-class Sampled:
-    token_ids: Ints
-    """[N] in batch order"""
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
-    """By row, for the rows that asked."""
 
 
 class Sampler:
@@ -45,7 +35,7 @@ class Sampler:
         tokens: Ints,
         num_tokens: Ints,
         prompt_lens: Ints,
-    ) -> Sampled:
+    ) -> StepResult:
         """Sample from `logits` [N, V] float32 for `rows` [N]. The logits are used up: they change in place.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
@@ -53,13 +43,13 @@ class Sampler:
         """
         assert logits.shape == (len(rows), self.vocab) and logits.dtype == torch.float32
         if not len(rows):
-            return Sampled(np.empty(0, np.int32))
+            return StepResult(np.empty(0, np.int32))
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
         adjust(logits, rows, state, tokens, num_tokens, prompt_lens)
         picked = self._pick(logits, rows, state, num_tokens)
-        sampled = Sampled(picked.to(torch.int32).cpu().numpy())
+        sampled = StepResult(picked.to(torch.int32).cpu().numpy())
         if len(asking):
             seen = logits.index_select(0, index) if raw is None else raw
             found = self._logprobs(seen, picked.index_select(0, index), rows[asking], state)

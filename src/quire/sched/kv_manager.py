@@ -11,7 +11,9 @@ from quire.sched.blocks import Block, BlockPool
 
 def _root_key(request: Request) -> bytes:
     """The parent of a request's first block: everything beside its tokens that its cache depends on."""
-    return hashlib.sha256(b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()).digest()
+    return hashlib.sha256(
+        b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
+    ).digest()
 
 
 class KVManager:
@@ -85,7 +87,8 @@ class KVManager:
         self.num_blocks[row] = self.num_indexed[row] = 0
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
-        """Extend the request's keys to its first `num_full` blocks; each is hashed once in a request's life."""
+        """Extend the request's keys to its first `num_full` blocks; each is hashed once in a request's
+        life."""
         keys, size = request.block_keys, self.block_size
         parent = keys[-1] if keys else _root_key(request)
         for start in range(len(keys) * size, num_full * size, size):

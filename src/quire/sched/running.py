@@ -1,4 +1,5 @@
-"""Running: the requests that hold a row, as columns, so that a step over a thousand of them is a few array operations."""
+"""Running: the requests that hold a row, as columns, so that a step over a thousand of them is a few array
+operations."""
 
 import numpy as np
 

@@ -1,7 +1,8 @@
 """The scheduler: which tokens are computed next, and what the results mean.
 
-There are no phases. A request has tokens, and a number of them is computed; a step gives each request some of the
-difference. Decoding, a prompt, a chunk of one, a prefix hit, a preempted request coming back: all the same subtraction.
+There are no phases. A request has tokens, and a number of them is computed; a step gives each request some
+of the difference. Decoding, a prompt, a chunk of one, a prefix hit, a preempted request coming back: all
+the same subtraction.
 """
 
 import time
@@ -27,8 +28,8 @@ WARN_INTERVAL_S = 10.0
 def choose_victim(running: Running, policy: str) -> int:
     """The row to preempt: of the latest quarter of admissions the one whose recomputation costs least.
 
-    Never the oldest unless it is alone, so that somebody always gets through; under the priority policy only rows of
-    the least urgent priority are considered.
+    Never the oldest unless it is alone, so that somebody always gets through; under the priority policy
+    only rows of the least urgent priority are considered.
     """
     candidates = running.order[1:] if len(running) > 1 else running.order
     if policy == "priority":
@@ -102,7 +103,7 @@ class Scheduler:
     # ---- before a step
 
     def plan(self) -> StepPlan:
-        """Spend the token budget: on the running requests first, then on waiting ones if none had to give way."""
+        """Spend the token budget: on running requests first, then on waiting ones if none had to give way."""
         self._stats = StepStats()
         chunks, new_blocks = self._continue_running()
         block_rows, block_ids = self.kv.grow(self.running.order, new_blocks)
@@ -149,7 +150,7 @@ class Scheduler:
         return chunks
 
     def _index(self, rows: Ints, chunks: Ints) -> None:
-        """Make blocks findable in the very step that fills them: whoever shares them reads after they are written."""
+        """Make blocks findable in the very step that fills them: who shares them reads after the write."""
         if not self.kv.share_prefixes:
             return
         running = self.running
@@ -181,7 +182,7 @@ class Scheduler:
         return admitted
 
     def _promised_blocks(self) -> int:
-        """Free blocks that running requests will soon take: the rest of their known tokens, one more each to grow."""
+        """Free blocks that running requests will soon take: for their known tokens, and one more each."""
         rows = self.running.order
         if not len(rows):
             return 0
@@ -219,9 +220,10 @@ class Scheduler:
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + WARN_INTERVAL_S
             log.warning(
-                "Request %s is preempted by recomputation because there is not enough KV cache space. This can affect "
-                "the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size, or decrease "
-                "max_num_seqs or max_num_batched_tokens. total_cumulative_preemption_cnt=%d",
+                "Request %s is preempted by recomputation because there is not enough KV cache space. "
+                "This can affect the end-to-end performance. Increase gpu_memory_utilization or "
+                "tensor_parallel_size, or decrease max_num_seqs or max_num_batched_tokens. "
+                "total_cumulative_preemption_cnt=%d",
                 request.id,
                 self.num_preemptions,
             )
@@ -255,7 +257,9 @@ class Scheduler:
     def _end_finished(self, rows: Ints, token_ids: Ints, output: StepOutput) -> None:
         """Look closely only at rows that may be done."""
         running, length = self.running, self.running.num_tokens[rows]
-        suspect = (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
+        suspect = (
+            (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
+        )
         for row in rows[suspect & (length >= running.min_len[rows])].tolist():
             request = running.request(row)
             if (why := self._why_stopped(request)) is not None:

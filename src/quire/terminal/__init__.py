@@ -4,6 +4,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
 
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.data.params import RequestOutputKind, SamplingParams
@@ -12,8 +15,12 @@ from quire.llm import LLM
 
 
 def add_shared_flags(parser: FlagParser) -> None:
-    group = parser.add_argument_group("Terminal", "What is asked, and how it is answered.", conflict_handler="resolve")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the model can hold.")
+    group = parser.add_argument_group(
+        "Terminal", "What is asked, and how it is answered.", conflict_handler="resolve"
+    )
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the model can hold."
+    )
     group.add_argument("--temperature", type=float, metavar="T", help="Default: the model's own.")
     group.add_argument("--stats", action="store_true", help="Print times after each answer.")
     add_engine_flags(parser)
@@ -28,12 +35,10 @@ def open_llm(args: argparse.Namespace) -> LLM:
 
 
 def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    params = llm.get_default_sampling_params()
-    params.max_tokens = args.max_tokens
+    asked: dict[str, Any] = {"max_tokens": args.max_tokens, "output_kind": RequestOutputKind.DELTA}
     if args.temperature is not None:
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    params.output_kind = RequestOutputKind.DELTA
-    return params
+        asked["temperature"] = args.temperature
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **asked)
 
 
 def lines(greeting: str) -> Iterator[str]:
@@ -64,7 +69,10 @@ def stream(llm: LLM, prompt: Prompt | str, params: SamplingParams, *, stats: boo
     seconds = time.perf_counter() - start
     print(flush=True)
     if stats:
-        print(f"TTFT: {first * 1e3:.2f} ms\nTPS: {count / seconds:.2f} tokens/s ({count} tokens in {seconds:.2f} s)")
+        print(
+            f"TTFT: {first * 1e3:.2f} ms\nTPS: {count / seconds:.2f} tokens/s ({count} tokens in "
+            f"{seconds:.2f} s)"
+        )
     return "".join(parts)
 
 

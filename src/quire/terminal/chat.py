@@ -8,7 +8,9 @@ from quire.terminal import add_shared_flags, answer_all, open_llm, sampling, str
 
 
 def add_flags(parser: FlagParser) -> None:
-    parser.add_argument("--system-prompt", metavar="TEXT", help="What the model is told before the conversation.")
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="What the model is told before the conversation."
+    )
     add_shared_flags(parser)
 
 

@@ -16,13 +16,15 @@ def free_bytes(machine: Machine) -> int:
 
 
 def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> CacheRoom:
-    """The cache's share: a fixed number if the user gave one, else what utilization leaves beside `other_bytes`."""
+    """The cache's share: a fixed number if the user gave one, else what utilization leaves beside
+    `other_bytes`."""
     total = machine.total_bytes
     if cache.kv_cache_memory_bytes is not None:
         kv_bytes = cache.kv_cache_memory_bytes
         if cache.num_gpu_blocks_override is None and kv_bytes > (free := free_bytes(machine)):
             raise ConfigError(
-                f"kv_cache_memory_bytes={kv_bytes} ({human(kv_bytes)}) is more than the {human(free)} that are free on "
+                f"kv_cache_memory_bytes={kv_bytes} ({human(kv_bytes)}) is more than the {human(free)} "
+                f"that are free on "
                 f"this {machine.device}: lower it to at most {free}"
             )
     else:

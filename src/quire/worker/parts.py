@@ -1,10 +1,12 @@
-"""Parts of a step: what a feature does before and after the forward pass. The runner knows only this protocol."""
+"""Parts of a step: what a feature does before and after the forward pass. The runner knows only this
+protocol."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.data.plan import StepPlan, StepResult
 from quire.sampling.logprobs import prompt_logprobs
@@ -22,8 +24,8 @@ class Part(Protocol):
 class PromptLogprobs:
     """How likely each prompt token was, for the requests that ask."""
 
-    def __init__(self, model: nn.Module, slots: Slots, logprobs_mode: str) -> None:
-        self.model = model
+    def __init__(self, head: Callable[[Tensor], Tensor], slots: Slots, logprobs_mode: str) -> None:
+        self.head = head
         self.slots = slots
         self.mode = logprobs_mode
         self._wanted: dict[int, int] = {}
@@ -45,7 +47,9 @@ class PromptLogprobs:
             count = min(int(plan.num_tokens[place]), int(slots.prompt_len[row]) - 1 - computed)
             if row in self._wanted and count > 0:
                 states = hidden[starts[place] : starts[place] + count]
-                next_ids = torch.from_numpy(slots.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64))
+                next_ids = torch.from_numpy(
+                    slots.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
+                )
                 result.prompt_logprobs[row] = prompt_logprobs(
-                    self.model.logits, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                    self.head, states, next_ids.to(hidden.device), self._wanted[row], self.mode
                 )

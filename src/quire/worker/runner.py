@@ -1,11 +1,12 @@
 """The runner: one step on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.attention.batch import Batch
 from quire.data.plan import StepPlan, StepResult
 from quire.sampling.sampler import Sampler
 from quire.worker.parts import Part
@@ -17,14 +18,16 @@ class Runner:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        forward: Callable[[Batch], Tensor],
+        head: Callable[[Tensor], Tensor],
         attention: AttentionBackend,
         slots: Slots,
         sampler: Sampler,
         parts: Sequence[Part],
         device: torch.device,
     ) -> None:
-        self.model = model
+        self.forward = forward
+        self.head = head
         self.attention = attention
         self.slots = slots
         self.sampler = sampler
@@ -38,10 +41,9 @@ class Runner:
             part.begin(plan)
         batch = prepare(plan, self.slots, self.device)
         self.attention.plan(batch)
-        hidden = self.model(batch)
-        logits = self.model.logits(hidden[batch.logit_tokens])
-        s=self.slots; x = self.sampler(logits, plan.rows[plan.samples], s.sampling, s.tokens, s.num_tokens, s.prompt_len)
-        result = StepResult(x.token_ids, x.logprobs)
+        hidden = self.forward(batch)
+        logits = self.head(hidden[batch.logit_tokens])
+        result = self.sampler(logits, plan.rows[plan.samples], self.slots.sampling, *self.slots.history)
         for part in self.parts:
             part.end(plan, hidden, result)
         self.slots.advance(plan, result.token_ids)

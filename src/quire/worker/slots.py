@@ -18,6 +18,8 @@ class Slots:
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
+        self.history = (self.tokens, self.num_tokens, self.prompt_len)
+        """What the sampler looks back at."""
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows to the state that the plan starts from."""

@@ -1,9 +1,11 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheRoom, CacheSize, activation_bytes, human, kv_bytes_per_block, size_cache
@@ -46,7 +48,9 @@ class Worker:
             show_progress=config.load.use_tqdm_on_load,
             seed=config.model.seed,
         )
-        weights = sum(parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values())
+        weights = sum(
+            parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
+        )
         log.info("Loaded %s of weights in %.2f s", human(weights), time.monotonic() - started)
         size = self._make_cache(model, weights)
         sampling = SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device)
@@ -56,9 +60,11 @@ class Worker:
             block_size=config.cache.block_size,
             sampling=sampling,
         )
-        parts: list[Part] = [PromptLogprobs(model, slots, config.model.logprobs_mode)]
+        head: Callable[[Tensor], Tensor] = cast(Any, model).logits
+        parts: list[Part] = [PromptLogprobs(head, slots, config.model.logprobs_mode)]
         self._runner = Runner(
-            model=model,
+            forward=model,
+            head=head,
             attention=backend,
             slots=slots,
             sampler=Sampler(facts.vocab, self.device, config.model.logprobs_mode),
