@@ -194,7 +194,7 @@ class LLM:
         once."""
         self._refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
         parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
-        eos_ids = self.config.checkpoint.eos_ids
+        eos_ids = self.llm_engine.inputs.eos_ids
         searches = [
             BeamSearch(
                 prompt.token_ids,

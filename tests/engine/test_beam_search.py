@@ -1,9 +1,10 @@
 """Beam search through the engine, against one that is written out here on transformers' logits."""
 
 import pytest
-from tiny_text import EOS, TextModel, open_text, text_model
+from tiny_text import EOS, TextModel, open_text, text_model, variant
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.data.outputs import BeamSearchOutput
 from quire.errors import RequestError
 
 PROMPTS = [[1, 40, 300, 77], [1, 55], [9, 9, 9, 200, 31]]
@@ -23,8 +24,14 @@ Beam = tuple[list[int], float, bool]
 """Tokens with the prompt, sum of logprobs, whether eos ended it."""
 
 
-def search(model: TextModel, prompt: list[int], params: BeamSearchParams, eos: int) -> list[tuple[list[int], float]]:
-    """Every continuation of every beam is scored; no shortcut. Finished beams are kept aside without their eos."""
+def tokens_of(output: BeamSearchOutput) -> list[list[int]]:
+    return [beam.tokens for beam in output.sequences]
+
+
+def search(
+    model: TextModel, prompt: list[int], params: BeamSearchParams, eos: int
+) -> list[tuple[list[int], float]]:
+    """The best 2 * width of every beam are scored; beams that met eos stand aside, without it."""
 
     def score(beam: Beam) -> float:
         return float(beam[1] / len(beam[0]) ** params.length_penalty)
@@ -53,21 +60,76 @@ def test_the_beams_are_those_of_a_search_written_out(
     params = BeamSearchParams(beam_width=width, max_tokens=5, length_penalty=length_penalty)
     for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
         expected = search(model, prompt, params, EOS)
-        assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in expected]
+        assert tokens_of(output) == [tokens for tokens, _ in expected]
         for beam, (_, total) in zip(output.sequences, expected, strict=True):
             assert beam.cum_logprob == pytest.approx(total, abs=1e-3)
             assert len(beam.logprobs) == 5 and beam.finish_reason == "length"
             assert beam.text == llm.get_tokenizer().decode(beam.tokens)
 
 
+@pytest.fixture(scope="module")
+def ending(model: TextModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, int]:
+    """An engine whose eos is a likely token, so that beams end at different lengths."""
+    eos = int(model.logprobs(PROMPTS[0])[-1].topk(2).indices[1])
+    token = open_text(model).get_tokenizer().convert_ids_to_tokens(eos)
+    files = {"tokenizer_config": {"eos_token": token}, "generation_config": {}}
+    return open_text(variant(model, tmp_path_factory.mktemp("ending"), **files)), eos
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_beams_that_meet_eos_are_done(model: TextModel, width: int) -> None:
-    """A token that is likely stands in for eos, so that beams end at different lengths."""
-    eos = int(model.logprobs(PROMPTS[0])[-1].topk(3).indices[1])
-    llm = open_text(model, hf_overrides={"eos_token_id": eos}, generation_config="vllm")
-    llm.config.checkpoint.__class__
-    params = BeamSearchParams(beam_width=width, max_tokens=4)
-    if llm.config.checkpoint.eos_ids[0] != eos:
-        pytest.fail(f"eos is {llm.config.checkpoint.eos_ids}")
-    (output,) = llm.beam_search(PROMPTS[:1], params)
-    assert [beam.tokens for beam in output.sequences] == [ids for ids, _ in search(model, PROMPTS[0], params, eos)]
+def test_beams_that_meet_eos_are_set_aside(
+    ending: tuple[LLM, int], model: TextModel, width: int, length_penalty: float
+) -> None:
+    llm, eos = ending
+    params = BeamSearchParams(beam_width=width, max_tokens=4, length_penalty=length_penalty)
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
+        expected = search(model, prompt, params, eos)
+        assert tokens_of(output) == [tokens for tokens, _ in expected]
+        for beam in output.sequences:
+            ended = len(beam.tokens) < len(prompt) + 4
+            assert (beam.finish_reason, beam.stop_reason) == (("stop", eos) if ended else ("length", None))
+
+
+def test_eos_is_kept_or_ignored_as_asked(ending: tuple[LLM, int], model: TextModel) -> None:
+    llm, eos = ending
+    (plain,) = llm.beam_search(PROMPTS[:1], BeamSearchParams(4, 4))
+    (kept,) = llm.beam_search(PROMPTS[:1], BeamSearchParams(4, 4, include_stop_str_in_output=True))
+    reasons = [beam.finish_reason for beam in plain.sequences]
+    assert "stop" in reasons and reasons == [beam.finish_reason for beam in kept.sequences]
+    for short, whole in zip(plain.sequences, kept.sequences, strict=True):
+        assert whole.tokens == short.tokens + ([eos] if short.finish_reason == "stop" else [])
+    params = BeamSearchParams(4, 2, ignore_eos=True, length_penalty=0.0)
+    (ignored,) = llm.beam_search(PROMPTS[:1], params)
+    assert tokens_of(ignored) == [ids for ids, _ in search(model, PROMPTS[0], params, eos)]
+    (first,) = llm.beam_search(PROMPTS[:1], BeamSearchParams(4, 1, ignore_eos=True))
+    assert any(beam.tokens[-1] == eos and beam.finish_reason == "length" for beam in first.sequences)
+
+
+def test_one_beam_is_greedy(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, BeamSearchParams(1, 12)), strict=True):
+        (answer,) = llm.generate(prompt, greedy, use_tqdm=False)
+        assert output.sequences[0].tokens == prompt + list(answer.outputs[0].token_ids)
+
+
+def test_few_prompts_at_a_time_give_the_same(llm: LLM) -> None:
+    params = BeamSearchParams(3, 4)
+    together = llm.beam_search(PROMPTS, params)
+    one_by_one = llm.beam_search(PROMPTS, params, concurrency_limit=1)
+    assert [tokens_of(each) for each in one_by_one] == [tokens_of(each) for each in together]
+    texts = llm.beam_search([{"prompt": "A page"}, "A page"], params)
+    assert tokens_of(texts[0]) == tokens_of(texts[1])
+
+
+def test_the_context_ends_a_search(llm: LLM) -> None:
+    (output,) = llm.beam_search([[9] * 253], BeamSearchParams(2, 50))
+    assert [len(beam.tokens) for beam in output.sequences] == [256, 256]
+
+
+def test_more_beams_than_logprobs_of_a_request_are_allowed_but_not_more_than_tokens(llm: LLM) -> None:
+    assert len(llm.beam_search([[9]], BeamSearchParams(30, 2))[0].sequences) == 30
+    with pytest.raises(RequestError, match="Requested sample logprobs of 400"):
+        llm.beam_search([[9]], BeamSearchParams(200, 2))
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.wait_for_completion(use_tqdm=False) == []

@@ -3,10 +3,11 @@
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_text import IM_END, TextModel, open_text, text_model
+from tiny_text import EOS, IM_END, TextModel, open_text, text_model, variant
 from tqdm import tqdm
 
 from quire import LLM, BeamSearchParams, EngineArgs, RequestOutputKind, SamplingParams, TextPrompt, TokensPrompt
@@ -356,11 +357,8 @@ def test_wrong_messages_are_refused(llm: LLM, wrong: Any) -> None:
     check_idle(llm)
 
 
-def test_a_model_without_a_template_says_so(model: TextModel, tmp_path: Any) -> None:
-    for file in model.path.iterdir():
-        if file.name != "tokenizer_config.json":
-            (tmp_path / file.name).symlink_to(file)
-    llm = open_text(TextModel(tmp_path, None))
+def test_a_model_without_a_template_says_so(model: TextModel, tmp_path: Path) -> None:
+    llm = open_text(variant(model, tmp_path, tokenizer_config={}))
     with pytest.raises(RequestError, match="no chat template; start with `--chat-template FILE`"):
         llm.chat(TURN)
     assert prompt_of(llm, TURN, chat_template="{{ messages[0].content }}") == "One two"
@@ -438,3 +436,15 @@ def test_a_share_of_memory_too_small_for_the_model_is_refused(model: TextModel) 
         open_text(model, num_gpu_blocks_override=None, gpu_memory_utilization=1e-9)
     with pytest.raises(ConfigError, match="is more than the .* that are free"):
         open_text(model, num_gpu_blocks_override=None, kv_cache_memory_bytes=2**60)
+
+
+def test_the_tokenizers_eos_ends_without_a_reason_whatever_the_model_lists_first(
+    model: TextModel, tmp_path: Path
+) -> None:
+    config = {"eos_token": "<|im_end|>"}
+    llm = open_text(variant(model, tmp_path, tokenizer_config=config))
+    reasons = [
+        llm.generate([5], SamplingParams(logit_bias={id: 100}), use_tqdm=False)[0].outputs[0].stop_reason
+        for id in (IM_END, EOS)
+    ]
+    assert reasons == [None, EOS]

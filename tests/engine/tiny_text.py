@@ -69,6 +69,16 @@ def text_model(directory: Path) -> TextModel:
     return TextModel(path, hf)
 
 
+def variant(model: TextModel, directory: Path, **files: dict[str, Any]) -> TextModel:
+    """The same model in `directory` with some of its JSON files replaced, each named without its suffix."""
+    for file in model.path.iterdir():
+        if file.stem in files:
+            _write(directory / file.name, files[file.stem])
+        else:
+            (directory / file.name).symlink_to(file)
+    return TextModel(directory, model.hf)
+
+
 def open_text(model: TextModel, **settings: Any) -> LLM:
     defaults: dict[str, Any] = {
         "dtype": "float32",

@@ -146,7 +146,10 @@ def test_every_listed_regex_compiles_and_loses_nothing() -> None:
 def test_known_regexes_equal_those_of_transformers() -> None:
     """Catches a slip in the regexes that are assembled from parts."""
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    for pre, split in mapping.GGUF_PRE_TOKENIZER_SPLITS.items():
+    splits = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if splits is None:
+        pytest.skip("this version of transformers has no such table")
+    for pre, split in splits.items():
         if pre in WORDS:
             assert WORDS[pre].splits == (split,), pre
 

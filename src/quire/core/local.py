@@ -54,6 +54,12 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
 
 
+def _eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
+    own = tokenizer.eos_token_id if tokenizer is not None else None
+    return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
+
+
 class LocalEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -65,7 +71,7 @@ class LocalEngine:
             tokenizer=self.tokenizer,
             vocab=config.checkpoint.facts.vocab,
             max_model_len=cache.max_model_len,
-            eos_ids=config.checkpoint.eos_ids,
+            eos_ids=_eos_ids(config, self.tokenizer),
             max_logprobs=config.model.max_logprobs,
             seed=config.model.seed,
         )

@@ -1,0 +1,139 @@
+"""Inputs: what becomes a request, and what is turned away."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_text import EOS, IM_END, VOCAB, text_model
+
+from quire.data.params import SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(text_model(tmp_path_factory.getbasetemp()).path, "hf")
+
+
+@pytest.fixture
+def inputs(tokenizer: Tokenizer) -> InputProcessor:
+    return processor(tokenizer=tokenizer)
+
+
+def processor(**settings: Any) -> InputProcessor:
+    limits = {"vocab": VOCAB, "max_model_len": 32, "eos_ids": (EOS, IM_END), "max_logprobs": 20, "seed": 0}
+    return InputProcessor(**({"tokenizer": None} | limits | settings))
+
+
+def test_ids_of_any_integer_type_become_plain_integers(inputs: InputProcessor) -> None:
+    parsed = inputs.parse([np.int64(5), np.int32(6), 7])
+    assert parsed.token_ids == [5, 6, 7] and all(type(id) is int for id in parsed.token_ids)
+
+
+def test_the_callers_list_is_not_shared(inputs: InputProcessor) -> None:
+    """The engine appends to its tokens; the caller's prompt must not grow."""
+    ids = [5, 6]
+    prompt = inputs.parse({"prompt_token_ids": ids})
+    (request,) = inputs.requests("a", prompt, SamplingParams())
+    request.tokens.append(9)
+    assert ids == [5, 6] == prompt.token_ids
+
+
+@pytest.mark.parametrize(("length", "fits"), [(31, True), (32, False), (33, False)])
+def test_a_prompt_leaves_room_for_one_token(inputs: InputProcessor, length: int, fits: bool) -> None:
+    if fits:
+        assert len(inputs.parse([5] * length).token_ids) == length
+        return
+    with pytest.raises(RequestError, match=f"length is 32 tokens.*contains {length} input tokens") as caught:
+        inputs.parse([5] * length)
+    assert caught.value.param == "input_tokens"
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
+    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+    with pytest.raises(RequestError, match="at least 39062 input tokens"):
+        inputs.parse("a" * 10_000_000)
+
+
+@pytest.mark.parametrize(("max_tokens", "limit"), [(1, 11), (21, 31), (22, 32), (500, 32), (None, 32)])
+def test_a_sequence_ends_at_max_tokens_or_at_the_context(max_tokens: int | None, limit: int) -> None:
+    (request,) = processor().requests("a", Prompt([5] * 10), SamplingParams(max_tokens=max_tokens))
+    assert request.limit == limit
+
+
+def test_one_answer_keeps_the_id_and_several_are_numbered() -> None:
+    inputs = processor()
+    assert [each.id for each in inputs.requests("a", Prompt([5]), SamplingParams())] == ["a"]
+    children = inputs.requests("a", Prompt([5]), SamplingParams(n=3, seed=10))
+    assert [each.id for each in children] == ["0_a", "1_a", "2_a"]
+    assert [each.seed for each in children] == [10, 11, 12]
+    assert len({id(each.tokens) for each in children}) == 3, "sequences must not share their tokens"
+
+
+def test_only_the_first_of_several_answers_computes_prompt_logprobs() -> None:
+    """The others may read the cached prefix, which the first must not."""
+    params = SamplingParams(n=3, prompt_logprobs=2)
+    first, *others = processor().requests("a", Prompt([5]), params)
+    assert first.params.prompt_logprobs == 2 and first.params.skip_reading_prefix_cache
+    for other in others:
+        assert other.params.prompt_logprobs is None and not other.params.skip_reading_prefix_cache
+
+
+def test_seeds_of_unseeded_requests_follow_from_the_engines() -> None:
+    def seeds(seed: int) -> list[int]:
+        inputs = processor(seed=seed)
+        return [inputs.requests(str(i), Prompt([5]), SamplingParams())[0].seed for i in range(3)]
+
+    assert seeds(1) == seeds(1) != seeds(2) and len(set(seeds(1))) == 3
+
+
+def test_eos_ids_become_the_eos_and_stop_ids_unless_ignored() -> None:
+    inputs = processor()
+    (request,) = inputs.requests("a", Prompt([5]), SamplingParams(stop_token_ids=[9, IM_END]))
+    assert request.eos_id == EOS and request.params.stop_token_ids == [9, IM_END]
+    assert request.held_ids == (EOS, 9, IM_END)
+    (request,) = inputs.requests("a", Prompt([5]), SamplingParams(ignore_eos=True, stop_token_ids=[9]))
+    assert request.eos_id == -1 and request.params.stop_token_ids == [9] and request.held_ids == (9,)
+    (request,) = processor(eos_ids=()).requests("a", Prompt([5]), SamplingParams())
+    assert request.eos_id == -1
+
+
+def test_the_callers_params_are_not_changed(inputs: InputProcessor) -> None:
+    params = SamplingParams(bad_words=["dog"], stop_token_ids=[9])
+    inputs.requests("a", Prompt([5]), params)
+    assert params == SamplingParams(bad_words=["dog"], stop_token_ids=[9])
+
+
+def test_bad_words_are_spelled_with_and_without_a_space(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
+    (request,) = inputs.requests("a", Prompt([5]), SamplingParams(bad_words=["dog", " dog"]))
+    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in ("dog", " dog")]
+    assert request.params.bad_words_token_ids == spellings
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"allowed_token_ids": [VOCAB]},
+        {"logit_bias": {VOCAB: 1.0}},
+        {"logprob_token_ids": [VOCAB]},
+        {"structured_outputs": {"regex": "a"}},
+    ],
+)
+def test_params_are_checked_against_the_model(inputs: InputProcessor, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        inputs.requests("a", Prompt([5]), SamplingParams(**fields))
+    assert caught.value.param == next(iter(fields))
+
+
+def test_without_a_tokenizer_only_ids_are_left() -> None:
+    inputs = processor()
+    (request,) = inputs.requests("a", inputs.parse([5]), SamplingParams())
+    assert not request.params.detokenize
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        inputs.parse({"prompt": "text"})

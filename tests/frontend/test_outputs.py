@@ -1,0 +1,160 @@
+"""Outputs: steps of the core become what the user sees, whatever the tokens are."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_text import TOKENS, VOCAB, text_model
+
+from quire.data.outputs import RequestOutput
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.outputs import OutputProcessor, Processed
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+KINDS = list(RequestOutputKind)
+DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(text_model(tmp_path_factory.getbasetemp()).path, "hf")
+
+
+def expecting(tokenizer: Tokenizer | None, id: str = "a", **fields: Any) -> OutputProcessor:
+    """A processor that waits for one request."""
+    outputs = OutputProcessor(tokenizer)
+    add(outputs, id, **fields)
+    return outputs
+
+
+def add(outputs: OutputProcessor, id: str, **fields: Any) -> None:
+    inputs = InputProcessor(
+        tokenizer=outputs.tokenizer, vocab=VOCAB, max_model_len=999, eos_ids=(2,), max_logprobs=20, seed=0
+    )
+    prompt = Prompt([1, 40], "x")
+    outputs.add(id, prompt, inputs.requests(id, prompt, SamplingParams(**fields), arrived_at=1.0))
+
+
+def step(tokens: dict[str, int], at: float = 1.0, **fields: Any) -> StepOutput:
+    return StepOutput(request_ids=list(tokens), token_ids=list(tokens.values()), at=at, **fields)
+
+
+def feed(outputs: OutputProcessor, token_ids: list[int], last: Finish) -> list[RequestOutput]:
+    """One step per token; the last ends the request, unless a stop string did before."""
+    seen: list[RequestOutput] = []
+    for place, id in enumerate(token_ids):
+        finished = {"a": last} if place == len(token_ids) - 1 else {}
+        seen += outputs.process(step({"a": id}, finished=finished)).outputs
+    return seen
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=25), st.data())
+def test_all_kinds_tell_the_same_story(tokenizer: Tokenizer, token_ids: list[int], data: Any) -> None:
+    """Deltas join to the whole, cumulative outputs end in it, whatever bytes and stop strings come."""
+    text = tokenizer.decode([id for id in token_ids if id < TOKENS])
+    pieces = [text[i : i + n] for i in range(len(text)) for n in (1, 2, 5)]
+    stop = data.draw(st.lists(st.sampled_from(pieces or ["zz"]), max_size=2))
+    seen = {
+        kind: feed(expecting(tokenizer, output_kind=kind, stop=stop), token_ids, Finish("length"))
+        for kind in KINDS
+    }
+    (final,) = seen[FINAL]
+    whole = final.outputs[0]
+    deltas = [output.outputs[0] for output in seen[DELTA]]
+    assert "".join(delta.text for delta in deltas) == whole.text == seen[CUMULATIVE][-1].outputs[0].text
+    assert [id for delta in deltas for id in delta.token_ids] == whole.token_ids
+    assert deltas[-1].stop_reason == whole.stop_reason
+    if whole.finish_reason == "length":
+        assert whole.token_ids == token_ids and whole.text == text
+    else:
+        assert whole.stop_reason in stop and whole.stop_reason not in whole.text
+
+
+def test_a_met_stop_string_is_told_to_the_core(tokenizer: Tokenizer) -> None:
+    """Else the core would run on for a request that nobody waits for."""
+    dog = tokenizer.encode(" dog", add_special_tokens=False)
+    outputs = expecting(tokenizer, stop="dog")
+    *_, processed = [outputs.process(step({"a": id})) for id in dog]
+    assert processed.stopped == ["a"] and processed.outputs[0].outputs[0].stop_reason == "dog"
+    assert outputs.process(step({"a": 50})).outputs == [], "what ran past the stop is dropped"
+    assert len(outputs) == 0
+
+
+def test_a_stop_string_in_the_last_token_needs_no_abort(tokenizer: Tokenizer) -> None:
+    (star,) = tokenizer.encode("*", add_special_tokens=False)
+    processed = expecting(tokenizer, stop="*").process(step({"a": star}, finished={"a": Finish("length")}))
+    assert processed.stopped == []
+    assert processed.outputs[0].outputs[0].finish_reason == "stop"
+
+
+def test_an_ending_token_is_text_only_if_asked(tokenizer: Tokenizer) -> None:
+    for include, text in ((False, ""), (True, "*")):
+        (star,) = tokenizer.encode("*", add_special_tokens=False)
+        outputs = expecting(tokenizer, stop_token_ids=[star], include_stop_str_in_output=include)
+        (output,) = outputs.process(step({"a": star}, finished={"a": Finish("stop", star)})).outputs
+        assert output.outputs[0].text == text and output.outputs[0].token_ids == [star]
+
+
+def finish_of(processed: Processed) -> list[list[tuple[int, str | None]]]:
+    return [[(each.index, each.finish_reason) for each in output.outputs] for output in processed.outputs]
+
+
+def test_several_answers_end_one_by_one(tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, n=2)
+    assert outputs.sequences_of(["a", "unknown"]) == ["0_a", "1_a"]
+    assert finish_of(outputs.process(step({"0_a": 50, "1_a": 51}))) == [[(0, None), (1, None)]]
+    half = outputs.process(step({"0_a": 50, "1_a": 51}, finished={"1_a": Finish("length")}))
+    assert finish_of(half) == [[(0, None), (1, "length")]] and not half.outputs[0].finished
+    end = outputs.process(step({"0_a": 50}, finished={"0_a": Finish("stop")}))
+    assert finish_of(end) == [[(0, "stop")]] and end.outputs[0].finished and "a" not in outputs
+
+
+def test_final_only_waits_for_the_last_answer(tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, n=2, output_kind=FINAL)
+    assert outputs.process(step({"0_a": 50}, finished={"0_a": Finish("stop")})).outputs == []
+    end = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("length")}))
+    assert finish_of(end) == [[(0, "stop"), (1, "length")]]
+
+
+def test_logprobs_go_to_their_request_with_ranks(tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, logprobs=2)
+    add(outputs, "b")
+    found = RowLogprobs([50, 60, 61], [-3.0, -0.5, -1.0], rank=7)
+    first, second = outputs.process(step({"a": 50, "b": 51}, logprobs={"a": found})).outputs
+    assert second.outputs[0].logprobs is None and second.outputs[0].cumulative_logprob is None
+    (position,) = first.outputs[0].logprobs or []
+    assert position is not None
+    assert {id: (entry.logprob, entry.rank) for id, entry in position.items()} == {
+        50: (-3.0, 7),
+        60: (-0.5, 1),
+        61: (-1.0, 2),
+    }
+    assert first.outputs[0].cumulative_logprob == -3.0
+
+
+def test_times_and_cached_tokens(tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer)
+    first = outputs.process(step({"a": 50}, at=5.0, admitted={"a": FirstRun(16, 2.0, 3.0)}))
+    assert len(first.stats.first_token_s) == 1 and first.stats.between_tokens_s == []
+    second = outputs.process(step({"a": 50}, at=5.5))
+    assert second.stats.between_tokens_s == [0.5]
+    last = outputs.process(step({"a": 50}, at=7.0, finished={"a": Finish("length")}))
+    (output,) = last.outputs
+    assert output.num_cached_tokens == 16 and output.metrics is not None
+    times = output.metrics
+    assert (times.queued_ts, times.scheduled_ts, times.first_token_ts, times.last_token_ts) == (2, 3, 5, 7)
+    (ended,) = last.stats.finished
+    assert (ended.num_prompt_tokens, ended.num_output_tokens, ended.num_cached) == (2, 3, 16)
+
+
+def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
+    outputs = expecting(tokenizer, stop="a very long stop string", output_kind=DELTA)
+    (star,) = tokenizer.encode("*", add_special_tokens=False)
+    (held,) = outputs.process(step({"a": star})).outputs
+    (last,) = outputs.process(step({}, finished={"a": Finish("abort")})).outputs
+    assert (held.outputs[0].text, last.outputs[0].text) == ("", "*")
+    assert last.outputs[0].token_ids == [] and last.outputs[0].finish_reason == "abort"
