@@ -7,6 +7,7 @@ import numpy as np
 from quire.data.plan import Ints
 from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool
+from quire.sched.running import Running
 
 
 def _root_key(request: Request) -> bytes:
@@ -71,15 +72,19 @@ class KVManager:
             start += count
         return np.repeat(rows, counts), np.fromiter((block.id for block in taken), np.int32, len(taken))
 
-    def index(self, request: Request, tokens: Ints, num_full: int) -> None:
-        """Make the first `num_full` blocks of a running request findable."""
-        row, keys = request.row, request.block_keys
-        if len(keys) < num_full:
-            self._hash(request, tokens, num_full)
-        table = self.tables[row]
-        for place in range(self.num_indexed[row], num_full):
-            self.pool.remember(table[place], keys[place])
-        self.num_indexed[row] = num_full
+    def index(self, running: Running, rows: Ints, num_full: Ints) -> None:
+        """Make the first `num_full[i]` blocks of `rows[i]` findable."""
+        num_indexed = self.num_indexed[rows]
+        filled = num_full > num_indexed
+        for row, first, end in zip(
+            rows[filled].tolist(), num_indexed[filled].tolist(), num_full[filled].tolist(), strict=True
+        ):
+            request, table = running.request(row), self.tables[row]
+            if len(request.block_keys) < end:
+                self._hash(request, running.tokens[row], end)
+            for block, key in zip(table[first:end], request.block_keys[first:end], strict=True):
+                self.pool.remember(block, key)
+        self.num_indexed[rows] = np.maximum(num_indexed, num_full)
 
     def free(self, row: int) -> None:
         self.pool.release(self.tables[row])

@@ -151,13 +151,9 @@ class Scheduler:
 
     def _index(self, rows: Ints, chunks: Ints) -> None:
         """Make blocks findable in the very step that fills them: who shares them reads after the write."""
-        if not self.kv.share_prefixes:
-            return
-        running = self.running
-        num_full = (running.num_computed[rows] + chunks) // self.kv.block_size
-        filled = num_full > self.kv.num_indexed[rows]
-        for row, count in zip(rows[filled].tolist(), num_full[filled].tolist(), strict=True):
-            self.kv.index(running.request(row), running.tokens[row], count)
+        if self.kv.share_prefixes:
+            num_full = (self.running.num_computed[rows] + chunks) // self.kv.block_size
+            self.kv.index(self.running, rows, num_full)
 
     def _admit_waiting(self, budget: int) -> list[tuple[Admission, int]]:
         """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
