@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar o
 .PHONY: serve test lint types unit slow clean
 
 serve: .venv/ready
-	@$(BIN)/quire chat $(ARGS)
+	@$(BIN)/quire serve $(ARGS)
 
 test: lint types unit
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from quire.registry import LazyTable
+from quire.version import __version__
 
-__version__ = "0.1.0"
-__version_tuple__ = (0, 1, 0)
+__version_tuple__ = tuple(int(part) for part in __version__.split("."))
 
 _EXPORTS = LazyTable(
     "name",

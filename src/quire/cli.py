@@ -1,18 +1,24 @@
 """The `quire` command. A subcommand's module is imported, and its flags are built, only when it is called."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from quire import __version__
 from quire.config.cli import FlagParser
 from quire.errors import QuireError, nearest
+from quire.version import __version__
 
 COMMANDS = {
+    "serve": ("answer the OpenAI API over HTTP", "quire.launch"),
     "chat": ("talk to a model in the terminal", "quire.terminal.chat"),
     "complete": ("continue texts in the terminal", "quire.terminal.complete"),
     "bench throughput": ("requests and tokens a second, offline", "quire.bench.throughput"),
     "bench latency": ("seconds of one batch", "quire.bench.latency"),
+    "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
+    "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
+    "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
+    "collect-env": ("describe this machine, for a bug report", "quire.terminal.collect_env"),
 }
 
 _HELP = ("-h", "--help", "help")
@@ -61,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

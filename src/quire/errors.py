@@ -29,7 +29,9 @@ class EngineError(QuireError, RuntimeError):
 
 
 class EngineDead(EngineError):
-    """The engine is gone; nothing more can be asked of it."""
+    """The engine is not there: starting, dead or hung. The same request may succeed later."""
+
+    status = 503
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,13 +1,17 @@
 """Prometheus metrics under vLLM's names, fed by the stats of each step."""
 
 import time
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client import Counter as PromCounter
-from prometheus_client import Gauge as PromGauge
-from prometheus_client import Histogram as PromHistogram
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as PromMetric
+from prometheus_client.utils import floatToGoString
 
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
 
@@ -25,11 +29,15 @@ _PER_REQUEST = [
 ]
 _STEP_TOKENS = [1, *(2**power for power in range(3, 15))]
 
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
 GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
     "kv_cache_usage_perc": "Share of the KV cache blocks in use, 0 to 1.",
     "gpu_cache_usage_perc": "The same under its older name.",
+    "avg_prompt_throughput_toks_per_s": "Prompt tokens computed per second, over the last interval.",
+    "avg_generation_throughput_toks_per_s": "Tokens generated per second, over the last interval.",
 }
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
@@ -52,6 +60,21 @@ HISTOGRAMS: dict[str, tuple[str, list[float]]] = {
     "request_decode_time_seconds": ("From the first token to the last.", _PER_REQUEST),
     "request_params_n": ("Sequences asked for.", [1, 2, 5, 10, 20]),
 }
+LABELLED = {
+    "request_success": ("Requests that ended.", "finished_reason", FINISH_REASONS),
+    "prompt_tokens_by_source": (
+        "Prompt tokens by where they came from.",
+        "source",
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
+    ),
+    "num_requests_waiting_by_reason": ("Waiting requests, by why.", "reason", ("capacity", "deferred")),
+    "engine_sleep_state": (
+        "1 for the state the engine is in.",
+        "sleep_state",
+        ("awake", "weights_offloaded", "discard_all"),
+    ),
+}
+"""Families with a label of their own: text, label and its values. The last two are gauges."""
 LENGTHS = {
     "request_prompt_tokens": "Prompt tokens of a request.",
     "request_generation_tokens": "Tokens generated for a request.",
@@ -67,93 +90,184 @@ def length_buckets(longest: int) -> list[float]:
     return [float(edge) for edge in edges if edge <= longest]
 
 
-class EngineMetrics:
-    """The collectors of one engine. Its registry is its own: two engines in a process do not collide."""
+class Layout:
+    """Where each series stands in a page of numbers. All processes of an engine agree on it."""
 
-    def __init__(
-        self, *, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: str = "0"
-    ) -> None:
-        self.registry = CollectorRegistry()
-        labels = {"model_name": model_name, "engine": engine}
-        buckets = length_buckets(max_model_len)
+    def __init__(self, max_model_len: int) -> None:
+        labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
+        self.places = {name: place for place, name in enumerate([*GAUGES, *COUNTERS, *labelled])}
+        edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()}
+        edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
+        self.edges = {name: np.array(each) for name, each in edges.items()}
+        size = len(self.places)
+        for name, each in self.edges.items():
+            self.places[name] = size
+            size += len(each) + 2  # a count per bucket, one beyond the last, and the sum
+        self.size = size
 
-        def bound(kind: Any, name: str, text: str, **options: Any) -> Any:
-            return kind(f"vllm:{name}", text, list(labels), registry=self.registry, **options).labels(
-                **labels
-            )
 
-        self.gauges = {name: bound(PromGauge, name, text) for name, text in GAUGES.items()}
-        self.counters = {name: bound(PromCounter, name, text) for name, text in COUNTERS.items()}
-        histograms = HISTOGRAMS | {name: (text, buckets) for name, text in LENGTHS.items()}
-        self.histograms = {
-            name: bound(PromHistogram, name, text, buckets=edges)
-            for name, (text, edges) in histograms.items()
-        }
-        success = PromCounter(
-            "vllm:request_success",
-            "Requests that ended.",
-            [*labels, "finished_reason"],
-            registry=self.registry,
-        )
-        reasons = ("stop", "length", "abort", "error", "repetition")
-        self.success = {reason: success.labels(**labels, finished_reason=reason) for reason in reasons}
-        info = {key: str(value) for key, value in cache_info.items()} | {"engine": engine}
-        PromGauge(
-            "vllm:cache_config_info", "The cache's settings.", list(info), registry=self.registry
-        ).labels(**info).set(1)
+class MetricsPages:
+    """A page per process in one shared file: each writes its own, and whoever is asked adds them up.
+
+    A process that is restarted goes on with the page of the one before it, so that counters never fall back.
+    Without a file there is one page, in memory.
+    """
+
+    def __init__(self, layout: Layout, file: Path | None = None, *, page: int = 0) -> None:
+        self.layout = layout
+        if file is None:
+            self.pages = np.zeros((1, layout.size))
+        else:
+            self.pages = np.memmap(file, np.float64, "r+").reshape(-1, layout.size)
+        self.own = self.pages[page]
+
+    @staticmethod
+    def create(file: Path, layout: Layout, num_pages: int) -> None:
+        np.zeros((num_pages, layout.size)).tofile(file)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
-        self.gauges["num_requests_running"].set(step.num_running)
-        self.gauges["num_requests_waiting"].set(step.num_waiting)
-        self.gauges["kv_cache_usage_perc"].set(step.kv_usage)
-        self.gauges["gpu_cache_usage_perc"].set(step.kv_usage)
-        self.counters["prefix_cache_queries"].inc(step.prefix_queries)
-        self.counters["prefix_cache_hits"].inc(step.prefix_hits)
-        self.counters["num_preemptions"].inc(step.num_preempted)
+        """Count what a step did. The core knows the first half, the API process the second."""
+        self._set("num_requests_running", step.num_running)
+        self._set("num_requests_waiting", step.num_waiting)
+        self._set("num_requests_waiting_by_reason:capacity", step.num_waiting)
+        self._set("engine_sleep_state:awake", 1)
+        self._set("kv_cache_usage_perc", step.kv_usage)
+        self._set("gpu_cache_usage_perc", step.kv_usage)
+        self._add("prefix_cache_queries", step.prefix_queries)
+        self._add("prefix_cache_hits", step.prefix_hits)
+        self._add("num_preemptions", step.num_preempted)
         # Counted when a request is first admitted: what a preempted one computes again is no new prompt.
-        self.counters["prompt_tokens"].inc(step.prefix_queries)
-        self.counters["prompt_tokens_cached"].inc(step.prefix_hits)
-        self.counters["generation_tokens"].inc(step.num_sampled_tokens)
+        self._add("prompt_tokens", step.num_prompt_tokens)
+        self._add("prompt_tokens_cached", step.num_cached_tokens)
+        self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
+        self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
+        self._add("generation_tokens", step.num_sampled_tokens)
         if step.num_computed_tokens:
-            self.histograms["iteration_tokens_total"].observe(step.num_computed_tokens)
-        for seconds in front.first_token_s:
-            self.histograms["time_to_first_token_seconds"].observe(seconds)
-        for seconds in front.between_tokens_s:
-            self.histograms["inter_token_latency_seconds"].observe(seconds)
-            self.histograms["time_per_output_token_seconds"].observe(seconds)
+            self._put("iteration_tokens_total", step.num_computed_tokens)
+        self.observe_front(front)
+
+    def observe_front(self, front: FrontStats) -> None:
+        self._put("time_to_first_token_seconds", *front.first_token_s)
+        self._put("inter_token_latency_seconds", *front.between_tokens_s)
+        self._put("time_per_output_token_seconds", *front.between_tokens_s)
         for ended in front.finished:
             self._observe_end(ended)
 
     def _observe_end(self, ended: FinishedSequence) -> None:
-        self.success[ended.reason].inc()
-        times, seen = ended.times, self.histograms
-        seen["request_prompt_tokens"].observe(ended.num_prompt_tokens)
-        seen["request_generation_tokens"].observe(ended.num_output_tokens)
-        seen["request_max_num_generation_tokens"].observe(ended.num_output_tokens)
-        seen["request_prefill_kv_computed_tokens"].observe(ended.num_prompt_tokens - ended.num_cached)
-        seen["request_params_n"].observe(ended.params.n)
+        self._add(f"request_success:{ended.reason}", 1)
+        times = ended.times
+        self._put("request_prompt_tokens", ended.num_prompt_tokens)
+        self._put("request_generation_tokens", ended.num_output_tokens)
+        self._put("request_prefill_kv_computed_tokens", ended.num_prompt_tokens - ended.num_cached)
+        if ended.longest is not None:
+            self._put("request_max_num_generation_tokens", ended.longest)
+            self._put("request_params_n", ended.params.n)
         if ended.params.max_tokens is not None:
-            seen["request_params_max_tokens"].observe(ended.params.max_tokens)
-        seen["e2e_request_latency_seconds"].observe(time.time() - ended.arrived_at)
+            self._put("request_params_max_tokens", ended.params.max_tokens)
+        self._put("e2e_request_latency_seconds", time.time() - ended.arrived_at)
         if not ended.num_output_tokens:
             return
         decode = times.last_token_at - times.first_token_at
-        seen["request_queue_time_seconds"].observe(times.scheduled_at - times.queued_at)
-        seen["request_prefill_time_seconds"].observe(times.first_token_at - times.scheduled_at)
-        seen["request_decode_time_seconds"].observe(decode)
-        seen["request_inference_time_seconds"].observe(times.last_token_at - times.scheduled_at)
+        self._put("request_queue_time_seconds", times.scheduled_at - times.queued_at)
+        self._put("request_prefill_time_seconds", times.first_token_at - times.scheduled_at)
+        self._put("request_decode_time_seconds", decode)
+        self._put("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
         if ended.num_output_tokens > 1:
-            seen["request_time_per_output_token_seconds"].observe(decode / (ended.num_output_tokens - 1))
+            self._put("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+
+    def _set(self, name: str, value: float) -> None:
+        self.own[self.layout.places[name]] = value
+
+    def _add(self, name: str, value: float) -> None:
+        if value:
+            self.own[self.layout.places[name]] += value
+
+    def _put(self, name: str, *values: float) -> None:
+        """Observations of a histogram."""
+        place, edges = self.layout.places[name], self.layout.edges[name]
+        if len(values) == 1:
+            self.own[place + bisect_left(edges, values[0])] += 1
+        elif values:
+            self.own[place : place + len(edges) + 1] += np.bincount(
+                np.searchsorted(edges, values), minlength=len(edges) + 1
+            )
+        self.own[place + len(edges) + 1] += sum(values)
+
+    def observe_rates(self, prompt_tok_s: float, generation_tok_s: float) -> None:
+        self._set("avg_prompt_throughput_toks_per_s", prompt_tok_s)
+        self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
+
+    def value(self, name: str) -> float:
+        """A gauge or counter, over all processes."""
+        return float(self.pages[:, self.layout.places[name]].sum())
+
+
+class EngineMetrics:
+    """The pages under their Prometheus names."""
+
+    def __init__(
+        self, pages: MetricsPages, *, model_name: str, cache_info: dict[str, Any], engine: str = "0"
+    ) -> None:
+        self.pages = pages
+        self._labels = {"model_name": model_name, "engine": engine}
+        self.cache_info = cache_info | {"engine": engine}
+
+    def collect(self) -> Iterator[PromMetric]:
+        """What `prometheus_client` asks of a collector."""
+        names, values = list(self._labels), list(self._labels.values())
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+            gauge.add_metric(values, self.pages.value(name))
+            yield gauge
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            counter.add_metric(values, self.pages.value(name))
+            yield counter
+        for name in LABELLED:
+            yield self._labelled(name)
+        for name, text in ({name: text for name, (text, _) in HISTOGRAMS.items()} | LENGTHS).items():
+            yield self._histogram(name, text)
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache's settings.", labels=list(self.cache_info)
+        )
+        info.add_metric([str(value) for value in self.cache_info.values()], 1)
+        yield info
+
+    def _labelled(self, name: str) -> PromMetric:
+        text, label, values = LABELLED[name]
+        gauges = ("num_requests_waiting_by_reason", "engine_sleep_state")
+        kind = GaugeMetricFamily if name in gauges else CounterMetricFamily
+        family = kind(f"vllm:{name}", text, labels=[*self._labels, label])
+        for value in values:
+            family.add_metric([*self._labels.values(), value], self.pages.value(f"{name}:{value}"))
+        return family
+
+    def _histogram(self, name: str, text: str) -> PromMetric:
+        place, edges = self.pages.layout.places[name], self.pages.layout.edges[name]
+        columns = self.pages.pages[:, place : place + len(edges) + 2].sum(axis=0)
+        bounds = [*(floatToGoString(edge) for edge in edges.tolist()), "+Inf"]
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(
+            list(self._labels.values()),
+            buckets=list(zip(bounds, np.cumsum(columns[:-1]).tolist(), strict=True)),
+            sum_value=float(columns[-1]),
+        )
+        return family
+
+    def text(self) -> str:
+        """The exposition format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry).decode()
 
     def snapshot(self) -> list["Metric"]:
         """Every metric as a plain value, as `LLM.get_metrics()` returns them."""
         found: list[Metric] = []
-        for family in self.registry.collect():
+        for family in self.collect():
             by_labels: dict[tuple[tuple[str, str], ...], list[Any]] = {}
             for sample in family.samples:
                 key = tuple(item for item in sample.labels.items() if item[0] != "le")
-                if not sample.name.endswith("_created"):
-                    by_labels.setdefault(key, []).append(sample)
+                by_labels.setdefault(key, []).append(sample)
             found += [
                 _metric(family.name, family.type, dict(key), samples) for key, samples in by_labels.items()
             ]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_text import EOS, IM_END, TOKENS, VOCAB, TextModel, open_text, text_model
 
-from quire import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from quire.data.outputs import CompletionOutput, FlatLogprobs
+from quire import LLM, RequestOutputKind, SamplingParams
+from quire.data.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from quire.errors import RequestError
 
 PROMPT = [1, 40, 300, 77, 310, 90]
@@ -34,8 +34,8 @@ def plain(llm: LLM) -> list[int]:
 
 def ask(llm: LLM, prompt: Any = None, **fields: Any) -> CompletionOutput:
     fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
-    (output,) = llm.generate(prompt or PROMPT, SamplingParams(**fields), use_tqdm=False)
-    return output.outputs[0]
+    outputs: list[RequestOutput] = llm.generate(prompt or PROMPT, SamplingParams(**fields), use_tqdm=False)
+    return outputs[0].outputs[0]
 
 
 def drawn(llm: LLM, count: int = 40, prompt: Any = None, **fields: Any) -> list[int]:
@@ -46,7 +46,8 @@ def drawn(llm: LLM, count: int = 40, prompt: Any = None, **fields: Any) -> list[
 
 
 def test_eos_ends_without_a_reason_and_without_text(llm: LLM, plain: list[int]) -> None:
-    held = {"ignore_eos": False, "min_tokens": 3, "logit_bias": {EOS: 100}, "allowed_token_ids": [EOS, *plain]}
+    held: dict[str, Any] = {"ignore_eos": False, "min_tokens": 3, "logit_bias": {EOS: 100}}
+    held["allowed_token_ids"] = [EOS, *plain]
     answer = ask(llm, **held)
     assert answer.token_ids[3:] == [EOS] and EOS not in answer.token_ids[:3], "min_tokens holds eos back"
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
@@ -100,9 +101,8 @@ def whole(llm: LLM, plain: list[int]) -> CompletionOutput:
 
 
 def stopped(llm: LLM, plain: list[int], stop: Any, **fields: Any) -> CompletionOutput:
-    return ask(
-        llm, **({"max_tokens": 30, "allowed_token_ids": plain, "repetition_penalty": 1.3, "stop": stop} | fields)
-    )
+    long: dict[str, Any] = {"max_tokens": 30, "allowed_token_ids": plain, "repetition_penalty": 1.3}
+    return ask(llm, stop=stop, **(long | fields))
 
 
 def test_a_stop_string_across_tokens_cuts_the_text(
@@ -323,7 +323,8 @@ def test_flat_logprobs_hold_the_same(llm: LLM) -> None:
         llm.generate(PROMPT, SamplingParams(**fields, flat_logprobs=flag), use_tqdm=False)[0]
         for flag in (False, True)
     )
-    assert isinstance(flat.prompt_logprobs, FlatLogprobs) and list(flat.prompt_logprobs) == plain.prompt_logprobs
+    assert isinstance(flat.prompt_logprobs, FlatLogprobs)
+    assert list(flat.prompt_logprobs) == plain.prompt_logprobs
     assert isinstance(flat.outputs[0].logprobs, FlatLogprobs)
     assert list(flat.outputs[0].logprobs) == plain.outputs[0].logprobs
 
@@ -420,7 +421,8 @@ def test_logit_bias_forbids_and_forces(llm: LLM, model: TextModel) -> None:
 @pytest.mark.parametrize("word", ["the", " the", "dog", "e"])
 def test_bad_words_never_appear_in_either_spelling(llm: LLM, word: str) -> None:
     tokenizer = llm.get_tokenizer()
-    spellings = [tokenizer.encode(form, add_special_tokens=False) for form in (word.strip(), " " + word.strip())]
+    forms = (word.strip(), " " + word.strip())
+    spellings = [tokenizer.encode(form, add_special_tokens=False) for form in forms]
     bias = {id: 12.0 for ids in spellings for id in ids}
 
     def count(ids: list[int]) -> int:

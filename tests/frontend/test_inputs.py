@@ -23,8 +23,8 @@ def inputs(tokenizer: Tokenizer) -> InputProcessor:
 
 
 def processor(**settings: Any) -> InputProcessor:
-    limits = {"vocab": VOCAB, "max_model_len": 32, "eos_ids": (EOS, IM_END), "max_logprobs": 20, "seed": 0}
-    return InputProcessor(**({"tokenizer": None} | limits | settings))
+    limits: dict[str, Any] = {"vocab": VOCAB, "max_model_len": 32, "max_logprobs": 20, "seed": 0}
+    return InputProcessor(**({"tokenizer": None, "eos_ids": (EOS, IM_END)} | limits | settings))
 
 
 def test_ids_of_any_integer_type_become_plain_integers(inputs: InputProcessor) -> None:

@@ -10,6 +10,7 @@ from tiny_text import TOKENS, VOCAB, text_model
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.data.request import Request
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor, Processed
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -71,7 +72,7 @@ def test_all_kinds_tell_the_same_story(tokenizer: Tokenizer, token_ids: list[int
     if whole.finish_reason == "length":
         assert whole.token_ids == token_ids and whole.text == text
     else:
-        assert whole.stop_reason in stop and whole.stop_reason not in whole.text
+        assert whole.stop_reason in stop and str(whole.stop_reason) not in whole.text
 
 
 def test_a_met_stop_string_is_told_to_the_core(tokenizer: Tokenizer) -> None:
@@ -158,3 +159,25 @@ def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
     (last,) = outputs.process(step({}, finished={"a": Finish("abort")})).outputs
     assert (held.outputs[0].text, last.outputs[0].text) == ("", "*")
     assert last.outputs[0].token_ids == [] and last.outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "sizes"),
+    [(None, 1, [1] * 7), (3, 1, [1, 3, 3]), (2, 3, [1, 3, 3]), (5, 1, [1, 5, 1])],
+)
+def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
+    asked: int | None, default: int, sizes: list[int]
+) -> None:
+    processor = OutputProcessor(None, stream_interval=default)
+    params = SamplingParams(
+        max_tokens=7, output_kind=RequestOutputKind.DELTA, stream_interval=asked, detokenize=False
+    )
+    request = Request(id="a", tokens=[1], params=params, prompt_len=1, limit=8, seed=0)
+    processor.add("a", Prompt([1]), [request])
+    seen = []
+    for token in range(7):
+        finished = {"a": Finish("length")} if token == 6 else {}
+        for output in processor.process(StepOutput(["a"], [token], finished=finished)).outputs:
+            seen.append(list(output.outputs[0].token_ids))
+    assert [len(ids) for ids in seen] == sizes
+    assert [id for ids in seen for id in ids] == list(range(7))

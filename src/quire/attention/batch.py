@@ -23,7 +23,7 @@ class Batch:
     seq_lens: Tensor
     """[B] int32, tokens of each sequence that exist once this batch is written"""
     block_tables: Tensor
-    """[B, ceil(max seq_len / block size)] int32, padded with 0"""
+    """[B, ceil(max seq_len / block size)] int32, what lies beyond a sequence means nothing"""
     logit_tokens: Tensor
     """[N] int64, the tokens of this batch whose logits are wanted"""
     query_lens_host: NDArray[np.int32]

@@ -2,11 +2,15 @@
 
 import json
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,16 @@ class Sample:
     """A prompt as token ids, and how many tokens are to be generated for it."""
 
     prompt_ids: list[int]
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A prompt as a server gets it, and how many tokens are to be generated for it."""
+
+    prompt: str | list[int]
+    prompt_len: int
+    """Its tokens, as far as they can be counted here: 0 for a text without a tokenizer."""
     output_len: int
 
 
@@ -45,6 +59,66 @@ def sharegpt_samples(
     count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None, seed: int = 0
 ) -> list[Sample]:
     """First question and answer of ShareGPT-style conversations, too short and too long ones left out."""
+    samples: list[Sample] = []
+    for question, answer in _first_turns(path, seed):
+        if len(samples) == count:
+            break
+        prompt, wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
+        if _usable(len(prompt), wanted):
+            samples.append(Sample(prompt, wanted))
+    return _repeated(samples, count, path)
+
+
+def random_queries(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Query]:
+    """As token ids; with a tokenizer as texts that have the same number of tokens, where there are such."""
+    if tokenizer is None:
+        return [Query(each.prompt_ids, len(each.prompt_ids), each.output_len) for each in samples]
+    plain = _plain_ids(tokenizer)
+    queries = []
+    for each in samples:
+        text = _text_of([plain[token_id % len(plain)] for token_id in each.prompt_ids], tokenizer)
+        queries.append(Query(text, len(tokenizer.encode(text)), each.output_len))
+    return queries
+
+
+def sharegpt_queries(
+    count: int, path: Path, tokenizer: Tokenizer | None, *, output_len: int | None = None, seed: int = 0
+) -> list[Query]:
+    """The texts of first questions. Without a tokenizer four bytes count as a token, to choose by length."""
+    queries: list[Query] = []
+
+    def num_tokens(text: str) -> int:
+        return len(tokenizer.encode(text)) if tokenizer is not None else len(text.encode()) // 4
+
+    for question, answer in _first_turns(path, seed):
+        if len(queries) == count:
+            break
+        length, wanted = num_tokens(question), output_len or num_tokens(answer)
+        if _usable(length, wanted):
+            queries.append(Query(question, length if tokenizer is not None else 0, wanted))
+    return _repeated(queries, count, path)
+
+
+def custom_queries(
+    count: int, path: Path, tokenizer: Tokenizer | None, *, output_len: int, seed: int = 0
+) -> list[Query]:
+    """JSON lines, each with a `prompt` and, if it likes, how many `output_tokens` it wants."""
+    queries = []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            entry = json.loads(line)
+            prompt, wanted = entry["prompt"], int(entry.get("output_tokens") or output_len)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{path}, line {number}: not an object with a `prompt` ({reason})") from None
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{path}, line {number}: `prompt` must be a text, got {prompt!r:.40}")
+        queries.append(Query(prompt, len(tokenizer.encode(prompt)) if tokenizer is not None else 0, wanted))
+    random.Random(seed).shuffle(queries)
+    return _repeated(queries, count, path)
+
+
+def _first_turns(path: Path, seed: int) -> list[tuple[str, str]]:
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))
         turns = [
@@ -55,13 +129,43 @@ def sharegpt_samples(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a ShareGPT-style JSON file: {error}") from None
     random.Random(seed).shuffle(turns)
-    samples: list[Sample] = []
-    for question, answer in turns:
-        if len(samples) == count:
+    return turns
+
+
+def _usable(prompt_len: int, output_len: int) -> bool:
+    """Neither too short nor too long: the limits that published ShareGPT numbers use."""
+    return 4 <= prompt_len <= 1024 and output_len >= 4 and prompt_len + output_len <= 2048
+
+
+def _repeated(found: list[T], count: int, path: Path) -> list[T]:
+    """The first `count`, from the beginning again where there are fewer."""
+    if not found:
+        raise ConfigError(f"{path} has no prompt of a usable length")
+    return [found[i % len(found)] for i in range(count)]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from (line for line in file if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _plain_ids(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of printable ASCII: no special ones, and no parts of characters."""
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids}
+    return [i for i, text in texts.items() if text and text.isascii() and text.isprintable()]
+
+
+def _text_of(token_ids: list[int], tokenizer: Tokenizer) -> str:
+    """A text of `len(token_ids)` tokens. Encoding may join what decoding wrote side by side: what comes
+    back is filled up or cut a few times, which mostly ends at the length wanted."""
+    ids = token_ids
+    for _ in range(10):
+        text = tokenizer.decode(ids)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) == len(token_ids):
             break
-        prompt, wanted = tokenizer.encode(question), output_len or len(tokenizer.encode(answer))
-        if 4 <= len(prompt) <= 1024 and wanted >= 4 and len(prompt) + wanted <= 2048:
-            samples.append(Sample(prompt, wanted))
-    if not samples:
-        raise ConfigError(f"{path} has no conversation of a usable length")
-    return [samples[i % len(samples)] for i in range(count)]
+        ids = ids[: len(token_ids)] + token_ids[: max(0, len(token_ids) - len(ids))]
+    return text

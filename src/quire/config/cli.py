@@ -3,18 +3,18 @@
 import argparse
 import ast
 import functools
+import inspect
 import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.config import sections
 from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, UNBUILT, foreign
-from quire.config.sections import SECTIONS, Option, options
+from quire.config.sections import SECTIONS, Option, options, options_of
 from quire.errors import nearest
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -120,13 +120,15 @@ class FlagParser(argparse.ArgumentParser):
         for group in self._action_groups:
             shown = [_one_line(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
             lines += ["", f"{group.title}:", *shown] if shown else []
-        topics = ", ".join(str(group.title) for group in self._action_groups if group.title in _TITLES)
-        if topics:
+        if topics := ", ".join(self._topics()):
             lines += ["", f"More: --help=all, --help=FLAG, or --help=GROUP with GROUP of {topics}."]
         return "\n".join([*lines, *(["", self.epilog] if self.epilog else [])]) + "\n"
 
     def format_full_help(self) -> str:
         return super().format_help()
+
+    def _topics(self) -> list[str]:
+        return [str(group.title) for group in self._action_groups if group.title not in _NO_TOPICS]
 
     def _usage_rest(self) -> str:
         named = (action.metavar or action.dest for action in self._get_positional_actions())
@@ -185,7 +187,7 @@ class FlagParser(argparse.ArgumentParser):
                 return "\n".join([f"{group.title}:", *map(_in_full, group._group_actions)]) + "\n"
         flag = self._flag("--" + topic.lstrip("-"))
         if flag is None:
-            known = [*map(str, _TITLES), *(name.lstrip("-") for name in self._option_string_actions)]
+            known = [*self._topics(), *(name.lstrip("-") for name in self._option_string_actions)]
             self.error(f"no help on {topic!r}{nearest(topic, known)}")
         return _in_full(self._option_string_actions[flag]) + "\n"
 
@@ -240,22 +242,34 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Every engine flag, one group per section; the namespace gets only what is given."""
+    """Every engine flag, one group per section; the namespace gets only what is given. A flag that another
+    part of the program has made its own is left to it."""
     parser.add_argument(
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
         help="YAML file of flags; the command line wins.",
     )
-    groups = {
-        section: parser.add_argument_group(title) for section, title in zip(SECTIONS, _TITLES, strict=True)
-    }
-    help_of = _field_help()
-    for option in options().values():
-        _add_flag(groups[option.section], option, help_of[option.name])
-    hidden = parser.add_argument_group("Other engines' flags")
-    for name in sorted(foreign()):
-        _add_foreign_flag(hidden, name)
+    add_section_flags(parser, SECTIONS)
+    hidden = parser.add_argument_group(HIDDEN_TITLE)
+    taken = parser._option_string_actions
+    for name in sorted(name for name in foreign() if _flags(name, "")[0] not in taken):
+        switch = name in IGNORED_SWITCHES or UNBUILT.get(name) == (False,)
+        add_foreign_flag(hidden, name, switch=switch, several=name in LISTS)
+
+
+def add_section_flags(
+    parser: argparse.ArgumentParser, sections: Mapping[str, type], *, prefix: str = ""
+) -> None:
+    """The flags of these sections, a group each. In the namespace their names start with `prefix`."""
+    known, groups = options_of(sections), {}
+    help_of: dict[str, str] = {}
+    for section, cls in sections.items():
+        groups[section] = parser.add_argument_group(cls.__name__.removesuffix("Section"))
+        help_of |= _field_help(cls)
+    for option in known.values():
+        text = help_of[option.name] + _default_note(option)
+        _add_flag(groups[option.section], option, text, prefix)
 
 
 def given_from(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -268,16 +282,16 @@ def _flags(name: str, short: str) -> list[str]:
     return [f"--{name.replace('_', '-')}", *([short] if short else [])]
 
 
-def _add_flag(group: Any, option: Option, text: str) -> None:
+def _add_flag(group: Any, option: Option, text: str, prefix: str) -> None:
     shared: dict[str, Any] = {
-        "dest": option.name,
+        "dest": prefix + option.name,
         "default": argparse.SUPPRESS,
         "help": text.replace("%", "%%"),
     }
     flags = _flags(option.name, option.rule.short)
     if option.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
-    elif option.kind is dict:
+    elif option.kind in (dict, list):
         group.add_argument(*flags, action=JsonFlag, metavar="JSON", **shared)
     elif option.kind is tuple:
         group.add_argument(*flags, nargs="+", metavar="NAME", **shared)
@@ -286,12 +300,13 @@ def _add_flag(group: Any, option: Option, text: str) -> None:
         group.add_argument(*flags, type=_reader(option), metavar=metavar, **shared)
 
 
-def _add_foreign_flag(group: Any, name: str) -> None:
-    shared: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+def add_foreign_flag(group: Any, name: str, *, switch: bool, several: bool = False, prefix: str = "") -> None:
+    """A flag that the help does not show."""
+    shared: dict[str, Any] = {"dest": prefix + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     flags = _flags(name, SHORT.get(name, ""))
-    if name in IGNORED_SWITCHES or UNBUILT.get(name) == (False,):
+    if switch:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **shared)
-    elif name in LISTS:
+    elif several:
         group.add_argument(*flags, nargs="+", type=loose, **shared)
     else:
         group.add_argument(*flags, action=JsonFlag, **shared)
@@ -312,25 +327,28 @@ def _reader(option: Option) -> Callable[[str], Any]:
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
-_TITLES = tuple(cls.__name__.removesuffix("Section") for cls in SECTIONS.values())
+HIDDEN_TITLE = "Other engines' flags"
+_NO_TOPICS = ("positional arguments", "options", HIDDEN_TITLE)
 
 
 @functools.cache
-def _field_help() -> dict[str, str]:
-    """The docstring under each field of the sections, with its default, read from their source."""
-    tree = ast.parse(Path(sections.__file__).read_text(encoding="utf-8"))
-    names = {cls.__name__ for cls in SECTIONS.values()}
+def _field_help(section: type) -> dict[str, str]:
+    """The docstring under each field of the section, read from its source."""
+    (cls,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(cls, ast.ClassDef)
     found = {}
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names):
-        for item, after in zip(cls.body, cls.body[1:], strict=False):
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                found[item.target.id] = " ".join(str(after.value.value).split())
-    return {name: found[name] + _default_note(option) for name, option in options().items()}
+    for item, after in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            found[item.target.id] = " ".join(str(after.value.value).split())
+    return found
 
 
 def _default_note(option: Option) -> str:
-    return f" Default: {option.default}." if option.default not in (None, {}) else ""
+    if option.default in (None, {}, (), ""):
+        return ""
+    shown = " ".join(option.default) if option.kind is tuple else option.default
+    return f" Default: {shown}."
 
 
 def _title(action: argparse.Action) -> str:

@@ -46,6 +46,7 @@ __all__ = [
     "ParallelSection",
     "SchedulerSection",
     "checked",
+    "checked_value",
     "default_sampling",
     "resolve",
 ]
@@ -189,7 +190,7 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if name in known:
-            values[name] = _checked_value(known[name], value)
+            values[name] = checked_value(known[name], value)
         elif name in UNBUILT:
             refuse_unbuilt(name, value)
         elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
@@ -203,7 +204,8 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _checked_value(option: Option, value: Any) -> Any:
+def checked_value(option: Option, value: Any) -> Any:
+    """`value` in the option's type and within its bounds."""
     name, kind, rule = option.name, option.kind, option.rule
     if rule.auto and value in ("auto", -1):
         return value

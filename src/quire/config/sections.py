@@ -5,6 +5,7 @@ A section holds resolved values; `resolve()` finds those of fields without a def
 
 import functools
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -235,9 +236,14 @@ def _option(section: str, name: str, annotation: Any, default: Any) -> Option:
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every field that a user may set, by name."""
+    """Every engine field that a user may set, by name."""
+    return options_of(SECTIONS)
+
+
+def options_of(sections: Mapping[str, type]) -> dict[str, Option]:
+    """Every field of these sections that a user may set, by name."""
     found = {}
-    for section, cls in SECTIONS.items():
+    for section, cls in sections.items():
         for item in fields(cls):
             default = None if item.default is MISSING else item.default
             if item.default_factory is not MISSING:

@@ -1,5 +1,6 @@
 """EngineCore: plan, run, update; again."""
 
+import time
 from collections.abc import Iterable
 
 from quire.capacity import CacheSize
@@ -7,9 +8,13 @@ from quire.config.engine import EngineConfig
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
+from quire.errors import EngineDead
 from quire.executor import EXECUTORS, Executor
+from quire.logs import get_logger
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
+
+log = get_logger(__name__)
 
 
 class EngineCore:
@@ -29,17 +34,29 @@ class EngineCore:
 
     def step(self) -> StepOutput:
         plan = self.scheduler.plan()
-        result = self.executor.run(plan)
+        try:
+            result = self.executor.run(plan)
+        except EngineDead:
+            raise
+        except Exception:
+            log.exception(
+                "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
+            )
+            return StepOutput([], [], finished=self.scheduler.fail(plan), at=time.monotonic())
         return self.scheduler.update(plan, result)
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
 
-    def refresh(self, stats: StepStats) -> None:
+    def block_map(self) -> bytes:
+        return self.scheduler.kv.pool.block_map()
+
+    def refresh(self, stats: StepStats) -> StepStats:
         """Bring the gauges up to now: requests may have been aborted since the step."""
         scheduler = self.scheduler
         stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
         stats.kv_usage = scheduler.kv.pool.usage
+        return stats
 
     def clear(self) -> None:
         """Forget all requests and all prefixes: the way back from a step that broke off halfway.

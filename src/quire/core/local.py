@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
 from quire.hub import locate
-from quire.metrics import EngineMetrics
+from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -54,10 +54,23 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
     return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
 
 
-def _eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
     own = tokenizer.eos_token_id if tokenizer is not None else None
     return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
+
+
+def cache_info(config: EngineConfig, num_blocks: int) -> dict[str, Any]:
+    """The labels of `vllm:cache_config_info`."""
+    cache = config.cache
+    return {
+        "block_size": cache.block_size,
+        "cache_dtype": cache.kv_cache_dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "num_gpu_blocks": num_blocks,
+        "kv_cache_size_tokens": (num_blocks - 1) * cache.block_size,
+    }
 
 
 class LocalEngine:
@@ -71,24 +84,17 @@ class LocalEngine:
             tokenizer=self.tokenizer,
             vocab=config.checkpoint.facts.vocab,
             max_model_len=cache.max_model_len,
-            eos_ids=_eos_ids(config, self.tokenizer),
+            eos_ids=eos_ids(config, self.tokenizer),
             max_logprobs=config.model.max_logprobs,
             seed=config.model.seed,
         )
-        self.outputs = OutputProcessor(self.tokenizer)
+        self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None
         if not config.observability.disable_log_stats:
             self.metrics = EngineMetrics(
+                MetricsPages(Layout(config.model.max_model_len)),
                 model_name=config.model.served_model_name[0],
-                max_model_len=cache.max_model_len,
-                cache_info={
-                    "block_size": config.cache.block_size,
-                    "cache_dtype": config.cache.kv_cache_dtype,
-                    "enable_prefix_caching": config.cache.enable_prefix_caching,
-                    "gpu_memory_utilization": config.cache.gpu_memory_utilization,
-                    "num_gpu_blocks": cache.num_blocks,
-                    "kv_cache_size_tokens": (cache.num_blocks - 1) * config.cache.block_size,
-                },
+                cache_info=cache_info(config, cache.num_blocks),
             )
 
     def add_request(
@@ -128,7 +134,9 @@ class LocalEngine:
             return self._deliver(self.core.step())
         except BaseException:
             self.core.clear()
-            self.outputs = OutputProcessor(self.tokenizer)
+            self.outputs = OutputProcessor(
+                self.tokenizer, stream_interval=self.config.scheduler.stream_interval
+            )
             raise
 
     def _deliver(self, step: StepOutput) -> list[RequestOutput]:
@@ -137,7 +145,7 @@ class LocalEngine:
             self.core.abort(processed.stopped)
         if self.metrics is not None:
             self.core.refresh(step.stats)
-            self.metrics.observe(step.stats, processed.stats)
+            self.metrics.pages.observe(step.stats, processed.stats)
         return processed.outputs
 
     def reset_prefix_cache(self) -> bool:

@@ -5,7 +5,7 @@ import msgspec
 from quire.data.params import SamplingParams
 
 
-class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
+class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     id: str
     tokens: list[int]
     """Prompt, then output: grows by what is sampled."""
@@ -25,6 +25,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True):
     row: int = -1
     num_preemptions: int = 0
     has_run: bool = False
+    num_cached: int = 0
+    """Prompt tokens that the prefix cache held when it first ran."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose logprobs have been delivered."""
     block_keys: list[bytes] = []

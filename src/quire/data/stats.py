@@ -16,7 +16,9 @@ class StepStats(msgspec.Struct):
     num_computed_tokens: int = 0
     """Tokens that went through the model in this step."""
     num_prompt_tokens: int = 0
-    """Of these, tokens of prompts."""
+    """Prompt tokens of the requests that got their first token, cached ones counted in."""
+    num_cached_tokens: int = 0
+    """Of these, tokens that the prefix cache held."""
     num_sampled_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
@@ -42,6 +44,8 @@ class FinishedSequence:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached: int
+    longest: int | None
+    """Most tokens of any sequence of the request, set on the last of them to end."""
     params: SamplingParams
     arrived_at: float
     times: Timeline

@@ -182,12 +182,12 @@ class InputProcessor:
     def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
         """The params as the core needs them: checked against this model, further eos ids and bad words as
         ids."""
-        params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
         params = params.clone()
-        if len(self.eos_ids) > 1 and not params.ignore_eos:
-            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
+        params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
+        if len(self.eos_ids) > 1 and not params.ignore_eos:
+            params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
             if params.stop:
                 raise RequestError(

@@ -46,7 +46,12 @@ class _Sequence:
     num_cached: int = 0
     finish: Finish | None = None
     num_sent: int = 0
-    """Tokens already given out as deltas."""
+    """Tokens already given out."""
+
+    def is_due(self, interval: int) -> bool:
+        """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
+        return self.finish is not None or not self.num_sent or len(self.token_ids) >= self.num_sent + interval
+
     text: str = ""
     """What has been shown: text that may yet turn out to be part of a stop string is held back."""
 
@@ -66,14 +71,20 @@ class _Parent:
     sequences: list[_Sequence] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
 
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """With the first delta, and only with that."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
+
     @property
     def finished(self) -> bool:
         return all(sequence.finish is not None for sequence in self.sequences)
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
         self.tokenizer = tokenizer
+        self.stream_interval = stream_interval
         self._sequences: dict[str, _Sequence] = {}
         self._parents: dict[str, _Parent] = {}
 
@@ -216,6 +227,10 @@ class OutputProcessor:
                 if not parent.finished:
                     continue
                 sequences = parent.sequences
+            elif (interval := max(self.stream_interval, parent.params.stream_interval or 1)) > 1:
+                sequences = [each for each in sequences if each.is_due(interval)]
+                if not sequences:
+                    continue
             outputs.append(self._request_output(parent, sequences))
         return outputs
 
@@ -225,7 +240,7 @@ class OutputProcessor:
             request_id=parent.request_id,
             prompt=parent.prompt.text,
             prompt_token_ids=parent.prompt.token_ids,
-            prompt_logprobs=parent.prompt_logprobs,
+            prompt_logprobs=parent.take_prompt_logprobs() if deltas else parent.prompt_logprobs,
             outputs=[self._delta(each) if deltas else self._whole(each) for each in sequences],
             finished=parent.finished,
             metrics=_stats(parent) if parent.finished else None,
@@ -234,6 +249,7 @@ class OutputProcessor:
 
     def _whole(self, sequence: _Sequence) -> CompletionOutput:
         final = sequence.parent.finished
+        sequence.num_sent = len(sequence.token_ids)
         sequence.text += sequence.take_text()
         return self._completion(
             sequence,
@@ -269,6 +285,7 @@ def _facts(sequence: _Sequence, finish: Finish) -> FinishedSequence:
         num_prompt_tokens=len(parent.prompt.token_ids),
         num_output_tokens=len(sequence.token_ids),
         num_cached=sequence.num_cached,
+        longest=max(len(each.token_ids) for each in parent.sequences) if parent.finished else None,
         params=parent.params,
         arrived_at=parent.arrived_at,
         times=sequence.times,

@@ -121,6 +121,16 @@ class BlockPool:
             del self._index[block.key]
             block.key = None
 
+    def block_map(self, max_cells: int = 2048) -> bytes:
+        """A picture of the pool, a byte per cell: 0 free, 1 free but holding a prefix, 2 in use, 3 shared.
+        With more blocks than cells, a cell shows the busiest of its blocks."""
+        states = [
+            min(block.num_users + 1, 3) if block.num_users else int(block.key is not None)
+            for block in self.blocks[1:]
+        ]
+        per_cell = -(-len(states) // max_cells)
+        return bytes(max(states[start : start + per_cell]) for start in range(0, len(states), per_cell))
+
     def reset(self) -> bool:
         """Forget every prefix. False, and nothing happens, while blocks are in use."""
         if self.num_free != self.num_usable:

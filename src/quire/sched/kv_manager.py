@@ -31,9 +31,13 @@ class KVManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def may_share(self, request: Request) -> bool:
+        """Whether a request may read blocks that others have computed."""
+        return self.share_prefixes and not request.params.skip_reading_prefix_cache
+
     def lookup(self, request: Request) -> list[Block]:
         """The longest indexed prefix. The last token is never part of it: its logits have to be computed."""
-        if not self.share_prefixes or request.params.skip_reading_prefix_cache:
+        if not self.may_share(request):
             return []
         hits = []
         num_full = (len(request.tokens) - 1) // self.block_size
@@ -85,6 +89,11 @@ class KVManager:
             for block, key in zip(table[first:end], request.block_keys[first:end], strict=True):
                 self.pool.remember(block, key)
         self.num_indexed[rows] = np.maximum(num_indexed, num_full)
+
+    def forget(self, row: int, num_computed: int) -> None:
+        """Whatever lies behind the first `num_computed` tokens of a row was not written after all."""
+        for block in self.tables[row][num_computed // self.block_size :]:
+            self.pool.forget(block)
 
     def free(self, row: int) -> None:
         self.pool.release(self.tables[row])

@@ -17,6 +17,7 @@ class Running:
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
         """While a request runs its tokens grow here; `Request.tokens` catches up when it leaves its row."""
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
+        self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         self.limit: Ints = np.zeros(max_rows, np.int32)
@@ -46,6 +47,7 @@ class Running:
         self.ids[row] = request.id
         self.tokens[row, : len(request.tokens)] = request.tokens
         self.prompt_len[row] = request.prompt_len
+        self.num_cached[row] = request.num_cached
         self.num_tokens[row] = len(request.tokens)
         self.num_computed[row] = num_computed
         self.limit[row] = request.limit

@@ -6,6 +6,7 @@ the same subtraction.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -69,6 +70,8 @@ class Scheduler:
         self._stats = StepStats()
         self._step = 0
         self._next_warning = 0.0
+        self._suspects: deque[Request] = deque()
+        """Requests of a failed step that have not yet run alone."""
 
     # ---- requests come and go
 
@@ -93,6 +96,8 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.requests[request.id]
+        if request in self._suspects:
+            self._suspects.remove(request)
         return Finish(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
@@ -157,6 +162,8 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int) -> list[tuple[Admission, int]]:
         """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
+        if self._suspects:
+            return self._admit_suspect(budget)
         admitted: list[tuple[Admission, int]] = []
         promised = self._promised_blocks() if len(self.waiting) else 0
         while budget > 0 and len(self.waiting) and not self.running.full:
@@ -177,6 +184,16 @@ class Scheduler:
             budget -= chunk
         return admitted
 
+    def _admit_suspect(self, budget: int) -> list[tuple[Admission, int]]:
+        """One at a time, and alone, until it has a token of its own."""
+        if len(self.running):
+            return []
+        request = self._suspects[0]
+        self.waiting.remove(request)
+        hits = self.kv.lookup(request)
+        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, budget)
+        return [(self._admit(request, hits, chunk), chunk)]
+
     def _promised_blocks(self) -> int:
         """Free blocks that running requests will soon take: for their known tokens, and one more each."""
         rows = self.running.order
@@ -188,9 +205,9 @@ class Scheduler:
     def _admit(self, request: Request, hits: list[Block], chunk: int) -> Admission:
         num_computed = len(hits) * self.kv.block_size
         if not request.has_run:
-            request.has_run = True
+            request.has_run, request.num_cached = True, num_computed
             self._admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
-            self._stats.prefix_queries += request.prompt_len
+            self._stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
             self._stats.prefix_hits += num_computed
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hits, num_computed + chunk)
@@ -246,6 +263,8 @@ class Scheduler:
         )
         self._admitted = {}
         self._end_finished(sampled, result.token_ids, output)
+        if self._suspects and len(sampled):
+            self._acquit(int(sampled[0]))
         stats.num_running, stats.num_waiting = len(running), len(self.waiting)
         stats.kv_usage = self.kv.pool.usage
         return output
@@ -260,6 +279,24 @@ class Scheduler:
             request = running.request(row)
             if (why := self._why_stopped(request)) is not None:
                 output.finished[request.id] = self._finish(request, *why)
+
+    def fail(self, plan: StepPlan) -> dict[str, Finish]:
+        """The step broke: nothing of it counts. A request that was alone in it ends as an error; several go
+        back to the line, and are run one by one, so that only those end that fail by themselves."""
+        suspects = [self.running.request(row) for row in plan.rows.tolist()]
+        for row in self.running.order[::-1].tolist():
+            self.kv.forget(row, int(self.running.num_computed[row]))
+            self.waiting.push_front(self._vacate(row))
+        if len(suspects) == 1:
+            return {suspects[0].id: self._finish(suspects[0], "error")}
+        self._suspects.extend(request for request in suspects if request not in self._suspects)
+        return {}
+
+    def _acquit(self, row: int) -> None:
+        """The first suspect has computed a token alone. It makes way for the next."""
+        if self.running.requests[row] is self._suspects[0]:
+            self._suspects.popleft()
+            self.waiting.push_front(self._vacate(row))
 
     def _why_stopped(self, request: Request) -> tuple[str, int | str | None] | None:
         params, length = request.params, self.running.num_tokens[request.row]
@@ -288,8 +325,10 @@ class Scheduler:
 
     def _count(self, plan: StepPlan) -> StepStats:
         stats = self._stats
-        prompt_left = self.running.prompt_len[plan.rows] - self.running.num_computed[plan.rows]
-        stats.num_prompt_tokens = int(np.clip(prompt_left, 0, plan.num_tokens).sum())
+        sampled = plan.rows[plan.samples]
+        first = sampled[self.running.prompt_len[sampled] == self.running.num_tokens[sampled]]
+        stats.num_prompt_tokens = int(self.running.prompt_len[first].sum())
+        stats.num_cached_tokens = int(self.running.num_cached[first].sum())
         stats.num_computed_tokens = plan.total_tokens
         stats.num_sampled_tokens = int(plan.samples.sum())
         return stats

@@ -1,22 +1,50 @@
-"""A model in the terminal, in this process."""
+"""A model in the terminal: one that a server runs, or one in this process."""
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.config.cli import FlagParser, add_engine_flags, given_from
-from quire.data.params import RequestOutputKind, SamplingParams
-from quire.frontend.inputs import Prompt
-from quire.llm import LLM
+from quire.registry import LazyTable
+
+Emit = Callable[[str], None]
+"""Takes each piece of an answer as it comes."""
+
+TALKERS = LazyTable(
+    "talker",
+    {"local": "quire.terminal.local:LocalTalker", "server": "quire.terminal.server:ServerTalker"},
+)
+
+
+class Talker(Protocol):
+    """Someone who answers. Both methods hand the text to `emit` and return the number of its tokens."""
+
+    name: str
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], emit: Emit) -> int: ...
+
+    def complete(self, prompt: str, emit: Emit) -> int: ...
 
 
 def add_shared_flags(parser: FlagParser) -> None:
     group = parser.add_argument_group(
         "Terminal", "What is asked, and how it is answered.", conflict_handler="resolve"
+    )
+    group.add_argument(
+        "--url",
+        default="http://localhost:8000/v1",
+        help="Server to ask. Default: http://localhost:8000/v1.",
+    )
+    group.add_argument(
+        "--model-name", metavar="NAME", help="Model to ask for. Default: the first one served."
+    )
+    group.add_argument("--api-key", metavar="KEY", help="Default: the variable OPENAI_API_KEY.")
+    group.add_argument(
+        "--local",
+        action="store_true",
+        help="Run the model in this process. Any engine flag, as --model, means the same.",
     )
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="Longest answer. Default: what the model can hold."
@@ -28,17 +56,11 @@ def add_shared_flags(parser: FlagParser) -> None:
     group.add_argument("-q", "--quick", metavar="TEXT", help="Answer this and exit.")
 
 
-def open_llm(args: argparse.Namespace) -> LLM:
-    llm = LLM(**given_from(args))
-    print(f"Using model: {llm.config.model.served_model_name[0]}", flush=True)
-    return llm
-
-
-def sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
-    asked: dict[str, Any] = {"max_tokens": args.max_tokens, "output_kind": RequestOutputKind.DELTA}
-    if args.temperature is not None:
-        asked["temperature"] = args.temperature
-    return msgspec.structs.replace(llm.get_default_sampling_params(), **asked)
+def open_talker(args: argparse.Namespace) -> Talker:
+    local = args.local or bool(given_from(args))
+    talker: Talker = TALKERS["local" if local else "server"](args)
+    print(f"Using model: {talker.name}", flush=True)
+    return talker
 
 
 def lines(greeting: str) -> Iterator[str]:
@@ -53,19 +75,17 @@ def lines(greeting: str) -> Iterator[str]:
             yield line
 
 
-def stream(llm: LLM, prompt: Prompt | str, params: SamplingParams, *, stats: bool) -> str:
-    """Print the answer as it comes; the whole of it."""
-    start, first, count, parts = time.perf_counter(), 0.0, 0, []
-    llm.llm_engine.add_request("terminal", prompt, params)
-    try:
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                first = first or time.perf_counter() - start
-                count += len(output.outputs[0].token_ids)
-                parts.append(output.outputs[0].text)
-                print(parts[-1], end="", flush=True)
-    finally:
-        llm.llm_engine.abort_request(["terminal"])
+def show(answer: Callable[[Emit], int], *, stats: bool) -> str:
+    """Print an answer as it comes; the whole of it."""
+    start, first, parts = time.perf_counter(), 0.0, []
+
+    def emit(text: str) -> None:
+        nonlocal first
+        first = first or time.perf_counter() - start
+        parts.append(text)
+        print(text, end="", flush=True)
+
+    count = answer(emit)
     seconds = time.perf_counter() - start
     print(flush=True)
     if stats:

@@ -1,10 +1,10 @@
 """`quire chat`: a conversation."""
 
 import argparse
+from typing import Any
 
 from quire.config.cli import FlagParser
-from quire.frontend.chat import chat_prompt, read_template
-from quire.terminal import add_shared_flags, answer_all, open_llm, sampling, stream
+from quire.terminal import add_shared_flags, answer_all, open_talker, show
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -15,13 +15,14 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = open_llm(args)
-    params, template = sampling(args, llm), read_template(llm.config.model.chat_template)
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    talker = open_talker(args)
+    messages: list[dict[str, Any]] = []
+    if args.system_prompt:
+        messages.append({"role": "system", "content": args.system_prompt})
 
     def answer(text: str) -> None:
         messages.append({"role": "user", "content": text})
-        prompt = chat_prompt(llm.llm_engine.inputs, messages, chat_template=template)
-        messages.append({"role": "assistant", "content": stream(llm, prompt, params, stats=args.stats)})
+        said = show(lambda emit: talker.chat(messages, emit), stats=args.stats)
+        messages.append({"role": "assistant", "content": said})
 
     return answer_all(args, "Please enter a message for the chat model:", answer)

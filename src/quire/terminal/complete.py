@@ -3,7 +3,7 @@
 import argparse
 
 from quire.config.cli import FlagParser
-from quire.terminal import add_shared_flags, answer_all, open_llm, sampling, stream
+from quire.terminal import add_shared_flags, answer_all, open_talker, show
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -11,8 +11,9 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = open_llm(args)
-    params = sampling(args, llm)
-    return answer_all(
-        args, "Please enter prompt to complete:", lambda text: stream(llm, text, params, stats=args.stats)
-    )
+    talker = open_talker(args)
+
+    def answer(text: str) -> None:
+        show(lambda emit: talker.complete(text, emit), stats=args.stats)
+
+    return answer_all(args, "Please enter prompt to complete:", answer)

@@ -35,6 +35,7 @@ class PromptLogprobs:
         for row in plan.released:
             self._wanted.pop(row, None)
         for new in plan.admitted:
+            self._wanted.pop(new.row, None)
             if new.params.prompt_logprobs is not None:
                 self._wanted[new.row] = new.params.prompt_logprobs
 

@@ -11,6 +11,7 @@ from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheRoom, CacheSize, activation_bytes, human, kv_bytes_per_block, size_cache
 from quire.config.engine import EngineConfig
 from quire.data.plan import StepPlan, StepResult
+from quire.errors import EngineDead
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
@@ -75,7 +76,10 @@ class Worker:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert self._runner is not None, "start() comes first"
-        return self._runner.run(plan)
+        try:
+            return self._runner.run(plan)
+        except torch.AcceleratorError as error:  # the device's state is lost, and with it every request
+            raise EngineDead(f"the device failed: {error}") from error
 
     def _make_cache(self, model: nn.Module, weights: int) -> CacheSize:
         config, facts = self.config, self.config.checkpoint.facts

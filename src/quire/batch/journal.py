@@ -1,0 +1,93 @@
+"""Answers on disk as they come, so that a run that was killed goes on where it stopped."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quire.errors import ConfigError
+
+FSYNC_EVERY_S = 1.0
+
+
+class _Entry(msgspec.Struct):
+    custom_id: str
+
+
+_read = msgspec.json.Decoder(_Entry).decode
+
+
+class Journal:
+    """The file of finished answers. One process may hold it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.finished: dict[str, tuple[int, int]] = {}
+        """Where the answer of each custom_id is: offset and bytes."""
+        self._file = self._open()
+        self._end = self._load()
+        self._synced_at = time.monotonic()
+
+    def add(self, custom_id: str, line: bytes) -> None:
+        """Keep an answer. It survives the process at once, and the machine a second later."""
+        self._file.seek(self._end)
+        self._file.write(line)
+        self._file.flush()
+        self.finished[custom_id] = (self._end, len(line))
+        self._end += len(line)
+        if time.monotonic() - self._synced_at > FSYNC_EVERY_S:
+            os.fsync(self._file.fileno())
+            self._synced_at = time.monotonic()
+
+    def read(self, custom_id: str) -> bytes:
+        offset, num_bytes = self.finished[custom_id]
+        self._file.seek(offset)
+        return self._file.read(num_bytes)
+
+    def check(self, known: Iterable[str]) -> None:
+        """A journal of another batch must not be mixed into this one."""
+        if strange := next(iter(self.finished.keys() - set(known)), None):
+            raise ConfigError(
+                f"{self.path} holds an answer to {strange!r}, which is not in this batch: "
+                "delete it, or choose another output file"
+            )
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def remove(self) -> None:
+        self.path.unlink()
+        self._file.close()
+
+    def _open(self) -> BinaryIO:
+        try:
+            file = open(self.path, "a+b")  # noqa: SIM115  (held until close())
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise ConfigError(f"{self.path} is in use by another run; wait for it, or end it") from None
+        return file
+
+    def _load(self) -> int:
+        """Find the answers that are there; from the first damaged line on, all is dropped."""
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            try:
+                entry = _read(line) if line.endswith(b"\n") else None
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                entry = None
+            if entry is None:
+                break
+            self.finished[entry.custom_id] = (end, len(line))
+            end += len(line)
+        self._file.truncate(end)
+        return end

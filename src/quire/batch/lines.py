@@ -1,0 +1,107 @@
+"""The lines of a batch file: where each request is, and what is wrong with those that are none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import msgspec
+
+from quire.errors import ConfigError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    """As it stands in the file."""
+    method: str = "POST"
+
+
+class _Body(msgspec.Struct):
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    offset: int
+    num_bytes: int
+    custom_id: str | None
+    error: str | None
+    """Why it is not answered."""
+
+
+_read = msgspec.json.Decoder(BatchRequest).decode
+_read_body = msgspec.json.Decoder(_Body).decode
+_read_any = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def index(path: Path) -> list[Line]:
+    """Every line that is not blank. Bodies stay in the file: it may be larger than memory."""
+    try:
+        with path.open("rb") as file:
+            return list(_indexed(file))
+    except OSError as error:
+        raise ConfigError(f"the batch file {path} cannot be read: {error.strerror}") from None
+
+
+def read_request(file: BinaryIO, line: Line) -> BatchRequest:
+    file.seek(line.offset)
+    return _read(file.read(line.num_bytes))
+
+
+def answer_line(custom_id: str, *, status: int, request_id: str, body: Any) -> bytes:
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _output(custom_id, response, None)
+
+
+def error_line(line: Line) -> bytes:
+    return _output(line.custom_id, None, {"code": "invalid_request", "message": line.error})
+
+
+def _output(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    entry = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(entry) + b"\n"
+
+
+def _indexed(file: BinaryIO) -> Iterator[Line]:
+    seen: dict[str, int] = {}
+    offset = 0
+    for number, content in enumerate(file, 1):
+        start, offset = offset, offset + len(content)
+        if not content.strip():
+            continue
+        custom_id, error = _checked(content)
+        if custom_id is not None and custom_id in seen:
+            error = f"custom_id {custom_id!r} is taken by line {seen[custom_id]}"
+        elif custom_id is not None:
+            seen[custom_id] = number
+        yield Line(start, len(content), custom_id, f"line {number}: {error}" if error else None)
+
+
+def _checked(content: bytes) -> tuple[str | None, str | None]:
+    """The id of a line, if it has one, and what is wrong with it, if anything is."""
+    try:
+        request = _read(content)
+        body = _read_body(request.body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _id_of(content), f"not a batch request: {error}"
+    if request.method != "POST":
+        return request.custom_id, f"method {request.method!r} is not POST"
+    if request.url not in URLS:
+        return request.custom_id, f"unknown url {request.url!r}; known: {', '.join(URLS)}"
+    if body.stream:
+        return request.custom_id, "an answer in a batch cannot be streamed: leave `stream` out"
+    return request.custom_id, None
+
+
+def _id_of(content: bytes) -> str | None:
+    """The custom_id of a line that has other mistakes."""
+    try:
+        found = _read_any(content).get("custom_id")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,186 @@
+"""`quire run-batch`: answer the requests of a file. A run that was killed is finished by the same command."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import msgspec
+from tqdm import tqdm
+
+from quire.batch.journal import Journal
+from quire.batch.lines import Line, answer_line, error_line, index, read_request
+from quire.batch.transport import Answer, AsgiTransport, HttpTransport, Transport
+from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.core.local import configure
+from quire.errors import ConfigError
+from quire.launch import private_engine
+from quire.remote.http import HttpClient, ServerGone
+from quire.remote.openai import bearer
+from quire.server.app import Application
+from quire.server.settings import ServerSettings
+
+FIRST_WAIT_S = 0.25
+_PASSING = (429, 500, 502, 503, 504)
+"""Statuses of a server that may do better a little later."""
+
+
+def add_flags(parser: FlagParser) -> None:
+    group = parser.add_argument_group("Batch", "What is answered, and where to.")
+    group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="Requests as JSON lines.")
+    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="Answers as JSON lines.")
+    group.add_argument(
+        "--output-tmp-dir",
+        metavar="DIR",
+        help="Where answers are kept until all are there. Default: beside the output file.",
+    )
+    group.add_argument(
+        "--url", help="A running server to ask, such as http://localhost:8000. Default: the model runs here."
+    )
+    group.add_argument("--api-key", metavar="KEY", help="Its key. Default: the variable OPENAI_API_KEY.")
+    group.add_argument(
+        "--max-concurrency", type=int, default=256, metavar="N", help="Requests at a time. Default: 256."
+    )
+    group.add_argument(
+        "--max-retries",
+        type=int,
+        default=5,
+        metavar="N",
+        help="More tries, ever later, for what a busy or broken server refused. Default: 5.",
+    )
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_concurrency < 1 or args.max_retries < 0:
+        raise ConfigError("--max-concurrency must be at least 1 and --max-retries at least 0")
+    source, output = Path(args.input_file), Path(args.output_file)
+    found = index(source)
+    journal = Journal(Path(args.output_tmp_dir or output.parent) / f"{output.name}.part")
+    try:
+        journal.check(line.custom_id for line in found if line.custom_id is not None)
+        work = [line for line in found if line.error is None and line.custom_id not in journal.finished]
+        if work:
+            asyncio.run(_answer(args, source, work, journal))
+        write_output(output, found, journal)
+        journal.remove()
+    except BaseException:
+        journal.close()
+        raise
+    num_bad = sum(line.error is not None for line in found)
+    print(f"{len(found) - num_bad} requests answered, {num_bad} refused: {output}")
+    return 0
+
+
+@asynccontextmanager
+async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
+    """The way to whoever answers, open as long as the batch runs."""
+    given = given_from(args)
+    if args.url is None:
+        async with private_engine(configure(given, usage="server")) as engine:
+            yield AsgiTransport(Application(engine, ServerSettings()).asgi)
+        return
+    if given:
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise ConfigError(f"{flag} has no meaning with --url: the server has its own settings")
+    headers = bearer(args.api_key or os.environ.get("OPENAI_API_KEY"))
+    client = HttpClient(args.url.rstrip("/").removesuffix("/v1"), headers=headers)
+    try:
+        yield HttpTransport(client)
+    finally:
+        client.close()
+
+
+async def _answer(args: argparse.Namespace, source: Path, work: Sequence[Line], journal: Journal) -> None:
+    """Answer what is left to do. ServerGone says how far it got."""
+    num_before = len(journal.finished)
+    total = num_before + len(work)
+    async with open_transport(args) as transport:
+        with source.open("rb") as file, tqdm(total=total, initial=num_before, desc="Requests") as bar:
+            batch = Batch(
+                transport, file, journal, max_retries=args.max_retries, on_done=lambda: bar.update(1)
+            )
+            try:
+                await batch.answer(work, args.max_concurrency)
+            except ServerGone as error:
+                done = f"{len(journal.finished)} of {total} requests are answered"
+                raise ServerGone(f"{error}; {done}, the same command goes on from there") from None
+
+
+class Batch:
+    """The requests of a file, some at a time, into a journal."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        file: BinaryIO,
+        journal: Journal,
+        *,
+        max_retries: int,
+        on_done: Callable[[], object],
+    ) -> None:
+        self._transport = transport
+        self._file = file
+        self._journal = journal
+        self._max_retries = max_retries
+        self._on_done = on_done
+
+    async def answer(self, work: Sequence[Line], max_concurrency: int) -> None:
+        rest = iter(work)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(max_concurrency, len(work))):
+                    group.create_task(self._worker(rest))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _worker(self, rest: Iterator[Line]) -> None:
+        for line in rest:
+            request = read_request(self._file, line)
+            request_id = f"batch-{uuid4().hex}"
+            answer = await self._patiently(request.url, bytes(request.body), request_id)
+            entry = answer_line(
+                request.custom_id, status=answer.status, request_id=request_id, body=_json(answer.body)
+            )
+            self._journal.add(request.custom_id, entry)
+            self._on_done()
+
+    async def _patiently(self, url: str, body: bytes, request_id: str) -> Answer:
+        """Try again, each time later, while the server is gone or asks for patience."""
+        for attempt in range(self._max_retries):
+            try:
+                answer = await self._transport.send(url, body, request_id)
+            except ServerGone:
+                pass
+            else:
+                if answer.status not in _PASSING:
+                    return answer
+            await asyncio.sleep(FIRST_WAIT_S * 2**attempt)
+        return await self._transport.send(url, body, request_id)
+
+
+def write_output(path: Path, found: Sequence[Line], journal: Journal) -> None:
+    """All answers in the order of the requests. The file appears whole or not at all."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("wb") as file:
+            for line in found:
+                valid = line.error is None and line.custom_id is not None
+                file.write(journal.read(str(line.custom_id)) if valid else error_line(line))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _json(body: bytes) -> Any:
+    """The answer's content; as text where it is no JSON."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode(errors="replace")

@@ -1,0 +1,87 @@
+"""How a request of a batch reaches an engine: over HTTP, or into a server's application in this process."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.remote.http import HttpClient
+
+Message = MutableMapping[str, Any]
+AsgiApp = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+
+class Transport(Protocol):
+    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+        """Post JSON and wait for the whole answer. ServerGone if there is none."""
+        ...
+
+
+class HttpTransport:
+    """To a running server."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+
+    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+        response = await self._client.request("POST", url, body, headers={"X-Request-Id": request_id})
+        return Answer(response.status, response.body)
+
+
+class AsgiTransport:
+    """To an ASGI application, by calling it: no socket, no second process, the very same request models."""
+
+    def __init__(self, app: AsgiApp, *, headers: dict[str, str] | None = None) -> None:
+        self._app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+
+    async def send(self, url: str, body: bytes, request_id: str) -> Answer:
+        unread = [body]
+        status, parts = 500, []
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await asyncio.Event().wait()  # the client never hangs up
+            raise AssertionError
+
+        async def take(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+
+        await self._app(self._scope(url, body, request_id), receive, take)
+        return Answer(status, b"".join(parts))
+
+    def _scope(self, url: str, body: bytes, request_id: str) -> Message:
+        headers = [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", request_id.encode()),
+        ]
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers + self._headers,
+            "client": ("127.0.0.1", 0),
+            "server": ("localhost", 80),
+            "state": {},
+        }

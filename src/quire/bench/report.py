@@ -1,0 +1,151 @@
+"""Records of requests become the numbers that are printed and saved, under vLLM's names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.bench.traffic import Record, token_times
+
+WIDTH = 50
+TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+def summarise(
+    records: Sequence[Record],
+    duration: float,
+    *,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goodput: Mapping[str, float],
+) -> dict[str, Any]:
+    """All numbers of a run. `goodput` is the most milliseconds of each metric that a good request takes."""
+    done = [record for record in records if not record.error]
+    num_in, num_out = sum(each.prompt_len for each in done), sum(each.output_len for each in done)
+    num_good = sum(_is_good(each, goodput) for each in done)
+    result: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "total_input_tokens": num_in,
+        "total_output_tokens": num_out,
+        "request_throughput": len(done) / duration,
+        "request_goodput": num_good / duration if goodput else None,
+        "output_throughput": num_out / duration,
+        "total_token_throughput": (num_in + num_out) / duration,
+        "max_output_tokens_per_s": peak_rate(done),
+        "max_concurrent_requests": peak_concurrency(done),
+    }
+    for name in metrics:
+        result |= _spread(name, _milliseconds(done)[name], percentiles)
+    return result
+
+
+def detailed(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """One entry per request, for `--save-detailed`."""
+    return {
+        "input_lens": [each.prompt_len for each in records],
+        "output_lens": [each.output_len for each in records],
+        "ttfts": [0.0 if each.error else each.ttft for each in records],
+        "itls": [each.itls for each in records],
+        "generated_texts": ["".join(each.pieces) for each in records],
+        "errors": [each.error for each in records],
+        "start_times": [each.start for each in records],
+    }
+
+
+def peak_rate(records: Sequence[Record]) -> float:
+    """Most tokens that arrived in one second, of the whole seconds since the first request left."""
+    if not records:
+        return 0.0
+    start = min(each.start for each in records)
+    by_second: dict[int, float] = {}
+    for at, num_tokens in token_times(records):
+        by_second[int(at - start)] = by_second.get(int(at - start), 0.0) + num_tokens
+    return max(by_second.values(), default=0.0)
+
+
+def peak_concurrency(records: Sequence[Record]) -> int:
+    """Most requests that were under way at the same time."""
+    changes = sorted([(each.start, 1) for each in records] + [(each.end, -1) for each in records])
+    return int(np.cumsum([change for _, change in changes]).max()) if changes else 0
+
+
+def lines(result: Mapping[str, Any], *, metrics: Sequence[str], percentiles: Sequence[float]) -> list[str]:
+    """The block that is printed after a run."""
+
+    def row(title: str, key: str, form: str = "<10.2f") -> list[str]:
+        return [f"{title:<40} {result[key]:{form}}"] if result.get(key) is not None else []
+
+    limited = result.get("request_rate") not in (None, "inf")
+    shown = [
+        f"{' Serving Benchmark Result ':=^{WIDTH}}",
+        *row("Successful requests:", "completed", "<10"),
+        *row("Failed requests:", "failed", "<10"),
+        *row("Maximum request concurrency:", "max_concurrency", "<10"),
+        *(row("Request rate configured (RPS):", "request_rate") if limited else []),
+        *row("Benchmark duration (s):", "duration"),
+        *row("Total input tokens:", "total_input_tokens", "<10"),
+        *row("Total generated tokens:", "total_output_tokens", "<10"),
+        *row("Request throughput (req/s):", "request_throughput"),
+        *row("Request goodput (req/s):", "request_goodput"),
+        *row("Output token throughput (tok/s):", "output_throughput"),
+        *row("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        *row("Peak concurrent requests:", "max_concurrent_requests", "<10.2f"),
+        *row("Total token throughput (tok/s):", "total_token_throughput"),
+    ]
+    for name in metrics:
+        short = name.upper()
+        shown.append(f"{TITLES[name]:-^{WIDTH}}")
+        shown += row(f"Mean {short} (ms):", f"mean_{name}_ms") + row(
+            f"Median {short} (ms):", f"median_{name}_ms"
+        )
+        for percent in percentiles:
+            shown += row(f"P{percent:g} {short} (ms):", f"p{percent:g}_{name}_ms")
+    shown += _draft_lines(result)
+    return [*shown, "=" * WIDTH]
+
+
+def _draft_lines(result: Mapping[str, Any]) -> list[str]:
+    if "spec_decode_num_drafts" not in result:
+        return []
+    rates = result["spec_decode_per_position_acceptance_rates"]
+    return [
+        f"{'Speculative Decoding':-^{WIDTH}}",
+        f"{'Acceptance rate (%):':<40} {result['spec_decode_acceptance_rate']:<10.2f}",
+        f"{'Acceptance length:':<40} {result['spec_decode_acceptance_length']:<10.2f}",
+        f"{'Drafts:':<40} {result['spec_decode_num_drafts']:<10}",
+        f"{'Draft tokens:':<40} {result['spec_decode_draft_tokens']:<10}",
+        f"{'Accepted tokens:':<40} {result['spec_decode_accepted_tokens']:<10}",
+        *(f"{f'  Position {i}:':<40} {rate * 100:<10.2f}" for i, rate in enumerate(rates)),
+    ]
+
+
+def _is_good(record: Record, goodput: Mapping[str, float]) -> bool:
+    taken = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
+    return all(taken[name] * 1e3 <= limit for name, limit in goodput.items())
+
+
+def _milliseconds(records: Sequence[Record]) -> dict[str, list[float]]:
+    return {
+        "ttft": [each.ttft * 1e3 for each in records],
+        "tpot": [each.tpot * 1e3 for each in records if each.tpot is not None],
+        "itl": [gap * 1e3 for each in records for gap in each.itls],
+        "e2el": [each.latency * 1e3 for each in records],
+    }
+
+
+def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    found = np.array(values or [0.0])
+    return {
+        f"mean_{name}_ms": float(found.mean()),
+        f"median_{name}_ms": float(np.median(found)),
+        f"std_{name}_ms": float(found.std()),
+        **{f"p{percent:g}_{name}_ms": float(np.percentile(found, percent)) for percent in percentiles},
+    }

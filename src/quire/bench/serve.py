@@ -1,0 +1,285 @@
+"""`quire bench serve`: how a server answers many clients. Works with any OpenAI-compatible server."""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from quire.bench.cpu import CpuWatch, check_pid, listening_pids, report
+from quire.bench.datasets import Query, custom_queries, random_queries, random_samples, sharegpt_queries
+from quire.bench.drafts import draft_counters, draft_summary
+from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
+from quire.bench.serve_flags import add_flags
+from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
+from quire.config.engine import Env
+from quire.errors import ConfigError
+from quire.hub import locate
+from quire.remote.http import HttpClient, ServerGone
+from quire.remote.openai import BadAnswer, bearer, models
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["add_flags", "run"]
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logprobs"),
+)
+TIMEOUT_S = 6 * 3600.0
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    _allow_many_files()
+    result, records = asyncio.run(_measure(args))
+    metrics, percentiles = args.percentile_metrics, args.metric_percentiles
+    print("\n".join(lines(result, metrics=metrics, percentiles=percentiles)))
+    for error, count in _by_count(record.error for record in records if record.error)[:5]:
+        print(f"{count} failed: {error}")
+    if args.save_result or args.append_result:
+        _save(args, result | (detailed(records) if args.save_detailed else {}))
+    return 0 if result["completed"] else 1
+
+
+async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    client = HttpClient(base_url(args), headers=bearer(key) | dict(args.header), timeout_s=TIMEOUT_S)
+    path = args.endpoint or ENDPOINTS[args.backend]
+    try:
+        await _until_listening(client, args.ready_check_timeout_sec)
+        model, root = await _model(client, args.model)
+        tokenizer = _tokenizer(args, root)
+        options = request_options(args)
+        requests = [
+            (request_body(query, backend=args.backend, model=model, options=options), query.prompt_len)
+            for query in queries(args, tokenizer)
+        ]
+        await _until_ready(client, path, requests[0], args.ready_check_timeout_sec)
+        await _warm_up(client, path, requests[0], args.num_warmups, args.max_concurrency)
+        drafts = await _draft_counters(client)
+        watch = CpuWatch(_server_pids(args)) if args.cpu_report else None
+        records, duration = await _run(client, path, requests, args)
+        # Read at once: whatever comes later is no part of the run.
+        spent = watch.spent() if watch is not None else []
+        drafted = draft_summary(drafts, await _draft_counters(client))
+    finally:
+        client.close()
+    numbers = summarise(
+        records,
+        duration,
+        metrics=args.percentile_metrics,
+        percentiles=args.metric_percentiles,
+        goodput=args.goodput,
+    )
+    if watch is not None:
+        print("\n".join(report(spent, seconds=duration, num_tokens=numbers["total_output_tokens"])))
+        numbers["cpu"] = [asdict(each) for each in spent]
+    return _heading(args, model) | numbers | drafted, records
+
+
+async def _run(
+    client: HttpClient, path: str, requests: Sequence[tuple[bytes, int]], args: argparse.Namespace
+) -> tuple[list[Record], float]:
+    times = send_times(len(requests), rate=args.request_rate, burstiness=args.burstiness, seed=args.seed)
+    pace = "as fast as possible" if args.request_rate == float("inf") else f"{args.request_rate:g} requests/s"
+    limit = args.max_concurrency or "any number"
+    print(
+        f"Sending {len(requests)} requests to {client.base_url}{path}: {pace}, {limit} at a time", flush=True
+    )
+    with tqdm(total=len(requests), disable=args.disable_tqdm) as bar:
+        start = time.perf_counter()
+        records = await drive(
+            client,
+            path,
+            requests,
+            times=times,
+            max_concurrency=args.max_concurrency,
+            on_done=lambda _: bar.update(1),
+        )
+        return records, time.perf_counter() - start
+
+
+# ---- before the run
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.num_prompts < 1:
+        raise ConfigError(f"--num-prompts {args.num_prompts} must be at least 1")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(
+            f"--max-concurrency {args.max_concurrency} must be at least 1; leave it out for no limit"
+        )
+    if not args.request_rate > 0:
+        raise ConfigError(f"--request-rate {args.request_rate} must be above 0; inf sends everything at once")
+    if not args.burstiness > 0:
+        raise ConfigError(f"--burstiness {args.burstiness} must be above 0; 1 is a Poisson process")
+    for flag, names, known in (
+        ("--percentile-metrics", args.percentile_metrics, tuple(TITLES)),
+        ("--goodput", args.goodput, GOODPUT_METRICS),
+    ):
+        if wrong := [name for name in names if name not in known]:
+            raise ConfigError(f"{flag}: unknown metric {wrong[0]!r}; known: {', '.join(known)}")
+
+
+def base_url(args: argparse.Namespace) -> str:
+    return str(args.base_url or f"http://{args.host}:{args.port}")
+
+
+async def _until_listening(client: HttpClient, seconds: float) -> None:
+    """Wait for the port to open, at most `seconds`; 0 does not wait."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            await client.request("GET", "/health")
+            return
+        except ServerGone:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(0.2)
+
+
+async def _until_ready(client: HttpClient, path: str, request: tuple[bytes, int], seconds: float) -> None:
+    """Repeat one request until it succeeds, at most `seconds`; 0 leaves the check out."""
+    deadline = time.monotonic() + seconds
+    while seconds > 0:
+        record = await send(client, path, *request)
+        if not record.error:
+            return
+        if time.monotonic() >= deadline:
+            raise BadAnswer(f"the server is not ready after {seconds:g} s: {record.error}")
+        await asyncio.sleep(0.5)
+
+
+async def _warm_up(
+    client: HttpClient, path: str, request: tuple[bytes, int], count: int, max_concurrency: int | None
+) -> None:
+    if count:
+        await drive(
+            client,
+            path,
+            [request] * count,
+            times=[0.0] * count,
+            max_concurrency=max_concurrency,
+            on_done=lambda _: None,
+        )
+
+
+async def _model(client: HttpClient, asked: str | None) -> tuple[str, str | None]:
+    """The model to ask for, and where its files are if the server says so."""
+    try:
+        cards = await models(client)
+    except BadAnswer:
+        if asked is None:
+            raise
+        return asked, None
+    card = next((each for each in cards if each.id == asked), cards[0])
+    return asked or card.id, card.root
+
+
+def _tokenizer(args: argparse.Namespace, root: str | None) -> Tokenizer | None:
+    """The one asked for; else the served model's, where prompts must be text and its files are here."""
+    source = args.tokenizer
+    if source is None and (args.backend == "openai-chat" or args.dataset_name == "sharegpt"):
+        source = root if root and Path(root).exists() else None
+    if source is None:
+        return None
+    path = locate(source, cache_root=Env.read(os.environ).cache_root)
+    return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
+
+
+def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query]:
+    if args.dataset_name == "random":
+        samples = random_samples(
+            args.num_prompts,
+            vocab=args.random_vocab or (tokenizer.vocab_size if tokenizer is not None else 256),
+            input_len=args.random_input_len,
+            output_len=args.random_output_len,
+            range_ratio=args.random_range_ratio,
+            prefix_len=args.random_prefix_len,
+            seed=args.seed,
+        )
+        return random_queries(samples, tokenizer)
+    if not args.dataset_path:
+        raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE")
+    count, path = args.num_prompts, Path(args.dataset_path)
+    if args.dataset_name == "custom":
+        return custom_queries(count, path, tokenizer, output_len=args.custom_output_len, seed=args.seed)
+    return sharegpt_queries(count, path, tokenizer, output_len=args.sharegpt_output_len, seed=args.seed)
+
+
+def request_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What is laid over the body of every request."""
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    return given | ({"ignore_eos": True} if args.ignore_eos else {}) | (args.extra_body or {})
+
+
+def _server_pids(args: argparse.Namespace) -> list[int]:
+    if args.server_pid is not None:
+        return [check_pid(args.server_pid), os.getpid()]
+    parts = urlsplit(base_url(args))
+    return [*listening_pids(parts.port or 80), os.getpid()]
+
+
+async def _draft_counters(client: HttpClient) -> dict[str, float]:
+    """Empty where the server has no metrics page, or one without speculative decoding."""
+    try:
+        response = await client.request("GET", "/metrics")
+    except ServerGone:
+        return {}
+    return draft_counters(response.body.decode(errors="replace")) if response.status == 200 else {}
+
+
+def _allow_many_files() -> None:
+    """Every connection is an open file: take as many as the system grants."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# ---- after it
+
+
+def _heading(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    rate = args.request_rate
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "label": args.label,
+        "model_id": model,
+        "tokenizer_id": args.tokenizer or model,
+        "num_prompts": args.num_prompts,
+        "request_rate": rate if rate < float("inf") else "inf",
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **dict(args.metadata),
+    }
+
+
+def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
+    model = str(result["model_id"]).rstrip("/").rpartition("/")[2]
+    rate = f"{args.request_rate:g}qps"
+    name = args.result_filename or f"{args.label or args.backend}-{rate}{limit}-{model}-{result['date']}.json"
+    path = Path(args.result_dir or ".") / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written to {path}: {error.strerror}") from None
+    print(f"Result saved to {path}")
+
+
+def _by_count(errors: Iterable[str]) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for error in errors:
+        counts[error] = counts.get(error, 0) + 1
+    return sorted(counts.items(), key=lambda item: -item[1])

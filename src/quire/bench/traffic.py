@@ -1,0 +1,139 @@
+"""Requests sent to a server at a given pace, and when each of their tokens came back."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.bench.datasets import Query
+from quire.errors import ConfigError, QuireError
+from quire.remote.http import HttpClient
+from quire.remote.openai import Chunk, stream
+
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+"""The backends, and where each sends its requests if not told otherwise."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What one request experienced. Times are seconds of `time.perf_counter()`."""
+
+    prompt_len: int
+    start: float = 0.0
+    end: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    """When each piece of the answer came: mostly one token each."""
+    pieces: list[str] = field(default_factory=list)
+    num_tokens: int | None = None
+    """As the server counts them."""
+    error: str = ""
+
+    def take(self, chunk: Chunk) -> None:
+        if chunk.usage is not None:
+            self.prompt_len = chunk.usage.prompt_tokens or self.prompt_len
+            self.num_tokens = chunk.usage.completion_tokens
+        if not chunk.choices:
+            return
+        text, choice = chunk.text, chunk.choices[0]
+        # Chats begin with a chunk that only names the role, and some servers end with one without text.
+        if text or (choice.delta is None and choice.finish_reason is None):
+            self.arrivals.append(time.perf_counter())
+            self.pieces.append(text)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.arrivals) if self.num_tokens is None else self.num_tokens
+
+    @property
+    def ttft(self) -> float:
+        return (self.arrivals[0] if self.arrivals else self.end) - self.start
+
+    @property
+    def latency(self) -> float:
+        return (self.arrivals[-1] if self.arrivals else self.end) - self.start
+
+    @property
+    def itls(self) -> list[float]:
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
+
+
+def request_body(query: Query, *, backend: str, model: str, options: dict[str, Any]) -> bytes:
+    shared = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if backend == "openai-chat":
+        if not isinstance(query.prompt, str):
+            raise ConfigError("the backend openai-chat needs prompts as text: give --tokenizer MODEL")
+        messages = [{"role": "user", "content": query.prompt}]
+        asked: dict[str, Any] = {"messages": messages, "max_completion_tokens": query.output_len}
+    else:
+        asked = {"prompt": query.prompt, "max_tokens": query.output_len}
+    return msgspec.json.encode(shared | asked | options)
+
+
+def send_times(count: int, *, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request leaves. Gaps are gamma-distributed, which at a
+    burstiness of 1 makes a Poisson process; they are scaled to take `count / rate` seconds in all."""
+    if rate == float("inf"):
+        return [0.0] * count
+    times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, size=count))
+    return [float(each) for each in times * (count / rate / times[-1])]
+
+
+async def send(client: HttpClient, path: str, body: bytes, prompt_len: int) -> Record:
+    """One request. Its failure is part of the record."""
+    record = Record(prompt_len, start=time.perf_counter())
+    try:
+        await stream(client, path, body, record.take)
+    except QuireError as error:
+        record.error = str(error)
+    record.end = time.perf_counter()
+    return record
+
+
+async def drive(
+    client: HttpClient,
+    path: str,
+    requests: Sequence[tuple[bytes, int]],
+    *,
+    times: Sequence[float],
+    max_concurrency: int | None,
+    on_done: Callable[[Record], object],
+) -> list[Record]:
+    """Send bodies (each with its prompt's length) at their times; the records in the same order."""
+    slots: AbstractAsyncContextManager[Any] = nullcontext()
+    if max_concurrency is not None:
+        slots = asyncio.Semaphore(max_concurrency)
+
+    async def one(body: bytes, prompt_len: int) -> Record:
+        async with slots:
+            record = await send(client, path, body, prompt_len)
+        on_done(record)
+        return record
+
+    start = time.perf_counter()
+    tasks: list[asyncio.Task[Record]] = []
+    async with asyncio.TaskGroup() as group:
+        for (body, prompt_len), at in zip(requests, times, strict=True):
+            if (wait := start + at - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(one(body, prompt_len)))
+    return [task.result() for task in tasks]
+
+
+def token_times(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
+    """Every arrival with the number of tokens it brought on average."""
+    for record in records:
+        share = record.output_len / max(1, len(record.arrivals))
+        yield from ((arrival, share) for arrival in record.arrivals)

@@ -1,0 +1,1 @@
+"""A client for OpenAI-compatible servers, made for many streams at little cost."""

@@ -1,0 +1,1 @@
+"""The HTTP face of the engine: OpenAI-compatible routes, and those of the operator."""

@@ -1,0 +1,231 @@
+"""The application: routes over an engine, and what stands around them."""
+
+import json
+import re
+import uuid
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.errors import EngineError, RequestError
+from quire.server import replies
+from quire.server.chat import answer_chat
+from quire.server.completions import answer_completion
+from quire.server.engine import Engine
+from quire.server.errors import NotFound, add_error_handlers, error_info, error_response, json_response
+from quire.server.gate import Gate
+from quire.server.generate import Api
+from quire.server.page import OPEN_PATHS, Feed, add_page
+from quire.server.replies import ErrorReply
+from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.running import ClientGone
+from quire.server.settings import ServerSettings, paths
+from quire.server.tokenize import detokenize, tokenize
+
+_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+class Application:
+    """The ASGI application with the handles that a drain needs."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.api = Api(engine, settings)
+        docs = not settings.api.disable_fastapi_docs
+        self.routes = FastAPI(
+            title="Quire",
+            version=engine.facts.version,
+            openapi_url="/openapi.json" if docs else None,
+            docs_url="/docs" if docs else None,
+            redoc_url="/redoc" if docs else None,
+        )
+        add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
+        self.routes.add_exception_handler(ClientGone, _nobody)
+        add_generate_routes(self.routes, self.api)
+        add_model_routes(self.routes, self.api)
+        add_operator_routes(self.routes, self.api)
+        self.feed: Feed = add_page(self.routes, engine)
+        self.routes.openapi = lambda: _document(self.routes)  # type: ignore[method-assign]
+        self.asgi = _surrounded(self.routes, settings)
+
+
+def _surrounded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    access = settings.access
+    gate = Gate(
+        app,
+        api_keys=access.api_key,
+        open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
+        max_body_bytes=settings.http.max_request_body_bytes,
+        echo_request_id=settings.api.enable_request_id_headers,
+    )
+    cors = CORSMiddleware(
+        gate,
+        allow_origins=access.allowed_origins,
+        allow_credentials=access.allow_credentials,
+        allow_methods=access.allowed_methods,
+        allow_headers=access.allowed_headers,
+    )
+
+    async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
+        """Only a browser on another page sends an origin; the rest need not pay for every chunk."""
+        foreign = any(name == b"origin" for name, _ in scope.get("headers", ()))
+        await (cors if foreign else gate)(scope, receive, send)
+
+    return entrance
+
+
+def _nobody(_: Request, __: Exception) -> Response:
+    """Nobody reads this; 499 is what access logs show for a client that hung up."""
+    return Response(status_code=499)
+
+
+async def _valid_text(request: Request) -> None:
+    """Half of a surrogate pair is no character: nothing behind the API could encode it."""
+    raw = await request.body()
+    if _MAYBE_SURROGATE.search(raw):
+        try:
+            json.dumps(json.loads(raw), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = f"U+{ord(error.object[error.start]):04X}"
+            raise RequestError(f"the body holds the lone surrogate {found}; remove it") from None
+
+
+_BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
+
+
+def _replies(model: type, *codes: int, stream: bool = False) -> dict[str, Any]:
+    """The `responses` of a route's document, with those that every route may give."""
+    described: dict[int | str, dict[str, Any]] = {200: {"model": model}}
+    if stream:
+        text = {"schema": {"type": "string"}, "example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
+        described[200]["content"] = {"text/event-stream": text}
+    described |= {code: {"model": ErrorReply} for code in codes}
+    return {"responses": described, "response_model": None}
+
+
+def add_generate_routes(app: FastAPI, api: Api) -> None:
+    codes = (400, 404, 413, 500, 503)
+
+    @app.post("/v1/chat/completions", **_replies(replies.ChatReply, *codes, stream=True), **_BODY)
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of events."""
+        return await answer_chat(api, body, request)
+
+    @app.post("/v1/completions", **_replies(replies.CompletionReply, *codes, stream=True), **_BODY)
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        """Continue one or more prompts, whole or as a stream of events."""
+        return await answer_completion(api, body, request)
+
+    @app.post("/tokenize", **_replies(replies.TokenizeReply, 400, 404, 413), **_BODY)
+    async def create_tokens(body: TokenizeChat | TokenizeText) -> Response:
+        """The token ids of a text or of a conversation."""
+        return await tokenize(api, body)
+
+    @app.post("/detokenize", **_replies(replies.DetokenizeReply, 400, 404, 413), **_BODY)
+    async def create_text(body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        return await detokenize(api, body)
+
+
+def add_model_routes(app: FastAPI, api: Api) -> None:
+    created = int(api.engine.facts.start_time)
+
+    def card(name: str) -> dict[str, Any]:
+        facts = api.engine.facts
+        permission = {
+            "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "quire",
+            "root": facts.root,
+            "parent": None,
+            "max_model_len": api.engine.inputs.max_model_len,
+            "permission": [permission],
+        }
+
+    @app.get("/v1/models", **_replies(replies.ModelList))
+    async def list_models() -> Response:
+        """Every name that the model is served under."""
+        return json_response(
+            {"object": "list", "data": [card(name) for name in api.engine.facts.model_names]}
+        )
+
+    @app.get("/v1/models/{name:path}", **_replies(replies.ModelCard, 404))
+    async def show_model(name: str) -> Response:
+        """One of the served names."""
+        if name not in api.engine.facts.model_names:
+            raise NotFound(f"The model `{name}` does not exist.", param="model")
+        return json_response(card(name))
+
+
+def add_operator_routes(app: FastAPI, api: Api) -> None:
+    healthy: dict[str, Any] = {
+        "responses": {
+            200: {"description": "The engine makes progress.", "content": {}},
+            503: {"model": ErrorReply},
+        },
+        "response_class": Response,
+    }
+
+    async def health() -> Response:
+        """Whether the engine makes progress: 200 without a body, or 503 with the cause."""
+        try:
+            api.engine.check()
+        except EngineError as error:
+            return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
+        return Response(status_code=200)
+
+    app.add_api_route("/health", health, methods=["GET"], **healthy)
+    app.add_api_route("/ping", health, methods=["GET"], operation_id="ping", **healthy)
+    app.add_api_route("/ping", health, methods=["POST"], operation_id="ping_post", **healthy)
+
+    @app.get("/version", **_replies(replies.VersionReply))
+    async def show_version() -> Response:
+        return json_response({"version": api.engine.facts.version})
+
+    @app.get("/load", **_replies(replies.LoadReply))
+    async def show_load() -> Response:
+        """Requests being answered by this process."""
+        return json_response({"server_load": api.engine.num_in_flight})
+
+    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @app.get("/metrics", responses={200: text}, response_class=Response)
+    async def metrics() -> Response:
+        """Metrics over all processes, in Prometheus' format."""
+        return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/reset_prefix_cache", **_replies(replies.ResetReply, 500, 503))
+    async def reset_prefix_cache() -> Response:
+        """Forget all cached prefixes; false while requests hold some."""
+        return json_response({"success": await api.engine.reset_prefix_cache()})
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with 400 in place of the 422 that this server never sends."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document.get("components", {}).get("schemas", {}).pop(name, None)
+        app.openapi_schema = document
+    return app.openapi_schema

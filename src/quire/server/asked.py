@@ -1,0 +1,186 @@
+"""What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
+
+from typing import Any
+
+from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.logs import get_logger
+from quire.server.engine import Facts
+from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, GenerateBody
+
+logger = get_logger(__name__)
+
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "ec_transfer_params": (),
+    "function_call": ("none",),
+    "functions": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_json_object": (False,),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "lora_request": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "return_assistant_tokens_mask": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "vllm_xargs": ({},),
+}
+"""Fields whose feature does not exist, with the values (beside null) that ask for nothing."""
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
+    "bad_words", "logprob_token_ids", "stream_interval",
+)  # fmt: skip
+"""Fields that a body and SamplingParams have in common."""
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Those that the model's generation config has a say in."""
+
+
+def check_fields(body: Body) -> None:
+    """Refuse what cannot be had; note what is not known."""
+    for name, off in UNBUILT.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in off:
+            raise RequestError(f"`{name}` is not supported yet; leave it out", param=name)
+    extra = {name for name in body.model_extra or () if name not in UNBUILT}
+    if extra:
+        logger.debug("fields without effect: %s", ", ".join(sorted(map(repr, extra))))
+
+
+def check_generate(body: GenerateBody, *, max_n: int) -> None:
+    """The rules of the API about fields that do not go together, or are more than HTTP allows."""
+    check_fields(body)
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise RequestError(
+            f"`response_format` of type {kind!r} is not supported yet; only 'text' is",
+            param="response_format",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.stream and body.prompt_logprobs:
+        raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+    if body.stream and body.use_beam_search:
+        raise RequestError("Streaming is not currently supported with beam search", param="stream")
+    if (body.n or 1) > max_n:
+        raise RequestError(f"n must be at most {max_n} (--max-n), got {body.n}.", param="n")
+    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"stop may be at most {MAX_STOP_STRINGS} strings, got {len(body.stop)}.", param="stop"
+        )
+
+
+def check_chat(body: ChatBody, *, trust_template: bool) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+    if body.top_logprobs is not None and body.top_logprobs < -1:
+        raise RequestError(
+            f"top_logprobs must be non-negative or -1, got {body.top_logprobs}.", param="top_logprobs"
+        )
+    check_tools(body)
+    check_template(body.chat_template, trust_template)
+
+
+def check_template(chat_template: str | None, trusted: bool) -> None:
+    if chat_template is not None and not trusted:
+        raise RequestError(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
+            "chat template with untrusted source.",
+            param="chat_template",
+        )
+
+
+def check_tools(body: ChatBody) -> None:
+    if body.tools is not None and not body.tools:
+        raise RequestError("`tools` must not be an empty array. Leave it out instead.", param="tools")
+    if not body.tools and body.tool_choice not in (None, "none"):
+        raise RequestError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+    choice = body.tool_choice or "auto"
+    if body.tools and choice != "none":
+        raise RequestError(
+            f"`tools` with tool_choice={choice!r} is not supported yet; send tool_choice='none' to only show "
+            "them to the model, or leave them out",
+            param="tools",
+        )
+
+
+def output_limit(asked: int | None, prompt_len: int, limit: int, default: int | None) -> int:
+    """Most tokens that may be generated: what was asked, what fits, and `default`, the model's own."""
+    if asked is not None and asked > limit:
+        raise RequestError(
+            f"max_tokens={asked} cannot be greater than max_model_len={limit}. Please request fewer output "
+            "tokens.",
+            param="max_tokens",
+        )
+    if asked is not None and asked + prompt_len > limit:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested {asked} output "
+            f"tokens and your prompt contains {prompt_len} input tokens, for a total of {asked + prompt_len} "
+            "tokens. Please reduce the length of the input prompt or the number of requested output tokens.",
+            param="input_tokens",
+        )
+    bounds = (limit - prompt_len, asked, default)
+    return min(bound for bound in bounds if bound is not None)
+
+
+def sampling_params(
+    body: GenerateBody,
+    facts: Facts,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    for name in _DEFAULTED:
+        if given[name] is None:
+            given[name] = facts.default_sampling.get(name)
+    detection = body.repetition_detection
+    return SamplingParams.from_optional(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        repetition_detection=detection and detection.model_dump(),
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def beam_params(body: GenerateBody, facts: Facts, *, max_tokens: int) -> BeamSearchParams:
+    width = body.n or 1
+    if 2 * width > facts.max_logprobs:
+        raise RequestError(
+            f"a beam search of n={width} looks at {2 * width} logprobs per token, above max_logprobs="
+            f"{facts.max_logprobs}; lower n or raise --max-logprobs",
+            param="n",
+        )
+    temperature = facts.default_sampling.get("temperature") if body.temperature is None else body.temperature
+    return BeamSearchParams(
+        beam_width=width,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        temperature=1.0 if temperature is None else temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )
+
+
+def chat_num_logprobs(body: ChatBody) -> int | None:
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def completion_prompt_logprobs(body: CompletionBody) -> int | None:
+    """An echoed prompt carries logprobs as its continuation does."""
+    if body.prompt_logprobs is None and body.echo:
+        return body.logprobs
+    return body.prompt_logprobs

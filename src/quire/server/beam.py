@@ -1,0 +1,89 @@
+"""Beam search over HTTP: rounds of one-token requests to the engine."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
+from quire.data.params import BeamSearchParams, RequestOutputKind
+from quire.errors import EngineError
+from quire.frontend.beam import BeamSearch, round_params
+from quire.frontend.inputs import Prompt
+from quire.server.engine import Engine, Outputs
+
+T = TypeVar("T")
+
+
+async def beam_search(
+    engine: Engine, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int
+) -> RequestOutput:
+    eos_ids = engine.inputs.eos_ids
+    search = BeamSearch(
+        prompt.token_ids, params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
+    )
+    step = round_params(params)
+    step.output_kind = RequestOutputKind.FINAL_ONLY
+    num_rounds, num_cached = 0, 0
+    while not search.finished:
+        beams = [
+            engine.generate(
+                Prompt(beam.tokens, cache_salt=prompt.cache_salt),
+                step,
+                f"{request_id}-{num_rounds}-{index}",
+                priority=priority,
+            )
+            for index, beam in enumerate(search.live)
+        ]
+        found = await all_of([final(beam) for beam in beams])
+        num_cached = num_cached if num_rounds else found[0].num_cached_tokens or 0
+        positions: list[Any] = [output.outputs[0].logprobs for output in found]
+        search.advance([position[0] for position in positions])
+        num_rounds += 1
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        prompt_logprobs=None,
+        outputs=[_completion(engine, i, beam, search.prompt_len) for i, beam in enumerate(search.best())],
+        finished=True,
+        num_cached_tokens=num_cached,
+    )
+
+
+def _completion(engine: Engine, index: int, beam: BeamSearchSequence, prompt_len: int) -> CompletionOutput:
+    ids, tokenizer = beam.tokens[prompt_len:], engine.inputs.tokenizer
+    return CompletionOutput(
+        index=index,
+        text=tokenizer.decode(ids) if tokenizer else "",
+        token_ids=ids,
+        cumulative_logprob=beam.cum_logprob,
+        logprobs=beam.logprobs[: len(ids)],
+        finish_reason=beam.finish_reason,
+        stop_reason=None,
+    )
+
+
+async def final(outputs: Outputs) -> RequestOutput:
+    """The last output of a request; however this ends, the engine is rid of it."""
+    last = None
+    try:
+        async for output in outputs:
+            last = output
+    finally:
+        await outputs.aclose()
+    if last is None:
+        raise EngineError("the engine ended a request without an output")
+    return last
+
+
+async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all; when one fails, the others are cancelled before its error goes on."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

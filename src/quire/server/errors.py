@@ -1,0 +1,84 @@
+"""What went wrong, as the client reads it: `{"error": {"message", "type", "param", "code"}}`."""
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from quire.errors import EngineError, QuireError, RequestError
+from quire.logs import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_SHOWN = 8
+"""Validation errors that one message lists."""
+
+
+class NotFound(RequestError):
+    status = 404
+
+
+def error_info(message: str, status: int, kind: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def describe(error: Exception) -> dict[str, Any]:
+    """The body for an error, from wherever it comes. What the client did not cause is not told to it."""
+    if isinstance(error, NotFound):
+        return error_info(str(error), error.status, "NotFoundError", error.param)
+    if isinstance(error, RequestError):
+        return error_info(str(error), error.status, "BadRequestError", error.param)
+    if isinstance(error, EngineError):
+        kind = "ServiceUnavailableError" if error.status == 503 else "InternalServerError"
+        return error_info(str(error), error.status, kind)
+    return error_info("internal error; the server's log says more", 500, "InternalServerError")
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def error_response(body: dict[str, Any]) -> Response:
+    """ASCII only: an error may quote what is no valid text."""
+    return Response(json.dumps(body).encode(), body["error"]["code"], media_type="application/json")
+
+
+def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
+    def quire_error(_: Request, error: Exception) -> Response:
+        if log_stack and isinstance(error, EngineError):
+            logger.error("answered with 500", exc_info=error)
+        return error_response(describe(error))
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
+        QuireError: quire_error,
+        RequestValidationError: _validation_error,
+        HTTPException: _http_error,
+        Exception: lambda _, error: error_response(describe(error)),
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    shown = [{key: each[key] for key in ("type", "loc", "msg") if key in each} for each in found[:_MAX_SHOWN]]
+    more = [f"and {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
+    head = f"{len(found)} validation error{'s' if len(found) > 1 else ''}:"
+    message = "\n  ".join([head, *map(str, shown), *more])
+    param = ".".join(map(str, found[0]["loc"])) if found else None
+    return error_response(error_info(message, 400, "Bad Request", param))
+
+
+def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    if status in (404, 405):  # no such route or method: as every FastAPI server says it
+        return JSONResponse({"detail": error.detail}, status, error.headers)
+    return error_response(error_info(str(error.detail), status, HTTPStatus(status).phrase))

@@ -1,0 +1,229 @@
+"""What chat and completions share: ids, model names, starting requests and merging their outputs."""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.data.outputs import RequestOutput
+from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.logs import get_logger
+from quire.server.asked import output_limit
+from quire.server.beam import all_of, beam_search, final
+from quire.server.engine import Engine, Outputs
+from quire.server.errors import NotFound
+from quire.server.logprobs import Speller
+from quire.server.prompts import PromptReader
+from quire.server.requests import GenerateBody
+from quire.server.running import Running
+from quire.server.settings import ServerSettings
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of the API: what goes to the engine, and what every part of the answer carries."""
+
+    id: str
+    created: int
+    model: str
+    priority: int
+    prompts: list[Prompt]
+    params: list[SamplingParams | BeamSearchParams]
+
+    def engine_ids(self) -> list[str]:
+        if len(self.prompts) == 1:
+            return [self.id]
+        return [f"{self.id}-{place}" for place in range(len(self.prompts))]
+
+
+class Api:
+    """The engine and the settings, as the routes need them."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.reader = PromptReader(engine, settings.api)
+        self.running = Running()
+        facts = engine.facts
+        known = repr((facts.model_names, facts.root, facts.vocab))
+        self.fingerprint = f"quire-{facts.version}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+
+    def check_model(self, name: str | None) -> None:
+        if name and name not in self.engine.facts.model_names:
+            raise NotFound(f"The model `{name}` does not exist.", param="model")
+
+    def job(
+        self,
+        kind: str,
+        body: GenerateBody,
+        request: Request,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+    ) -> Job:
+        base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
+        rank = _header_int(request, "x-data-parallel-rank")
+        if rank not in (None, 0):
+            raise RequestError(f"X-data-parallel-rank is {rank}, but there is only rank 0")
+        urgent = _header_int(request, "x-vllm-priority")
+        job = Job(
+            id=f"{kind}-{base}",
+            created=int(time.time()),
+            model=self.engine.facts.model_names[0],
+            priority=body.priority if urgent is None else urgent,
+            prompts=prompts,
+            params=list(params),
+        )
+        if self.settings.log.enable_log_requests:
+            for prompt in prompts:
+                shown = self._cut(prompt.text)
+                logger.info("Received request %s: params: %s, prompt: %r", job.id, params[0], shown)
+        return job
+
+    def speller(self, body: GenerateBody) -> Speller:
+        asked = body.return_tokens_as_token_ids
+        as_ids = self.settings.api.return_tokens_as_token_ids if asked is None else asked
+        return Speller(self.engine.inputs.tokenizer, as_ids)
+
+    def output_limit(self, asked: int | None, prompt_len: int) -> int:
+        default = self.engine.facts.default_sampling.get("max_tokens")
+        return output_limit(asked, prompt_len, self.engine.inputs.max_model_len, default)
+
+    async def streamed(self, job: Job) -> Outputs:
+        """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
+        started: list[Outputs] = []
+        try:
+            for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
+                assert isinstance(params, SamplingParams)
+                started.append(self.engine.generate(prompt, params, id, priority=job.priority))
+        except BaseException:
+            for outputs in started:
+                await outputs.aclose()
+            raise
+        outputs = (
+            started[0] if len(started) == 1 else Merged(dict(zip(job.engine_ids(), started, strict=True)))
+        )
+        if self.settings.log.enable_log_outputs:
+            outputs = Logged(outputs, job.id, self._cut)
+        return outputs
+
+    async def finished(self, job: Job) -> list[RequestOutput]:
+        """The whole outputs, in the order of the prompts."""
+        if isinstance(job.params[0], BeamSearchParams):
+            works = [
+                beam_search(self.engine, prompt, params, id, priority=job.priority)
+                for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
+                if isinstance(params, BeamSearchParams)
+            ]
+            return await all_of(works)
+        outputs = await self.streamed(job)
+        if len(job.prompts) == 1:
+            return [await final(outputs)]
+        found = await _last_of_each(outputs)
+        return [found[id] for id in job.engine_ids()]
+
+    def usage(self, num_prompt: int, num_output: int, num_cached: int | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_output,
+            "completion_tokens": num_output,
+        }
+        if self.settings.api.enable_prompt_tokens_details and num_cached is not None:
+            found["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        return found
+
+    def _cut(self, text: str | None) -> str:
+        return (text or "")[: self.settings.log.max_log_len]
+
+
+def _header_int(request: Request, name: str) -> int | None:
+    text = request.headers.get(name)
+    if text is None:
+        return None
+    digits = text.removeprefix("-")
+    value = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 20 else None
+    if value is None or not INT64_MIN <= value <= INT64_MAX:
+        raise RequestError(f"the header {name} must be an integer of 64 bits, got {text!r:.80}")
+    return value
+
+
+async def _last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
+    found = {}
+    try:
+        async for output in outputs:
+            found[output.request_id] = output
+    finally:
+        await outputs.aclose()
+    return found
+
+
+class Logged:
+    """Outputs that leave their text in the log when they are over."""
+
+    def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
+        self._outputs, self._name, self._cut = outputs, name, cut
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def __aiter__(self) -> "Logged":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await self._outputs.__anext__()
+        for each in output.outputs:
+            key = output.request_id, each.index
+            self._texts[key] = self._texts.get(key, "") + each.text
+        return output
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+        while self._texts:
+            _, text = self._texts.popitem()
+            logger.info("Generated response %s: %r", self._name, self._cut(text))
+
+
+class Merged:
+    """Several requests as one stream of outputs, in the order in which they come, under these ids."""
+
+    def __init__(self, started: Mapping[str, Outputs]) -> None:
+        self._arrived: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue()
+        self._num_open = len(started)
+        self._tasks = [asyncio.create_task(self._forward(*each)) for each in started.items()]
+
+    async def _forward(self, id: str, outputs: Outputs) -> None:
+        end: BaseException | None = None
+        try:
+            async for output in outputs:
+                output.request_id = id
+                self._arrived.put_nowait(output)
+        except Exception as error:  # handed to the reader, who raises it
+            end = error
+        finally:
+            await outputs.aclose()
+            self._arrived.put_nowait(end)
+
+    def __aiter__(self) -> "Merged":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._num_open:
+            item = await self._arrived.get()
+            if isinstance(item, RequestOutput):
+                return item
+            self._num_open -= 1
+            if item is not None:
+                raise item
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._num_open = 0
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,183 @@
+"""Serving: sockets in, a graceful end out."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from quire.errors import ConfigError
+from quire.logs import get_logger
+from quire.server.app import Application
+from quire.server.engine import Engine
+from quire.server.settings import HttpSection, LogSection, ServerSettings, paths
+
+logger = get_logger(__name__)
+
+_KEEP_ALIVE_S = 5
+_BACKLOG = 2048
+_GRACE_S = 5.0
+"""After the drain: for the last words of aborted requests."""
+
+
+def bind(http: HttpSection) -> socket.socket:
+    """The listening socket; taken before anything slow starts, so that a taken port is known at once."""
+    if http.uds:
+        return _bind_uds(Path(http.uds))
+    host = http.host or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, http.port))
+        found.listen(_BACKLOG)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{http.port}: {error.strerror or error}; choose another --host or --port"
+        ) from None
+    return found
+
+
+def _bind_uds(path: Path) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()
+        found.bind(str(path))
+        found.listen(_BACKLOG)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds"
+        ) from None
+    return found
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there, or it is what a killed server left."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to whoever runs the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Quiet(logging.Filter):
+    """Keeps the access log free of paths that nobody wants to read about."""
+
+    def __init__(self, unlogged: frozenset[str]) -> None:
+        super().__init__()
+        self._unlogged = unlogged
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        asked = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
+        return str(asked).partition("?")[0] not in self._unlogged
+
+
+async def serve(
+    settings: ServerSettings,
+    engine: Engine,
+    sockets: Sequence[socket.socket] | None = None,
+    *,
+    stop: asyncio.Event | None = None,
+    announce: bool = True,
+) -> None:
+    """Answer until `stop` is set (without one: until SIGTERM or SIGINT), then let running requests finish for
+    `shutdown_timeout` seconds and abort the rest."""
+    application = Application(engine, settings)
+    server = _Server(_config(application, settings))
+    stop = stop or _stop_on_signals()
+    listening = list(sockets) if sockets is not None else [bind(settings.http)]
+    if announce:
+        logger.info("Starting Quire server on %s", settings.address)
+        if not settings.http.uds:
+            shown = settings.address.replace("://0.0.0.0", "://localhost")
+            logger.info("Chat and live view: %s/", shown)
+    serving = asyncio.create_task(server.serve(sockets=listening))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(server, application, serving, settings.http.shutdown_timeout)
+    finally:
+        stopping.cancel()
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+async def _drain(
+    server: _Server, application: Application, serving: "asyncio.Task[None]", timeout_s: float
+) -> None:
+    """No new connections; running requests finish, or are ended when the time is up."""
+    running = application.api.running
+    if len(running):
+        logger.info("Draining: %d requests have %g s to finish", len(running), timeout_s)
+    server.should_exit = True
+    application.feed.close()
+    await asyncio.wait((serving,), timeout=timeout_s)
+    if not serving.done() and len(running):
+        logger.warning("Aborting %d requests that did not finish in time", len(running))
+    running.abort()
+    await asyncio.wait((serving,), timeout=_GRACE_S)
+
+
+def _config(application: Application, settings: ServerSettings) -> uvicorn.Config:
+    http, log = settings.http, settings.log
+    # Before the configuration, which takes the access log's handler away if there is to be none.
+    _join_logs(log)
+    config = uvicorn.Config(
+        application.asgi,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        root_path=http.root_path,
+        log_config=None,
+        log_level=log.uvicorn_log_level,
+        access_log=not log.disable_uvicorn_access_log,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(http.shutdown_timeout + _GRACE_S) + 1,
+        server_header=False,
+        ssl_keyfile=http.ssl_keyfile,
+        ssl_certfile=http.ssl_certfile,
+        ssl_ca_certs=http.ssl_ca_certs,
+        ssl_cert_reqs=http.ssl_cert_reqs,
+        ssl_ciphers=http.ssl_ciphers or "TLSv1",
+    )
+    try:
+        config.load()
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_certfile={http.ssl_certfile!r} and ssl_keyfile={http.ssl_keyfile!r} cannot be used: {error}"
+        ) from None
+    return config
+
+
+def _join_logs(log: LogSection) -> None:
+    """uvicorn's lines look like all others."""
+    for name in ("uvicorn.error", "uvicorn.access"):
+        theirs = logging.getLogger(name)
+        theirs.handlers, theirs.propagate = list(logging.getLogger("quire").handlers), False
+    if unlogged := paths(log.disable_access_log_for_endpoints):
+        logging.getLogger("uvicorn.access").addFilter(_Quiet(unlogged))
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

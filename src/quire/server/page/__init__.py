@@ -1,0 +1,122 @@
+"""The page at `/`: a chat beside a live view of the engine; static files and one event stream."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
+
+from quire.errors import EngineError
+
+TICK_S = 0.25
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Kept by the browser, but asked for again each time: modules of two versions never meet.
+    "Cache-Control": "no-cache",
+}
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class Watched(Protocol):
+    """What the page needs of an engine."""
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A static file, held in memory."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def read_assets(folder: Path) -> dict[str, Asset]:
+    """The files that may be served, by name; anything else in the folder is not one."""
+    assets = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in TYPES:
+            content = path.read_bytes()
+            assets[path.name] = Asset(content, TYPES[path.suffix], f'"{sha256(content).hexdigest()[:16]}"')
+    return assets
+
+
+ASSETS = read_assets(Path(__file__).parent)
+# Paths that hold no secret: a browser must load them before it can ask for the API key.
+OPEN_PATHS = frozenset({"/", *(f"/page/{name}" for name in ASSETS)})
+
+
+class Feed:
+    """Snapshots of the engine as events: one per tick for all listeners, none while nobody listens."""
+
+    def __init__(self, engine: Watched) -> None:
+        self._engine = engine
+        self._tick = -1
+        self._event = b""
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End every stream, so that a server that waits for its open requests can stop."""
+        self._closed.set()
+
+    async def listen(self) -> AsyncIterator[bytes]:
+        while not self._closed.is_set():
+            yield self._latest()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), TICK_S - time.monotonic() % TICK_S)
+
+    def _latest(self) -> bytes:
+        tick = int(time.monotonic() / TICK_S)
+        if tick != self._tick:
+            self._tick = tick
+            # msgspec writes NaN as null, which JSON.parse can read.
+            self._event = b"data: " + msgspec.json.encode(self._snapshot()) + b"\n\n"
+        return self._event
+
+    def _snapshot(self) -> dict[str, Any]:
+        try:
+            return self._engine.snapshot()
+        except EngineError as error:
+            return {"healthy": False, "problem": str(error)}
+
+
+def add_page(app: FastAPI, engine: Watched) -> Feed:
+    """Add the page's routes; close the returned feed when the server begins to drain."""
+    feed = Feed(engine)
+
+    async def index(request: Request) -> Response:
+        return respond(request, ASSETS["index.html"])
+
+    async def file(request: Request, name: str) -> Response:
+        if name not in ASSETS:
+            raise HTTPException(404)
+        return respond(request, ASSETS[name])
+
+    async def events() -> StreamingResponse:
+        return StreamingResponse(feed.listen(), media_type="text/event-stream", headers=STREAM_HEADERS)
+
+    app.add_api_route("/", index, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/page/events", events, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/page/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)
+    return feed
+
+
+def respond(request: Request, asset: Asset) -> Response:
+    headers = {**HEADERS, "ETag": asset.etag}
+    # "in": a proxy may have marked the tag as weak, and a browser may send several.
+    if asset.etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.content, media_type=asset.media_type, headers=headers)

@@ -1,0 +1,189 @@
+// The conversation: questions go to /v1/chat/completions, answers are streamed into the page.
+
+import { Answer, question } from "./answer.js";
+import { events, request } from "./api.js";
+import { count } from "./numbers.js";
+
+const AT_END_PX = 48;
+
+export class Chat {
+  maxLen = 0;
+  #messages = [];
+  #running = null; // the AbortController of the answer under way
+  #usedLen = 0;
+  #atEnd = true; // whether the reader sees the newest text
+  #controls;
+  #log = document.getElementById("log");
+  #hello = document.getElementById("hello");
+  #form = document.getElementById("composer");
+  #input = document.getElementById("question");
+  #context = document.getElementById("context");
+  #send = document.getElementById("send");
+  #stop = document.getElementById("stop");
+
+  constructor(controls) {
+    this.#controls = controls;
+    this.#form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#ask(this.#input.value.trim());
+    });
+    this.#input.addEventListener("input", () => this.#fit());
+    this.#input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.#form.requestSubmit();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) this.stop();
+    });
+    this.#stop.addEventListener("click", () => this.stop());
+    document.getElementById("new").addEventListener("click", () => this.clear());
+    this.#log.addEventListener("click", (event) => this.#clicked(event.target));
+    this.#log.addEventListener("scroll", () => {
+      this.#atEnd = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < AT_END_PX;
+    }, { passive: true });
+  }
+
+  stop() {
+    this.#running?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.#begin(null);
+    this.#messages = [];
+    this.#log.replaceChildren(this.#hello);
+    this.showContext(0);
+    this.#input.focus();
+  }
+
+  /** How much of the context the conversation takes. */
+  showContext(usedLen = this.#usedLen) {
+    this.#usedLen = usedLen;
+    const limit = this.maxLen ? ` of ${count(this.maxLen)}` : "";
+    this.#context.textContent = usedLen ? `context: ${count(usedLen)}${limit} tokens` : "";
+  }
+
+  #clicked(target) {
+    const { copy, retry, example } = target.dataset;
+    if (copy) copyText(copy === "code" ? codeBeside(target) : this.#textOf(target), target);
+    if (example) this.#ask(target.textContent);
+    if (retry && !this.#running) this.#askAgain();
+  }
+
+  #ask(text) {
+    if (!text || this.#running || !this.#controls.check()) return;
+    this.#input.value = "";
+    this.#fit();
+    this.#hello.remove();
+    this.#messages.push({ role: "user", content: text });
+    this.#log.append(question(text));
+    this.#answer();
+  }
+
+  #askAgain() {
+    if (!this.#controls.check()) return;
+    if (this.#messages.at(-1).role === "assistant") this.#messages.pop();
+    this.#log.lastElementChild.remove();
+    this.#answer();
+  }
+
+  async #answer() {
+    const messages = this.#messages;
+    const control = new AbortController();
+    const answer = new Answer(() => this.#keepAtEnd());
+    answers.set(answer.node, answer);
+    this.#begin(control);
+    this.#log.append(answer.node);
+    this.#toEnd();
+    try {
+      answer.end(await this.#stream(answer, control.signal));
+    } catch (error) {
+      if (control.signal.aborted) answer.end("stopped");
+      else answer.end("failed", messageOf(error));
+    }
+    if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    if (this.#running === control) this.#begin(null);
+  }
+
+  /** Returns the finish reason. */
+  async #stream(answer, signal) {
+    const response = await request("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(this.#body()),
+      signal,
+    });
+    let reason = null;
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const { error, choices, usage } = JSON.parse(data);
+      if (error) throw new Error(error.message);
+      if (usage && !signal.aborted) this.showContext(usage.total_tokens);
+      const [choice] = choices;
+      if (choice?.delta.content) answer.add(choice.delta.content, usage?.completion_tokens);
+      reason = choice?.finish_reason ?? reason;
+    }
+    if (!reason) throw new Error("The connection ended before the answer did.");
+    return reason;
+  }
+
+  #body() {
+    const { system, sampling } = this.#controls;
+    return {
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.#messages],
+      stream: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+      ...sampling,
+    };
+  }
+
+  #begin(control) {
+    this.#running = control;
+    this.#stop.hidden = !control;
+    this.#send.hidden = Boolean(control);
+    this.#log.classList.toggle("busy", Boolean(control));
+  }
+
+  #textOf(target) {
+    return answers.get(target.closest(".answer")).text;
+  }
+
+  #fit() {
+    this.#input.style.height = "auto";
+    this.#input.style.height = `${this.#input.scrollHeight}px`;
+  }
+
+  /** Follow the text only while the reader is at its end. */
+  #keepAtEnd() {
+    if (this.#atEnd) this.#toEnd();
+  }
+
+  #toEnd() {
+    this.#atEnd = true;
+    this.#log.scrollTop = this.#log.scrollHeight;
+  }
+}
+
+const answers = new WeakMap();
+
+const codeBeside = (button) => button.closest(".code").querySelector("code").textContent;
+
+const messageOf = (error) => (error instanceof TypeError ? "The server cannot be reached." : error.message);
+
+async function copyText(text, button) {
+  await writeClipboard(text);
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+/** Browsers offer the clipboard on https and localhost only; elsewhere the old way still works. */
+async function writeClipboard(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = document.createElement("textarea");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}

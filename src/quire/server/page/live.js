@@ -1,0 +1,89 @@
+// The live view of the engine: each snapshot is written into the elements that carry its field's name.
+
+import { BlockMap, Sparkline } from "./charts.js";
+import { NOTHING, count, duration, percent, rate, span } from "./numbers.js";
+
+const SPARK_VALUES = 240; // a minute at four a second
+
+const FORMATS = {
+  model: String,
+  version: (version) => `Quire ${version}`,
+  uptime_s: duration,
+  running: count,
+  waiting: count,
+  max_num_seqs: (limit) => `of ${count(limit)}`,
+  kv_usage: percent,
+  prompt_tok_s: rate,
+  generation_tok_s: rate,
+  "ttft_ms.p50": span,
+  "ttft_ms.p90": span,
+  "ttft_ms.p99": span,
+  "itl_ms.p50": span,
+  "itl_ms.p90": span,
+  "itl_ms.p99": span,
+  prefix_hit_rate: percent,
+  preemptions: count,
+  requests_finished: count,
+};
+
+const STATES = {
+  connecting: "connecting",
+  healthy: "healthy",
+  sick: "not healthy",
+  lost: "connection lost, trying again",
+  locked: "needs an API key",
+};
+
+export class LiveView {
+  #fields = [...document.querySelectorAll("[data-field]")];
+  #map = new BlockMap(document.getElementById("blocks"));
+  #mapText = document.getElementById("blocks-text");
+  #sparks = Object.fromEntries(
+    ["generation_tok_s", "prompt_tok_s"].map((name) => [
+      name,
+      new Sparkline(document.getElementById(`spark-${name}`), SPARK_VALUES),
+    ]),
+  );
+  #status = document.getElementById("status");
+  #statusText = document.getElementById("status-text");
+
+  /** A state of the connection, as `follow` names it; "live" waits for what the snapshot says. */
+  connection(state) {
+    if (state !== "live") this.#state(state);
+  }
+
+  show(snapshot) {
+    this.#state(snapshot.healthy === false ? "sick" : "healthy", snapshot.problem);
+    for (const node of this.#fields) {
+      const value = valueAt(snapshot, node.dataset.field);
+      setText(node, value === undefined ? NOTHING : FORMATS[node.dataset.field](value));
+    }
+    for (const [name, spark] of Object.entries(this.#sparks)) spark.push(snapshot[name] ?? 0);
+    if (snapshot.blocks !== undefined) this.#drawBlocks(snapshot);
+  }
+
+  #drawBlocks({ blocks, num_blocks: numBlocks, block_size: blockSize, kv_usage: usage }) {
+    const cells = Uint8Array.from(atob(blocks), (letter) => letter.charCodeAt(0));
+    this.#map.draw(cells);
+    const used = Math.round(numBlocks * usage);
+    setText(this.#mapText, `${count(used)} of ${count(numBlocks)} blocks of ${blockSize} tokens in use`);
+  }
+
+  #state(state, problem) {
+    this.#status.dataset.state = state;
+    document.body.classList.toggle("stale", state !== "healthy");
+    setText(this.#statusText, problem ?? STATES[state]);
+    this.#status.title = this.#statusText.textContent;
+    document.getElementById("unlock").hidden = state !== "locked";
+  }
+}
+
+/** The value at a dotted name; undefined where the engine has none (yet). */
+function valueAt(snapshot, name) {
+  return name.split(".").reduce((found, key) => found?.[key], snapshot) ?? undefined;
+}
+
+/** Untouched text costs no layout and says nothing to a screen reader. */
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}

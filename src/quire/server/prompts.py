@@ -1,0 +1,124 @@
+"""Bodies become prompts: texts, token ids and conversations, cut to length where that is asked for."""
+
+import asyncio
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from quire.errors import RequestError
+from quire.frontend.chat import chat_prompt
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.server.engine import Engine
+from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, GenerateBody, Message
+from quire.server.settings import ApiSection
+
+T = TypeVar("T")
+
+_LONG_CHARS = 16384
+"""A text above this would hold up the other requests of the event loop for milliseconds."""
+
+
+async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
+    """Long work in a thread, short work at once."""
+    return work() if num_chars < _LONG_CHARS else await asyncio.to_thread(work)
+
+
+class PromptReader:
+    def __init__(self, engine: Engine, settings: ApiSection) -> None:
+        self._inputs = engine.inputs
+        self._template = engine.facts.chat_template
+        self._settings = settings
+        self._unbounded = copy.copy(engine.inputs)
+        """Reads prompts of any length: to count them, or to cut them."""
+        self._unbounded.max_model_len = sys.maxsize >> 16
+
+    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
+        if body.prompt in (None, ""):
+            raise RequestError(
+                "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
+            )
+        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        given: list[Any] = body.prompt if several else [body.prompt]  # type: ignore[assignment]
+        if len(given) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt list length {len(given)} exceeds the maximum allowed count of {MAX_PROMPTS}",
+                param="prompt",
+            )
+
+        def read() -> list[Prompt]:
+            inputs = self._reader(body)
+            found = [inputs.parse(each, add_special_tokens=body.add_special_tokens) for each in given]
+            return [self._fitted(prompt, body, body.max_tokens or 16) for prompt in found]
+
+        return await off_loop(sum(map(len, given)), read)
+
+    async def of_chat(self, body: Any, max_tokens: int | None) -> Prompt:
+        def read() -> Prompt:
+            prompt = self._conversation(body, self._reader(body), body.reasoning_effort)
+            return self._fitted(prompt, body, max_tokens or 1)
+
+        return await off_loop(_num_chars(body.messages), read)
+
+    async def count(self, body: Conversation) -> Prompt:
+        """A conversation of any length, for /tokenize."""
+        return await off_loop(
+            _num_chars(body.messages), lambda: self._conversation(body, self._unbounded, None)
+        )
+
+    def _conversation(self, body: Conversation, inputs: InputProcessor, effort: str | None) -> Prompt:
+        hidden = self._settings.exclude_tools_when_tool_choice_none
+        tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
+        own = {"documents": body.documents, "reasoning_effort": effort}
+        return chat_prompt(
+            inputs,
+            [as_dict(message) for message in body.messages],
+            chat_template=body.chat_template or self._template,
+            chat_template_content_format=self._settings.chat_template_content_format,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=tools,
+            chat_template_kwargs={
+                **self._settings.default_chat_template_kwargs,
+                **(body.chat_template_kwargs or {}),
+                **{name: value for name, value in own.items() if value is not None},
+            },
+            add_special_tokens=body.add_special_tokens,
+        )
+
+    def _reader(self, body: GenerateBody) -> InputProcessor:
+        return self._inputs if body.truncate_prompt_tokens is None else self._unbounded
+
+    def _fitted(self, prompt: Prompt, body: GenerateBody, num_output: int) -> Prompt:
+        prompt.cache_salt = body.cache_salt
+        size, limit = body.truncate_prompt_tokens, self._inputs.max_model_len
+        if size is None:
+            return prompt
+        if size > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens value ({size}) is greater than max_model_len ({limit}). Please "
+                "request a smaller truncation size.",
+                param="truncate_prompt_tokens",
+            )
+        size = limit - num_output if size == -1 else size
+        if len(prompt.token_ids) > size:
+            start = 0 if body.truncation_side == "right" else len(prompt.token_ids) - size
+            prompt.token_ids = prompt.token_ids[start : start + size]
+            prompt.text = None
+        checked = self._inputs.parse({"prompt_token_ids": prompt.token_ids, "prompt": prompt.text})
+        checked.cache_salt = body.cache_salt
+        return checked
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as templates read it; `reasoning_content` is an older name of `reasoning`."""
+    given = message.model_dump(exclude_unset=True)
+    found = {name: value for name, value in given.items() if value is not None}
+    if "reasoning_content" in found:
+        found.setdefault("reasoning", found.pop("reasoning_content"))
+    return found
+
+
+def _num_chars(messages: list[Message]) -> int:
+    contents = (message.content or "" for message in messages)
+    return sum(len(each) if isinstance(each, str) else len(str(each)) for each in contents)

@@ -1,0 +1,170 @@
+"""The bodies that clients send. Types are strict here; ranges are told here and checked by SamplingParams."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from quire.data.params import INT64_MAX, INT64_MIN
+
+MAX_STOP_STRINGS = 4
+MAX_PROMPTS = 1024
+
+
+def _told(low: float | None = None, high: float | None = None, text: str = "") -> Any:
+    """A field whose range is in the document here and enforced by SamplingParams."""
+    bounds = {"minimum": low, "maximum": high}
+    extra: dict[str, JsonValue] = {name: bound for name, bound in bounds.items() if bound is not None}
+    return Field(default=None, description=text or None, json_schema_extra=extra)
+
+
+def _doc(text: str, default: Any = None, **rules: Any) -> Any:
+    return Field(default=default, description=text, **rules)
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+Unbuilt = JsonValue
+"""A field of a feature that does not exist here: any value but null is answered with 400."""
+
+
+class Body(BaseModel):
+    """Fields that a model does not name are accepted and have no effect."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = _doc("End the stream with a chunk that counts tokens.", False)
+    continuous_usage_stats: bool | None = _doc("With include_usage: count in every chunk.", False)
+
+
+class RepetitionDetection(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    max_pattern_size: int = Field(0, ge=0, le=INT64_MAX)
+    min_pattern_size: int = Field(0, ge=0, le=INT64_MAX)
+    min_count: int = Field(0, ge=0, le=INT64_MAX)
+
+
+class GenerateBody(Body):
+    """What chat and plain completions have in common."""
+
+    model: str | None = _doc("One of the served names. Default: the first of them.")
+    n: int | None = _told(1, None, "Answers per prompt; with use_beam_search the number of beams.")
+    temperature: float | None = _told(0, 2, "0 is greedy.")
+    top_p: float | None = _told(0, 1)
+    top_k: int | None = _told(-1, None, "0 and -1 are off.")
+    min_p: float | None = _told(0, 1)
+    presence_penalty: float | None = _told(-2, 2)
+    frequency_penalty: float | None = _told(-2, 2)
+    repetition_penalty: float | None = _told(0)
+    length_penalty: float | None = _doc("How beam search weighs the length of beams.")
+    logit_bias: dict[str, float] | None = _doc("Token id to bias, from -100 to 100.")
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: str | list[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    min_tokens: int | None = _told(0)
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = _told(-1, None, "Best tokens at each position of the prompt.")
+    logprob_token_ids: list[TokenId] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: int | None = _told(1, None, "Tokens between two chunks of a stream.")
+    truncate_prompt_tokens: int | None = _doc(
+        "Cut the prompt to this many tokens; -1: to what fits.", ge=-1, le=INT64_MAX
+    )
+    truncation_side: Literal["left", "right"] | None = _doc("The side to cut from. Default: left.")
+    use_beam_search: bool | None = False
+    echo: bool | None = _doc("Begin the answer with the prompt (chat: with the last message).", False)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    priority: int = _doc(
+        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
+    )
+    request_id: str | None = _doc("Becomes a part of the id; the header X-Request-Id wins.")
+    cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
+    user: str | None = _doc("Has no effect.")
+    session_id: str | None = _doc("Has no effect with one engine.")
+
+    structured_outputs: Unbuilt | None = _doc("Not supported yet.")
+    response_format: dict[str, Unbuilt] | None = _doc('Only `{"type": "text"}` is supported yet.')
+    thinking_token_budget: int | None = _doc("Not supported yet.")
+    kv_transfer_params: dict[str, Unbuilt] | None = _doc("Not supported yet.")
+    vllm_xargs: dict[str, Unbuilt] | None = _doc("Not supported.")
+
+
+class Message(Body):
+    role: str
+    content: str | list[dict[str, JsonValue]] | None = _doc("Text, or parts of type `text`.")
+    name: str | None = None
+    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_call_id: str | None = None
+
+
+class Conversation(Body):
+    """How messages become a prompt."""
+
+    messages: list[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello!"}]])
+    add_generation_prompt: bool = True
+    continue_final_message: bool = _doc("Go on with the last message instead of answering it.", False)
+    add_special_tokens: bool = _doc("Add the tokenizer's own tokens to those of the template.", False)
+    documents: list[dict[str, JsonValue]] | None = _doc("For templates that show documents.")
+    chat_template: str | None = _doc("Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
+    tools: list[dict[str, JsonValue]] | None = _doc("Shown to the model; calling them is not supported yet.")
+    mm_processor_kwargs: dict[str, Unbuilt] | None = _doc("Not supported yet.")
+
+
+class ChatBody(GenerateBody, Conversation):
+    max_tokens: int | None = _told(1)
+    max_completion_tokens: int | None = _told(1, None, "Wins over max_tokens. Default: what fits.")
+    logprobs: bool | None = False
+    top_logprobs: int | None = _told(-1, None, "Needs logprobs; -1: the whole vocabulary.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
+        "Only `none` is supported yet. Default: `auto` with tools, else `none`."
+    )
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = _doc("Passed to the chat template.")
+    include_reasoning: bool | None = True
+    return_prompt_text: bool | None = False
+
+
+Prompts = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+)
+
+
+class CompletionBody(GenerateBody):
+    prompt: Prompts | None = _doc(
+        f"A text, token ids, or up to {MAX_PROMPTS} of either.", examples=["Once upon a time"]
+    )
+    max_tokens: int | None = _told(0, None, "Default: 16. 0 is allowed with echo.")
+    logprobs: int | None = _told(-1, None, "Best tokens at each position; -1: the whole vocabulary.")
+    add_special_tokens: bool = True
+    suffix: str | None = _doc("Not supported.")
+    prompt_embeds: Unbuilt | None = _doc("Not supported yet.")
+
+
+class TokenizeText(Body):
+    model: str | None = None
+    prompt: str = Field(examples=["Hello!"])
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChat(Conversation):
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId] = Field(examples=[[1, 2, 3]])

@@ -1,0 +1,243 @@
+"""The settings of the HTTP server: where it listens, who may ask, what it answers and writes down."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
+from quire.config.engine import Env, checked_value
+from quire.config.sections import Option, Rule, options_of
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+_PREFIX = "server."
+"""Keeps the server's names in a namespace apart from the engine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSection:
+    """Where the server listens, and how it ends."""
+
+    host: str | None = None
+    """Address to listen on. Default: every interface."""
+    port: Annotated[int, Rule(at_least=0, at_most=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on, in place of host and port."""
+    root_path: str = ""
+    """Path under which a proxy offers this server."""
+    api_server_count: Annotated[int, Rule(at_least=1, at_most=256, short="-asc")] = 1
+    """Processes that answer HTTP, all on one port and in front of the same engine."""
+    ssl_keyfile: str | None = None
+    """Private key, for https."""
+    ssl_certfile: str | None = None
+    """Certificate, for https."""
+    ssl_ca_certs: str | None = None
+    """Certificates of the authorities that client certificates are checked against."""
+    ssl_cert_reqs: Annotated[int, Rule(at_least=0, at_most=2)] = 0
+    """Client certificates: 0 none, 1 checked if sent, 2 required."""
+    ssl_ciphers: str | None = None
+    """Allowed TLS ciphers, in OpenSSL's notation."""
+    max_request_body_bytes: Annotated[int, Rule(at_least=1, human=True)] = 64 << 20
+    """Largest body of a request; a larger one is answered with 413."""
+    shutdown_timeout: Annotated[float, Rule(at_least=0)] = 30.0
+    """Seconds that running requests get to finish when the server is told to stop; 0 aborts them at once."""
+    health_timeout: Annotated[float, Rule(above=0)] = 30.0
+    """Seconds without progress of the engine after which /health says 503."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSection:
+    """Who may ask."""
+
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys of which every request must carry one, as `Authorization: Bearer KEY`. Default: QUIRE_API_KEY, or
+    no key."""
+    api_key_exempt: str = "/health,/ping,/metrics"
+    """Paths that need no key, with commas between them."""
+    allow_credentials: bool = False
+    """CORS: whether browsers may send cookies and keys from other origins."""
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: JSON list of the origins that may ask."""
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: JSON list of the methods that other origins may use."""
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    """CORS: JSON list of the headers that other origins may send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSection:
+    """What is answered."""
+
+    response_role: str = "assistant"
+    """Role of the answer in a chat."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """How a chat template gets a message's content: as one string, or as OpenAI's list of parts."""
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template of their own."""
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """JSON of chat template variables for requests that do not set them."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Leave a request's tools out of the prompt when its tool_choice is `none`."""
+    return_tokens_as_token_ids: bool = False
+    """Spell tokens in logprobs as `token_id:ID`."""
+    enable_prompt_tokens_details: bool = False
+    """Report in `usage` how many prompt tokens came out of the prefix cache."""
+    enable_force_include_usage: bool = False
+    """Report `usage` in every stream, chunk by chunk."""
+    enable_request_id_headers: bool = False
+    """Send X-Request-Id back."""
+    enable_server_load_tracking: bool = False
+    """Accepted for old scripts: /load always counts the running requests."""
+    disable_fastapi_docs: bool = False
+    """No /docs, /redoc and /openapi.json."""
+    max_n: Annotated[int, Rule(at_least=1, at_most=16384)] = 128
+    """Most answers that one request may ask for at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSection:
+    """What is written down."""
+
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
+    """Level of the HTTP server's own log."""
+    disable_uvicorn_access_log: bool = False
+    """No log line per HTTP request."""
+    disable_access_log_for_endpoints: str = ""
+    """Paths without such a line, with commas between them."""
+    enable_log_requests: bool = False
+    """Log the id, parameters and prompt of every request."""
+    enable_log_outputs: bool = False
+    """Log the answers too; needs enable_log_requests."""
+    max_log_len: Annotated[int | None, Rule(at_least=0)] = None
+    """Most characters of a prompt or answer in the log. Default: all."""
+    log_error_stack: bool = False
+    """Log the stack of an error that is answered with 500 within the API."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Everything the HTTP wing is told at the start."""
+
+    http: HttpSection = field(default_factory=HttpSection)
+    access: AccessSection = field(default_factory=AccessSection)
+    api: ApiSection = field(default_factory=ApiSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    @property
+    def address(self) -> str:
+        """Where a client finds the server."""
+        if self.http.uds:
+            return f"unix:{self.http.uds}"
+        scheme = "https" if self.http.ssl_certfile else "http"
+        host = self.http.host or "0.0.0.0"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.http.port}{self.http.root_path}"
+
+
+SERVER_SECTIONS: dict[str, type] = {
+    "http": HttpSection,
+    "access": AccessSection,
+    "api": ApiSection,
+    "log": LogSection,
+}
+
+IGNORED: dict[str, bool] = {
+    "data_parallel_supervisor_port": False,
+    "enable_flash_late_interaction": True,
+    "enable_log_deltas": True,
+    "enable_offline_docs": True,
+    "enable_ssl_refresh": True,
+    "h11_max_header_count": False,
+    "h11_max_incomplete_event_size": False,
+}
+"""vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
+
+UNBUILT: dict[str, tuple[Any, ...]] = {
+    "enable_auto_tool_choice": (False,),
+    "enable_per_request_metrics": (False,),
+    "enable_tokenizer_info_endpoint": (False,),
+    "fingerprint_mode": ("hash",),
+    "fingerprint_value": (),
+    "grpc": (False,),
+    "headless": (False,),
+    "log_config_file": (),
+    "lora_modules": (),
+    "middleware": (),
+    "tokens_only": (False,),
+    "tool_call_parser": (),
+    "tool_parser_plugin": ("",),
+    "tool_server": (),
+}
+"""Features that are not built, with the values (beside None) that leave them off."""
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Every flag of the server, one group per section. Call it before `add_engine_flags`, which leaves out
+    what the server has made its own."""
+    add_section_flags(parser, SERVER_SECTIONS, prefix=_PREFIX)
+    hidden = parser.add_argument_group(HIDDEN_TITLE)
+    for name in sorted(IGNORED | UNBUILT):
+        switch = IGNORED.get(name) or UNBUILT.get(name) == (False,)
+        add_foreign_flag(hidden, name, switch=bool(switch), prefix=_PREFIX)
+
+
+def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
+    """The settings out of the flags that were given."""
+    taken = {
+        name.removeprefix(_PREFIX): value
+        for name, value in vars(namespace).items()
+        if name.startswith(_PREFIX)
+    }
+    return make_settings(taken, env=env)
+
+
+def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
+    """The settings out of names and values, checked; None counts as not given."""
+    known, values = options_of(SERVER_SECTIONS), {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in known:
+            check = _texts if known[name].kind is list else checked_value
+            values[name] = check(known[name], value)
+        elif name in UNBUILT:
+            if value not in UNBUILT[name]:
+                raise ConfigError(f"{name}={value!r} is not supported; leave it out")
+        elif name in IGNORED:
+            warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
+        else:
+            raise ConfigError(f"unknown server setting {name!r}")
+    if env is not None and env.api_key:
+        values.setdefault("api_key", (env.api_key,))
+    settings = ServerSettings(
+        **{
+            section: cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
+            for section, cls in SERVER_SECTIONS.items()
+        }
+    )
+    _check(settings)
+    return settings
+
+
+def _texts(option: Option, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{option.name}={value!r} must be a JSON list of strings, such as '[\"*\"]'")
+    return list(value)
+
+
+def _check(settings: ServerSettings) -> None:
+    http, log = settings.http, settings.log
+    if bool(http.ssl_keyfile) != bool(http.ssl_certfile):
+        raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or neither")
+    if http.root_path and not http.root_path.startswith("/"):
+        raise ConfigError(f"root_path={http.root_path!r} must start with '/'")
+    if log.enable_log_outputs and not log.enable_log_requests:
+        raise ConfigError("enable_log_outputs needs enable_log_requests: give both")
+
+
+def paths(text: str) -> frozenset[str]:
+    """The paths of a setting such as `/health,/metrics`."""
+    return frozenset(path.strip() for path in text.split(",") if path.strip())

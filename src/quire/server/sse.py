@@ -1,0 +1,93 @@
+"""Server-sent events, written straight to the connection: no response model, no layer between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.data.outputs import RequestOutput
+from quire.errors import QuireError
+from quire.logs import get_logger
+from quire.server.engine import Outputs
+from quire.server.errors import describe
+from quire.server.gate import DIRECT_SEND
+from quire.server.running import ClientGone, Running
+
+logger = get_logger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encode = msgspec.json.Encoder().encode
+# Line ends to some clients, though not to JSON.
+_SEPARATORS = [(mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\x85\u2028\u2029"]
+
+
+def quote(text: str) -> bytes:
+    """`text` as a JSON string of one line, to any reader of lines."""
+    quoted = _encode(text)
+    return quoted if text.isascii() else _one_line(quoted)
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + _one_line(_encode(body)) + b"\n\n"
+
+
+def opening(frame: dict[str, Any]) -> bytes:
+    """The event of a chunk, up to its first choice."""
+    return event(frame).removesuffix(b"}\n\n") + b',"choices":['
+
+
+def _one_line(encoded: bytes) -> bytes:
+    for mark, escaped in _SEPARATORS:
+        if mark in encoded:
+            encoded = encoded.replace(mark, escaped)
+    return encoded
+
+
+class EventStream(Response):
+    """The outputs of a request as events. Whatever happens, the last one is [DONE]."""
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        *,
+        encode: Callable[[RequestOutput], bytes],
+        finish: Callable[[], bytes],
+        running: Running,
+    ) -> None:
+        self.outputs = outputs
+        self.encode = encode
+        self.finish = finish
+        self.running = running
+        self.background = None
+        self.status_code = 200
+        self.raw_headers = list(_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = scope.get(DIRECT_SEND, send)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = await self.running.until_gone(receive, self._write(send))
+        except ClientGone:
+            return
+        except QuireError as error:
+            last = event(describe(error))
+        except Exception as error:  # the status is sent: this is the only way left to tell the client
+            logger.exception("a stream failed")
+            last = event(describe(error))
+        finally:
+            await self.outputs.aclose()
+        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+
+    async def _write(self, send: Send) -> bytes:
+        encode = self.encode
+        async for output in self.outputs:
+            if chunk := encode(output):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        return self.finish()

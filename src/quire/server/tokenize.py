@@ -1,0 +1,52 @@
+"""/tokenize and /detokenize."""
+
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.errors import RequestError
+from quire.server.asked import check_fields, check_template
+from quire.server.errors import json_response
+from quire.server.generate import Api
+from quire.server.prompts import off_loop
+from quire.server.requests import DetokenizeBody, TokenizeChat, TokenizeText
+from quire.text.tokenizer import Tokenizer
+
+
+def _tokenizer(api: Api) -> Tokenizer:
+    tokenizer = api.engine.inputs.tokenizer
+    if tokenizer is None:
+        raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
+    return tokenizer
+
+
+async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
+    api.check_model(body.model)
+    check_fields(body)
+    tokenizer = _tokenizer(api)
+    if isinstance(body, TokenizeChat):
+        check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+        ids = (await api.reader.count(body)).token_ids
+    else:
+        text, special = body.prompt, body.add_special_tokens
+        ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": api.engine.inputs.max_model_len,
+        "tokens": ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+    }
+    return json_response(found)
+
+
+async def detokenize(api: Api, body: DetokenizeBody) -> Response:
+    api.check_model(body.model)
+    check_fields(body)
+    tokenizer, ids, vocab = _tokenizer(api), body.tokens, api.engine.facts.vocab
+    if ids and max(ids) >= vocab:
+        raise RequestError(
+            f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
+            param="tokens",
+        )
+    text = await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    return json_response({"prompt": text})

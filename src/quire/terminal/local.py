@@ -1,0 +1,48 @@
+"""Answers from a model in this process."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.config.cli import given_from
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.frontend.chat import chat_prompt, read_template
+from quire.frontend.inputs import Prompt
+from quire.llm import LLM
+from quire.terminal import Emit
+
+
+class LocalTalker:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.llm = LLM(**given_from(args))
+        self.name: str = self.llm.config.model.served_model_name[0]
+        self._template = read_template(self.llm.config.model.chat_template)
+        self._params = _sampling(args, self.llm)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], emit: Emit) -> int:
+        prompt = chat_prompt(self.llm.llm_engine.inputs, messages, chat_template=self._template)
+        return self._answer(prompt, emit)
+
+    def complete(self, prompt: str, emit: Emit) -> int:
+        return self._answer(prompt, emit)
+
+    def _answer(self, prompt: Prompt | str, emit: Emit) -> int:
+        engine, count = self.llm.llm_engine, 0
+        engine.add_request("terminal", prompt, self._params)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    count += len(output.outputs[0].token_ids)
+                    emit(output.outputs[0].text)
+        finally:
+            engine.abort_request(["terminal"])
+        return count
+
+
+def _sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
+    asked: dict[str, Any] = {"max_tokens": args.max_tokens, "output_kind": RequestOutputKind.DELTA}
+    if args.temperature is not None:
+        asked["temperature"] = args.temperature
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **asked)

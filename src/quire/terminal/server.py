@@ -1,0 +1,54 @@
+"""Answers from a server, streamed over its HTTP API."""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.remote.http import HttpClient
+from quire.remote.openai import Chunk, bearer, models, stream
+from quire.terminal import Emit
+
+
+class ServerTalker:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._client = HttpClient(args.url, headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY")))
+        self.name: str = args.model_name or asyncio.run(self._first_model())
+        self._options = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        if args.max_tokens is not None:
+            self._options["max_tokens"] = args.max_tokens
+        if args.temperature is not None:
+            self._options["temperature"] = args.temperature
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], emit: Emit) -> int:
+        return asyncio.run(self._answer("/chat/completions", {"messages": messages}, emit))
+
+    def complete(self, prompt: str, emit: Emit) -> int:
+        return asyncio.run(self._answer("/completions", {"prompt": prompt}, emit))
+
+    async def _first_model(self) -> str:
+        try:
+            return (await models(self._client, "/models"))[0].id
+        finally:
+            self._client.close()
+
+    async def _answer(self, path: str, asked: dict[str, Any], emit: Emit) -> int:
+        count, counted = 0, None
+
+        def take(chunk: Chunk) -> None:
+            nonlocal count, counted
+            if chunk.usage is not None:
+                counted = chunk.usage.completion_tokens
+            if text := chunk.text:
+                count += 1
+                emit(text)
+
+        try:
+            await stream(self._client, path, msgspec.json.encode(self._options | asked), take)
+        finally:
+            # Each answer runs in a loop of its own; a connection does not outlive it.
+            self._client.close()
+        return count if counted is None else counted

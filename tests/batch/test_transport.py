@@ -1,0 +1,70 @@
+"""Both ways to an engine give the same answers."""
+
+import asyncio
+import json
+from typing import Any
+
+from fake_openai import FakeServer
+
+from quire.batch.transport import Answer, AsgiTransport, HttpTransport
+from quire.remote.http import HttpClient
+
+
+def test_over_http() -> None:
+    with FakeServer() as server:
+        client = HttpClient(server.url)
+
+        async def main() -> Answer:
+            answer = await HttpTransport(client).send("/v1/completions", b'{"prompt": "hi"}', "r1")
+            client.close()
+            return answer
+
+        answer = asyncio.run(main())
+        assert server.requests[0]["_headers"]["x-request-id"] == "r1"
+    assert answer.status == 200 and json.loads(answer.body)["choices"][0]["text"] == "echo hi"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Says what it got; listens for a hang-up meanwhile, as servers do."""
+    message = await receive()
+    hang_up = asyncio.create_task(receive())
+    await asyncio.sleep(0.01)
+    assert not hang_up.done(), "the client seemed to hang up"
+    hang_up.cancel()
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    found = {
+        "path": scope["path"],
+        "method": scope["method"],
+        "headers": headers,
+        "body": message["body"].decode(),
+    }
+    content = json.dumps(found).encode()
+    await send({"type": "http.response.start", "status": 202, "headers": []})
+    await send({"type": "http.response.body", "body": content[:10], "more_body": True})
+    await send({"type": "http.response.body", "body": content[10:]})
+
+
+def test_into_an_application() -> None:
+    transport = AsgiTransport(app, headers={"Authorization": "Bearer k"})
+    answer = asyncio.run(transport.send("/v1/completions", b'{"prompt": 1}', "r1"))
+    found = json.loads(answer.body)
+    assert (answer.status, found["path"], found["method"]) == (202, "/v1/completions", "POST")
+    assert found["body"] == '{"prompt": 1}'
+    assert found["headers"]["x-request-id"] == "r1" and found["headers"]["authorization"] == "Bearer k"
+    assert (
+        found["headers"]["content-type"] == "application/json" and found["headers"]["content-length"] == "13"
+    )
+
+
+def test_into_fastapi() -> None:
+    """A real framework reads the scope without complaint."""
+    from fastapi import FastAPI
+
+    api = FastAPI()
+
+    @api.post("/v1/completions")
+    async def answer(body: dict[str, Any]) -> dict[str, Any]:
+        return {"echo": body["prompt"]}
+
+    found = asyncio.run(AsgiTransport(api).send("/v1/completions", b'{"prompt": "x"}', "r1"))
+    assert (found.status, json.loads(found.body)) == (200, {"echo": "x"})

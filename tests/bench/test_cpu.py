@@ -1,0 +1,73 @@
+"""CPU time lands on the process that spent it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_openai import FakeServer
+
+from quire.bench.cpu import CpuWatch, Usage, check_pid, listening_pids, report
+from quire.errors import ConfigError
+
+CHILD = """
+import sys, time
+sys.stdin.readline()
+end = time.process_time() + 0.3
+while time.process_time() < end:
+    pass
+print("spent", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_children_count_and_idle_processes_do_not() -> None:
+    """A child that burns 0.3 s is charged with them; this process is not."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        watch = CpuWatch([os.getpid()])
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        spent = {each.pid: each for each in watch.spent()}
+        child.stdin.close()
+    assert spent[child.pid].user_s + spent[child.pid].system_s > 0.25
+    assert spent[os.getpid()].user_s < 0.2 and spent[os.getpid()].role == "client (this process)"
+
+
+def test_a_process_that_went_away_is_left_out() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    watch = CpuWatch([os.getpid()])
+    child.wait()
+    assert {each.pid for each in watch.spent()} == {os.getpid()}
+    assert CpuWatch([child.pid]).spent() == []
+
+
+def test_who_listens_on_a_port() -> None:
+    with FakeServer() as server:
+        assert listening_pids(server.port) == [os.getpid()]
+    assert listening_pids(server.port) == []
+
+
+def test_of_a_shared_socket_the_eldest_listener_is_found() -> None:
+    """A supervisor hands its socket to API processes; the engine is only among the supervisor's children."""
+    code = "import os, socket, sys\ns = socket.create_server(('127.0.0.1', 0))\n"
+    code += "if os.fork(): print(s.getsockname()[1], flush=True)\nsys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        assert listening_pids(int(parent.stdout.readline())) == [parent.pid]
+        parent.stdin.close()
+
+
+def test_shares_are_of_one_core() -> None:
+    title, line = report([Usage(7, "quire:core", 1.5, 0.5)], seconds=4.0, num_tokens=50_000)
+    assert line.split() == ["quire:core", "7", "1.50", "0.50", "50.0%", "40.0"] and "of one core" in title
+
+
+def test_a_pid_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--server-pid 99999999"):
+        check_pid(99999999)

@@ -1,0 +1,60 @@
+"""Asking an application without a socket, and reading streams."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from fake_engine import FakeEngine
+
+from quire.server.app import Application
+from quire.server.settings import make_settings
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def ask(
+    method: str,
+    path: str,
+    *,
+    engine: FakeEngine | None = None,
+    settings: dict[str, Any] | None = None,
+    **given: Any,
+) -> httpx.Response:
+    application = Application(engine or FakeEngine(), make_settings(settings or {}))
+    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+
+    async def go() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **given)
+
+    return asyncio.run(go())
+
+
+def chat(
+    engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
+) -> httpx.Response:
+    return ask("POST", CHAT, engine=engine, settings=settings, json={"messages": MESSAGES, **body})
+
+
+def complete(
+    engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
+) -> httpx.Response:
+    return ask("POST", COMPLETIONS, engine=engine, settings=settings, json={"prompt": "ab", **body})
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must be one line each and end in [DONE]."""
+    assert response.status_code == 200, response.text
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    assert all(len(part.splitlines()) == 1 and part.startswith("data: ") for part in parts[:-1])
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status
+    return error

@@ -1,0 +1,166 @@
+"""An engine without a model: it answers every prompt with a scripted text, one byte a token, through the real
+input and output processors."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from quire.data.outputs import RequestOutput
+from quire.data.params import SamplingParams
+from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.data.request import Request
+from quire.errors import EngineDead, EngineError
+from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.outputs import OutputProcessor
+from quire.text.tokenizer import Tokenizer
+
+VOCAB = 258
+EOS = 257
+ANSWER = "Hello, world! Żółw."
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if documents %}docs:{{ documents | length }}\n{% endif %}"
+    "{% if tools %}tools:{{ tools | length }}\n{% endif %}"
+    "{% if mood is defined %}mood:{{ mood }}\n{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token per byte, and two special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return Tokenizer(
+        backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"}, chat_template=TEMPLATE
+    )
+
+
+@dataclass
+class FakeFacts:
+    model_names: tuple[str, ...] = ("fake", "also-fake")
+    vocab: int = VOCAB
+    max_logprobs: int = 20
+    root: str = "models/fake"
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    version: str = "1.2.3"
+    start_time: float = 1_700_000_000.0
+
+
+class FakeEngine:
+    """`steps_s` is the pause before each token; `fail_after` breaks every request after so many tokens."""
+
+    def __init__(
+        self,
+        answer: str = ANSWER,
+        *,
+        step_s: float = 0.0,
+        fail_after: int | None = None,
+        max_model_len: int = 512,
+    ) -> None:
+        self.facts = FakeFacts()
+        self.tokenizer = byte_tokenizer()
+        self.inputs = InputProcessor(
+            tokenizer=self.tokenizer,
+            vocab=VOCAB,
+            max_model_len=max_model_len,
+            eos_ids=[EOS],
+            max_logprobs=self.facts.max_logprobs,
+            seed=0,
+        )
+        self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
+        self.step_s, self.fail_after = step_s, fail_after
+        self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
+        self.aborted: list[str] = []
+        self.num_in_flight = 0
+        self.dead: str | None = None
+        self.num_resets = 0
+
+    def check(self) -> None:
+        if self.dead:
+            raise EngineDead(self.dead)
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.check()
+        engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
+        requests = self.inputs.requests(engine_id, prompt, params, priority=priority)
+        self.seen.append((request_id, prompt, params, priority))
+        return self._stream(engine_id, prompt, requests)
+
+    async def _stream(
+        self, id: str, prompt: Prompt, requests: list[Request]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        outputs = OutputProcessor(self.tokenizer)
+        outputs.add(id, prompt, requests)
+        self.num_in_flight += 1
+        finished = False
+        try:
+            for position in range(10**9):
+                await asyncio.sleep(self.step_s)
+                if position == self.fail_after:
+                    raise EngineError("the engine failed on this request")
+                for output in outputs.process(self._step(requests, position)).outputs:
+                    finished = output.finished
+                    yield output
+                if finished:
+                    return
+        finally:
+            self.num_in_flight -= 1
+            if not finished:
+                self.aborted.append(id)
+
+    def _step(self, requests: list[Request], position: int) -> StepOutput:
+        step = StepOutput([], [], at=float(position))
+        for request in requests:
+            if request.num_output != position:
+                continue
+            token = self.script[position % len(self.script)]
+            if token == EOS and request.eos_id < 0:
+                token = self.script[0]
+            request.tokens.append(token)
+            step.request_ids.append(request.id)
+            step.token_ids.append(token)
+            if position == 0:
+                step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
+                self._add_prompt_logprobs(step, request)
+            if request.params.logprobs is not None:
+                step.logprobs[request.id] = self._logprobs(token, request.params.logprobs)
+            if token == request.eos_id:
+                step.finished[request.id] = Finish("stop")
+            elif token in (request.params.stop_token_ids or ()):
+                step.finished[request.id] = Finish("stop", token)
+            elif len(request.tokens) >= request.limit:
+                step.finished[request.id] = Finish("length")
+        return step
+
+    def _add_prompt_logprobs(self, step: StepOutput, request: Request) -> None:
+        count = request.params.prompt_logprobs
+        if count is not None:
+            ids = request.tokens[1 : request.prompt_len]
+            step.prompt_logprobs[request.id] = [self._logprobs(token, count) for token in ids]
+
+    def _logprobs(self, token: int, count: int) -> RowLogprobs:
+        """The chosen token is the second best; the third is impossible."""
+        others = [i for i in range(VOCAB) if i != token]
+        best = [others[0], token, *others[1:]][: VOCAB if count == -1 else count]
+        values = [-0.5, -1.0, float("-inf"), *[-50.0 - i for i in range(VOCAB)]][: len(best)]
+        return RowLogprobs([token, *best], [-1.0, *values], 2)
+
+    async def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
+        return True
+
+    def metrics_text(self) -> str:
+        return "# HELP vllm:num_requests_running x\nvllm:num_requests_running 0.0\n"
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"running": self.num_in_flight}

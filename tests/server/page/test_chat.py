@@ -1,0 +1,199 @@
+"""The chat in a real browser, against a server that answers by a script."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Open = Callable[..., Any]
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+
+
+def answered(page: Any) -> Any:
+    """The newest answer, when it has ended."""
+    page.wait_for_selector(".answer:last-child[aria-busy=false]")
+    return page.locator(".answer").last
+
+
+def holds(page: Any, expression: str) -> None:
+    page.wait_for_function(expression)
+
+
+def test_a_question_is_streamed_into_the_page(serve: Open, open_page: Open) -> None:
+    """Catches a broken stream reader, lost history, requests to elsewhere, and any console message."""
+    site = serve()
+    page = open_page(site)
+    ask(page, "Why is the sky blue?")
+    answer = answered(page)
+    assert answer.locator(".prose").inner_text() == "The sky is blue."
+    stats = answer.locator(".stats").inner_text().replace("\u00a0", " ")
+    assert stats.startswith("3 tokens · ") and "tok/s" in stats and "TTFT" in stats
+    assert page.inner_text("#context") == "context: 23 of 8,192 tokens"
+    ask(page, "And at night?")
+    answered(page)
+    roles = [message["role"] for message in site.bodies[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert site.bodies[1]["messages"][1]["content"] == "The sky is blue."
+    assert all(url.startswith(site.url) for url in page.requests)
+    assert page.problems == []
+
+
+def test_keys_and_controls(serve: Open, open_page: Open) -> None:
+    """Catches controls that are not sent, empty ones that are, and a Shift+Enter that sends."""
+    site = serve()
+    page = open_page(site)
+    page.click("#controls summary")
+    for name, value in {
+        "temperature": "0.7",
+        "top_p": "0.95",
+        "top_k": "40",
+        "max_tokens": "64",
+        "seed": "7",
+    }.items():
+        page.fill(f"[name={name}]", value)
+    page.fill("[name=system]", "Be brief.")
+    page.fill("#question", "one")
+    page.press("#question", "Shift+Enter")
+    page.keyboard.type("two")
+    page.press("#question", "Enter")
+    answered(page)
+    page.click("#defaults")
+    ask(page, "three")
+    answered(page)
+    first, second = site.bodies
+    assert first == {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 40,
+        "max_tokens": 64,
+        "seed": 7,
+    }
+    assert second.keys() == {"messages", "stream", "stream_options"}
+
+
+def test_an_impossible_value_is_not_sent(serve: Open, open_page: Open) -> None:
+    """Catches a question that is lost to a refused request, or swallowed by a closed panel."""
+    site = serve()
+    page = open_page(site)
+    page.click("#controls summary")
+    page.fill("[name=top_p]", "1.5")
+    page.click("#controls summary")
+    ask(page, "hello")
+    assert page.locator("#controls").get_attribute("open") is not None
+    assert page.input_value("#question") == "hello"
+    page.fill("[name=top_p]", "0.5")
+    page.press("#question", "Enter")
+    answered(page)
+    assert [body["top_p"] for body in site.bodies] == [0.5]
+
+
+@pytest.mark.parametrize("way", ["button", "key", "new chat"])
+def test_stop_aborts_on_the_server(serve: Open, open_page: Open, until: Open, way: str) -> None:
+    """Catches a stop that only hides the text while the engine goes on."""
+    site = serve()
+    page = open_page(site)
+    ask(page, "endless")
+    holds(page, "() => document.querySelector('.prose')?.textContent.length > 30")
+    if way == "key":
+        page.keyboard.press("Escape")
+    else:
+        page.click({"button": "#stop", "new chat": "#new"}[way])
+    page.wait_for_selector("#send")
+    until(lambda: site.num_aborted == 1)
+    if way == "new chat":
+        assert page.locator(".answer, .question").count() == 0
+    else:
+        assert answered(page).locator(".stats").inner_text().endswith("stopped")
+    ask(page, "again")
+    assert answered(page).locator(".prose").inner_text() == "The sky is blue."
+    assert len(site.bodies[-1]["messages"]) == (1 if way == "new chat" else 3)
+
+
+def test_retry_asks_the_same_again(serve: Open, open_page: Open) -> None:
+    """Catches a retry that sends the old answer along, or leaves it on the page."""
+    site = serve()
+    page = open_page(site)
+    ask(page, "hello")
+    answered(page).locator("[data-retry]").click()
+    page.wait_for_function("() => document.querySelector('.answer[aria-busy=false]')")
+    assert site.bodies[0] == site.bodies[1]
+    assert page.locator(".answer").count() == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "problem"),
+    [
+        ("refuse", "max_tokens is too large."),
+        ("overload", "The server answered with status 503."),
+        ("fail", "The engine stopped."),
+        ("cut", "The connection ended before the answer did."),
+    ],
+)
+def test_failures_are_told(serve: Open, open_page: Open, question: str, problem: str) -> None:
+    """Catches an error of the server that leaves the page waiting for ever, or says nothing."""
+    page = open_page(serve())
+    ask(page, question)
+    assert answered(page).locator(".note").inner_text() == problem
+    assert page.locator("#send").is_visible()
+
+
+def test_markdown_becomes_structure(serve: Open, open_page: Open) -> None:
+    """Catches code blocks, lists and emphasis that do not survive being streamed in pieces."""
+    page = open_page(serve())
+    ask(page, "How is a linked list reversed?")
+    prose = answered(page).locator(".prose")
+    assert prose.locator("> *").evaluate_all("nodes => nodes.map(node => node.tagName)") == [
+        "P",
+        "DIV",
+        "P",
+        "OL",
+    ]
+    assert prose.locator("pre code").inner_text().startswith("def reverse(head: Node | None)")
+    assert prose.locator("strong").inner_text() == "one node at a time"
+    assert prose.locator("> ol > li").count() == 3
+    assert prose.locator("ol ul li").count() == 2
+    assert "```" not in prose.inner_text() and "**" not in prose.inner_text()
+
+
+def test_copy_takes_code_and_answer(serve: Open, open_page: Open) -> None:
+    """Catches a copy of what is shown instead of what was written."""
+    page = open_page(serve(), permissions=["clipboard-read", "clipboard-write"])
+    ask(page, "How is a linked list reversed?")
+    answered(page).locator("[data-copy=code]").click()
+    assert page.evaluate("navigator.clipboard.readText()").endswith("\n    return before")
+    page.click("[data-copy=answer]")
+    assert "```python\ndef reverse" in page.evaluate("navigator.clipboard.readText()")
+
+
+def test_model_output_never_becomes_markup(serve: Open, open_page: Open) -> None:
+    """Catches script injection through the answer."""
+    page = open_page(serve())
+    ask(page, "inject")
+    prose = answered(page).locator(".prose")
+    assert prose.locator("img, script, b, a").count() == 0
+    assert '<img src=x onerror="window.hit=1"> <script>' in prose.inner_text()
+    assert prose.locator("strong").inner_text() == "<b>bold</b>"
+    assert page.evaluate("window.hit") is None
+    assert page.problems == []
+
+
+def test_text_that_grows_moves_nothing_above_it(serve: Open, open_page: Open) -> None:
+    """Catches layout jumps: a composer that moves, a reader pulled away from where they scrolled to."""
+    page = open_page(serve())
+    place = "() => document.getElementById('composer').getBoundingClientRect().top"
+    top = page.evaluate(place)
+    ask(page, "endless")
+    holds(page, "() => log.scrollTop > 40")
+    assert page.evaluate(place) == top
+    page.evaluate("log.scrollTop = 0")
+    length = page.evaluate("document.querySelector('.prose').textContent.length")
+    holds(page, f"() => document.querySelector('.prose').textContent.length > {length} + 200")
+    assert page.evaluate("log.scrollTop") == 0
+    page.keyboard.press("Escape")

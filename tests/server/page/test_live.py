@@ -1,0 +1,144 @@
+"""The live view, the API key and the look of the page, in a real browser."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.server.page as page_module
+from quire.errors import EngineDead
+
+PHONE = {"width": 390, "height": 844}
+
+Open = Callable[..., Any]
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+
+
+def answered(page: Any) -> Any:
+    """The newest answer, when it has ended."""
+    page.wait_for_selector(".answer:last-child[aria-busy=false]")
+    return page.locator(".answer").last
+
+
+def test_live_numbers_move(serve: Open, open_page: Open) -> None:
+    """Catches a live view that is drawn once, or fields that are bound to nothing."""
+    site = serve()
+    site.engine.changes = {"itl_ms": {"p50": 8.1, "p90": 11.6, "p99": float("nan")}}
+    page = open_page(site)
+    running = "[data-field=running]"
+    page.wait_for_selector("[data-state=healthy]")
+    seen = page.inner_text(running)
+    page.wait_for_function(f"() => document.querySelector('{running}').textContent !== '{seen}'")
+    texts = dict(
+        page.eval_on_selector_all("[data-field]", "n => n.map(e => [e.dataset.field, e.textContent])")
+    )
+    assert texts["model"] == "example-model-1B-instruct"
+    assert (texts["waiting"], texts["kv_usage"], texts["prefix_hit_rate"]) == ("3", "43.8 %", "62.8 %")
+    assert (texts["ttft_ms.p50"], texts["ttft_ms.p99"], texts["itl_ms.p99"]) == ("41.3 ms", "263 ms", "–")
+    assert [name for name, text in texts.items() if text == "–"] == ["itl_ms.p99"]
+    assert page.inner_text("#blocks-text") == "4,144 of 9,472 blocks of 16 tokens in use"
+
+
+def test_the_map_shows_each_state_in_its_colour(serve: Open, open_page: Open) -> None:
+    """Catches a map that stays empty or mixes up the states."""
+    page = open_page(serve())
+    page.wait_for_selector("[data-state=healthy]")
+    counts = page.evaluate(
+        """() => {
+            const canvas = document.getElementById("blocks");
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const counts = {};
+            for (let i = 0; i < data.length; i += 4) {
+                const name = data.slice(i, i + 3).join();
+                if (data[i + 3] === 255) counts[name] = (counts[name] ?? 0) + 1;
+            }
+            return counts;
+        }"""
+    )
+    cells = serve().engine.cells
+    colours = ["234,231,224", "179,201,222", "43,91,140", "207,123,52"]
+    assert counts == {colour: 16 * cells.count(state) for state, colour in enumerate(colours)}
+
+
+def test_a_sick_engine_and_a_lost_connection_are_shown_and_healed(serve: Open, open_page: Open) -> None:
+    """Catches a page that keeps showing old numbers as if they were live, or never comes back."""
+    site = serve()
+    page = open_page(site)
+    page.wait_for_selector("[data-state=healthy]")
+    site.engine.error = EngineDead("the core has died")
+    page.wait_for_selector("[data-state=sick]")
+    assert page.inner_text("#status") == "the core has died"
+    site.engine.error = None
+    page.wait_for_selector("[data-state=healthy]")
+    site.stop()
+    page.wait_for_selector("[data-state=lost]")
+    serve(port=site.port)
+    page.wait_for_selector("[data-state=healthy]")
+
+
+def test_the_key_is_asked_for_kept_and_sent(serve: Open, open_page: Open) -> None:
+    """Catches a page that cannot be used where an API key is set, or forgets it."""
+    site = serve(key="s3cret")
+    page = open_page(site)
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("[data-state=locked]")
+    page.click("#unlock")
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    page.wait_for_selector("#key-refused")
+    page.fill("#key", "s3cret")
+    page.press("#key", "Enter")
+    page.wait_for_selector("[data-state=healthy]")
+    ask(page, "hello")
+    assert answered(page).locator(".prose").inner_text() == "The sky is blue."
+    page.reload()
+    page.wait_for_selector("[data-state=healthy]")
+    assert page.locator("dialog[open]").count() == 0
+
+
+def test_a_phone_needs_no_sideways_scrolling(serve: Open, open_page: Open) -> None:
+    """Catches a layout wider than the screen, in the chat and in the engine view."""
+    page = open_page(serve(), viewport=PHONE, is_mobile=True, device_scale_factor=2)
+    widths = "nodes => nodes.map(node => node.scrollWidth)"
+    ask(page, "How is a linked list reversed?")
+    answered(page)
+    page.click("#controls summary")
+    assert page.locator(".engine").is_hidden()
+    assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
+    page.click("#show-engine")
+    assert page.locator(".engine").is_visible()
+    page.wait_for_timeout(600)
+    assert max(page.eval_on_selector_all("html, body, main, .log, .engine", widths)) <= PHONE["width"]
+
+
+def test_pictures(serve: Open, open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a dark scheme that is not dark. QUIRE_PICTURES=docs keeps the pictures there."""
+    kept = os.environ.get("QUIRE_PICTURES")
+    if kept:  # a minute of numbers in a few seconds, to fill the lines
+        monkeypatch.setattr(page_module, "TICK_S", 0.02)
+    folder = Path(kept) if kept else tmp_path
+    looks: dict[str, dict[str, Any]] = {
+        "page": {"color_scheme": "light"},
+        "page-dark": {"color_scheme": "dark"},
+        "page-phone": {"color_scheme": "light", "viewport": PHONE, "is_mobile": True},
+    }
+    paper = {}
+    for name, settings in looks.items():
+        page = open_page(serve(), **settings)
+        ask(page, "How is a linked list reversed?")
+        answered(page)
+        page.wait_for_timeout(6000 if kept else 100)
+        page.screenshot(path=folder / f"{name}.png")
+        paper[name] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == {
+        "page": "rgb(250, 249, 246)",
+        "page-dark": "rgb(21, 21, 19)",
+        "page-phone": "rgb(250, 249, 246)",
+    }

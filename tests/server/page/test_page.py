@@ -1,0 +1,147 @@
+"""The page's routes: static files, and the event stream of snapshots."""
+
+import asyncio
+import json
+import time
+import tomllib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import quire.server.page as page
+from quire.errors import EngineDead
+
+
+def test_index_is_html_that_runs_nothing_foreign(serve: Callable[..., Any]) -> None:
+    """Catches a page without its security policy, or with a type browsers would guess."""
+    answer = httpx.get(serve().url)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_every_file_has_its_type(serve: Callable[..., Any]) -> None:
+    """Catches a module served as text/plain, which browsers refuse."""
+    url = serve().url
+    types = {name: httpx.get(f"{url}/page/{name}").headers["content-type"] for name in page.ASSETS}
+    for name, found in types.items():
+        assert found.startswith(page.TYPES[Path(name).suffix]), name
+    assert {"page.js", "page.css", "icon.svg"} <= types.keys()
+
+
+def test_a_known_file_is_not_sent_twice(serve: Callable[..., Any]) -> None:
+    """Catches a tag that is never compared, and one that matches anything."""
+    url = serve().url + "/page/page.js"
+    tag = httpx.get(url).headers["etag"]
+    again = httpx.get(url, headers={"If-None-Match": f"W/{tag}"})
+    assert (again.status_code, again.content) == (304, b"")
+    assert httpx.get(url, headers={"If-None-Match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["__init__.py", "../__init__.py", "..%2f..%2ferrors.py", "%2e%2e/main.py", "/etc/passwd", "nothing.js"],
+)
+def test_nothing_else_can_be_read(serve: Callable[..., Any], name: str) -> None:
+    """Catches path traversal and Python source on the web."""
+    assert httpx.get(f"{serve().url}/page/{name}").status_code == 404
+
+
+def test_page_stays_out_of_the_api_document(serve: Callable[..., Any]) -> None:
+    """Catches the page's routes in the OpenAPI document, where they would be fuzzed as API."""
+    assert list(httpx.get(serve().url + "/openapi.json").json()["paths"]) == ["/v1/chat/completions"]
+
+
+def test_files_name_only_files_that_exist() -> None:
+    """Catches a renamed module or an address outside of this server."""
+    for name, asset in page.ASSETS.items():
+        text = asset.content.decode()
+        assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace(
+            "*/", ""
+        ), name
+        for quoted in text.split('"')[1::2]:
+            if quoted.startswith(("./", "page/")) and quoted != "page/events":
+                assert quoted.rpartition("/")[2] in page.ASSETS, f"{name}: {quoted}"
+
+
+def test_files_travel_with_the_package() -> None:
+    """Catches files that the build leaves behind: then an installed server has no page."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert "server/page/*" in project["tool"]["setuptools"]["package-data"]["quire"]
+
+
+class CountingEngine:
+    def __init__(self) -> None:
+        self.num_snapshots = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        self.num_snapshots += 1
+        return {"number": self.num_snapshots, "nan": float("nan")}
+
+
+def decoded(event: bytes) -> Any:
+    assert event.startswith(b"data: ") and event.endswith(b"\n\n")
+    return json.loads(event[6:])
+
+
+async def take(stream: AsyncIterator[bytes], num_events: int) -> list[Any]:
+    return [decoded(await anext(stream)) for _ in range(num_events)]
+
+
+def test_all_listeners_share_one_snapshot_per_tick() -> None:
+    """Catches a snapshot per listener: a hundred open pages would slow the engine down."""
+    engine = CountingEngine()
+    feed = page.Feed(engine)
+
+    async def listen() -> list[list[Any]]:
+        await asyncio.sleep(page.TICK_S - time.monotonic() % page.TICK_S + 0.02)
+        return await asyncio.gather(*(take(feed.listen(), 3) for _ in range(20)))
+
+    seen = [[event["number"] for event in events] for events in asyncio.run(listen())]
+    assert all(numbers == seen[0] for numbers in seen)
+    assert seen[0] == sorted(seen[0]) and seen[0][-1] > seen[0][0]
+    assert engine.num_snapshots == seen[0][-1] <= 3
+
+
+def test_numbers_that_json_has_not_become_null() -> None:
+    """Catches NaN in the stream, which makes JSON.parse throw."""
+    assert asyncio.run(take(page.Feed(CountingEngine()).listen(), 1))[0]["nan"] is None
+
+
+def test_a_dead_engine_is_an_event_not_a_broken_stream() -> None:
+    """Catches a page that only says "connection lost" when the engine is what failed."""
+
+    class DeadEngine:
+        def snapshot(self) -> dict[str, Any]:
+            raise EngineDead("the core has died")
+
+    events = asyncio.run(take(page.Feed(DeadEngine()).listen(), 2))
+    assert events == [{"healthy": False, "problem": "the core has died"}] * 2
+
+
+def test_closing_the_feed_ends_open_streams() -> None:
+    """Catches a server that can never drain because a page is open."""
+
+    async def listen() -> list[bytes]:
+        feed = page.Feed(CountingEngine())
+        asyncio.get_running_loop().call_later(0.05, feed.close)
+        return [event async for event in feed.listen()]
+
+    assert len(asyncio.run(asyncio.wait_for(listen(), 5))) >= 1
+
+
+def test_no_snapshots_when_the_client_has_gone(serve: Callable[..., Any]) -> None:
+    """Catches a stream that outlives its client."""
+    site = serve()
+    with httpx.stream("GET", site.url + "/page/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+        assert json.loads(next(lines).removeprefix("data: "))["num_blocks"] == 9472
+    time.sleep(2 * page.TICK_S)
+    before = site.engine.num_snapshots
+    time.sleep(3 * page.TICK_S)
+    assert site.engine.num_snapshots == before

@@ -1,0 +1,66 @@
+"""The operator's routes, and the document."""
+
+from ask import ask, refused
+from fake_engine import FakeEngine
+
+
+def test_health_tells_the_cause() -> None:
+    engine = FakeEngine()
+    good = ask("GET", "/health", engine=engine)
+    assert good.status_code == 200 and good.content == b""
+    engine.dead = "no progress for 31 s"
+    assert refused(ask("GET", "/health", engine=engine), 503)["message"] == "no progress for 31 s"
+    for method in ("GET", "POST"):
+        refused(ask(method, "/ping", engine=engine), 503)
+
+
+def test_models_under_every_served_name() -> None:
+    engine = FakeEngine()
+    engine.facts.model_names = ("org/name", "other")
+    found = ask("GET", "/v1/models", engine=engine).json()
+    assert [card["id"] for card in found["data"]] == ["org/name", "other"] and found["object"] == "list"
+    card = ask("GET", "/v1/models/org/name", engine=engine).json()
+    assert card == found["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
+    assert card["permission"][0]["id"].startswith("modelperm-")
+    refused(ask("GET", "/v1/models/none", engine=engine), 404)
+
+
+def test_small_routes() -> None:
+    engine = FakeEngine()
+    assert ask("GET", "/version", engine=engine).json() == {"version": "1.2.3"}
+    engine.num_in_flight = 7
+    assert ask("GET", "/load", engine=engine).json() == {"server_load": 7}
+    metrics = ask("GET", "/metrics", engine=engine)
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4") and "vllm:" in metrics.text
+    assert (
+        ask("POST", "/reset_prefix_cache", engine=engine).json() == {"success": True}
+        and engine.num_resets == 1
+    )
+
+
+def test_unknown_routes_and_methods() -> None:
+    assert ask("GET", "/nope").json() == {"detail": "Not Found"}
+    wrong = ask("GET", "/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+
+
+def test_document_is_complete_and_says_400_not_422() -> None:
+    document = ask("GET", "/openapi.json").json()
+    expected = {
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
+        "/detokenize", "/health", "/ping", "/version", "/load", "/metrics", "/reset_prefix_cache",
+    }  # fmt: skip
+    assert set(document["paths"]) == expected
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert {"400", "404", "413"} <= document["paths"][path]["post"]["responses"].keys()
+    assert (
+        "422" not in str(document["paths"]) and "HTTPValidationError" not in document["components"]["schemas"]
+    )
+    content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert content.keys() == {"application/json", "text/event-stream"}
+
+
+def test_documents_can_be_turned_off() -> None:
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert ask("GET", path).status_code == 200
+        assert ask("GET", path, settings={"disable_fastapi_docs": True}).status_code == 404

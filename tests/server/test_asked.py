@@ -1,0 +1,104 @@
+"""What a body may ask for: limits, and features that are not there."""
+
+from typing import Any
+
+import pytest
+from ask import MESSAGES, chat, refused
+from fake_engine import FakeEngine
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": TOOLS}, "tools", "`tools` with tool_choice='auto' is not supported yet"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools", "tool_choice='required'"),
+        ({"tools": []}, "tools", "`tools` must not be an empty array"),
+        ({"tool_choice": "auto"}, "tool_choice", "When using `tool_choice`, `tools` must be set."),
+        ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' is not supported"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
+        ({"guided_json": {}}, "guided_json", "not supported"),
+        ({"guided_regex": "a"}, "guided_regex", "not supported"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "image_url",
+        ),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options",
+            "only be defined when `stream=True`.",
+        ),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "not available when `stream=True`."),
+        ({"stream": True, "use_beam_search": True}, "stream", "not currently supported with beam search"),
+        ({"top_logprobs": 2}, "top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true."),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "non-negative or -1"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "greater than max allowed: 20"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "`logprobs` must be set"),
+        ({"n": 129}, "n", "at most 128 (--max-n)"),
+        ({"n": 2, "temperature": 0}, "n", "must be 1 when using greedy sampling"),
+        ({"stop": ["a"] * 5}, "stop", "at most 4 strings, got 5"),
+        ({"stop": ""}, "stop", "empty stop string"),
+        ({"temperature": -1}, "temperature", "must be in [0, 2]"),
+        ({"max_tokens": 10**30}, "max_tokens", "cannot be greater than max_model_len=512"),
+        ({"max_tokens": 500}, "input_tokens", "you requested 500 output tokens and your prompt contains 18"),
+        ({"max_tokens": -1}, "max_tokens", "at least 1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as keys"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids in [0, 258)"),
+        ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template is not set"),
+        ({"continue_final_message": True}, None, "Cannot set both `continue_final_message`"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "may not hold messages"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_400_names_the_field_and_the_engine_sees_nothing(
+    body: dict[str, Any], param: str | None, words: str, stream: bool
+) -> None:
+    engine = FakeEngine()
+    error = refused(chat(engine, **{"stream": stream and "stream_options" not in body, **body}))
+    assert error["param"] == param and words in error["message"] and error["type"] == "BadRequestError"
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"best_of": 1, "modalities": ["text"], "media_io_kwargs": {}},
+        {"frequency_penalty": None, "n": None, "stream_options": None, "logprobs": None, "stop": None},
+        {"unheard_of": {"deep": [1]}, "store": True},
+        {"model": ""},
+        {"model": "also-fake"},
+        {"temperature": 1, "seed": -1, "top_k": -1},
+    ],
+)
+def test_what_asks_for_nothing_special_is_answered(body: dict[str, Any]) -> None:
+    assert chat(**body).json()["model"] == "fake"
+
+
+def test_max_n_is_a_setting() -> None:
+    assert refused(chat(n=3, settings={"max_n": 2}))["param"] == "n"
+
+
+def test_unknown_model_is_404() -> None:
+    error = refused(chat(model="x"), 404)
+    assert error == {
+        "message": "The model `x` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+
+
+def test_the_longest_answer_that_fits_is_allowed() -> None:
+    """An off-by-one would refuse requests that use the whole context."""
+    prompt_len = len("user:hi\nassistant:")
+    assert chat(max_tokens=512 - prompt_len, messages=MESSAGES).status_code == 200
+    assert refused(chat(max_tokens=512 - prompt_len + 1))["param"] == "input_tokens"

@@ -1,0 +1,30 @@
+"""Beam search over the API."""
+
+from ask import chat, complete, refused
+from fake_engine import FakeEngine
+
+
+def test_the_best_beams_come_first() -> None:
+    """Each step the likeliest token is '!', the script's own is second."""
+    engine = FakeEngine()
+    reply = complete(engine, use_beam_search=True, n=2, max_tokens=2, length_penalty=1.0).json()
+    assert [choice["text"] for choice in reply["choices"]] == ["!!", "!H"]
+    assert reply["usage"] == {"prompt_tokens": 2, "total_tokens": 6, "completion_tokens": 4}
+    assert engine.num_in_flight == 0
+    assert len(chat(use_beam_search=True, n=2, max_tokens=2).json()["choices"]) == 2
+
+
+def test_beams_can_show_logprobs() -> None:
+    choice = complete(use_beam_search=True, n=1, max_tokens=3, logprobs=1).json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 3
+
+
+def test_too_wide_a_beam_is_refused_with_the_way_out() -> None:
+    error = refused(complete(use_beam_search=True, n=11))
+    assert error["param"] == "n" and "--max-logprobs" in error["message"]
+
+
+def test_a_failing_round_leaves_nothing_running() -> None:
+    engine = FakeEngine(fail_after=0)
+    refused(complete(engine, use_beam_search=True, n=2), 500)
+    assert engine.num_in_flight == 0

@@ -1,0 +1,79 @@
+"""Bodies that are no requests at all: always 400, never 500."""
+
+import json
+
+import pytest
+from ask import CHAT, COMPLETIONS, ask, chat, refused
+from fake_engine import FakeEngine
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"messages": 3}',
+        b'{"messages": []}',
+        b'{"messages": [{"role": 1}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": "1"}',
+        b'{"messages": [{"role": "user", "content": "a"}], "temperature": true}',
+        b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1.5}',
+        b'{"messages": [{"role": "user", "content": "a"}], "stream": 1}',
+        b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}",
+        b'{"messages": [{"role": "user", "content": "a"}], "seed": 9223372036854775808}',
+        b'{"messages": [{"role": "user", "content": "a"}], "cache_salt": ""}',
+        b'{"messages": [{"role": "user", "content": "a"}], "documents": '
+        + b"[" * 100000
+        + b"]" * 100000
+        + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\udfff"}',
+    ],
+)
+def test_bad_bodies_are_400(content: bytes) -> None:
+    engine = FakeEngine()
+    refused(ask("POST", CHAT, engine=engine, content=content, headers=JSON))
+    assert engine.seen == []
+
+
+def test_a_validation_error_names_place_and_kind() -> None:
+    error = refused(ask("POST", CHAT, json={"messages": 3}))
+    assert error["type"] == "Bad Request" and error["param"] == "body.messages"
+    assert error["message"].startswith("1 validation error:\n  {") and "list_type" in error["message"]
+    error = refused(ask("POST", CHAT, json={"messages": [{"role": "u"}], "truncate_prompt_tokens": -2}))
+    assert "greater_than_equal" in error["message"]
+
+
+def test_a_long_list_of_errors_is_cut() -> None:
+    error = refused(ask("POST", COMPLETIONS, json={"prompt": "a", "stop_token_ids": ["x"] * 1000}))
+    assert "and 992 more" in error["message"] and len(error["message"]) < 2000
+
+
+def test_characters_beyond_the_basic_plane_and_nul_are_text() -> None:
+    """The surrogate check must not refuse an escaped emoji."""
+    raw = json.dumps({"messages": [{"role": "user", "content": "\U0001f642\0"}]}).encode()
+    assert b"\\ud83d" in raw
+    assert ask("POST", CHAT, content=raw, headers=JSON).status_code == 200
+
+
+def test_a_bug_is_500_in_json_without_its_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "_step", lambda *_: 1 / 0)
+    error = refused(chat(engine), 500)
+    assert error["type"] == "InternalServerError" and "division" not in error["message"]
+    assert engine.num_in_flight == 0
+
+
+def test_a_dead_engine_is_503_before_a_stream_begins() -> None:
+    engine = FakeEngine()
+    engine.dead = "the engine process died"
+    assert refused(chat(engine), 503)["message"] == "the engine process died"
+    assert refused(chat(engine, stream=True), 503)["type"] == "ServiceUnavailableError"

@@ -1,0 +1,95 @@
+"""Keys, body sizes and types, before any route."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ask import CHAT, MESSAGES, ask, refused
+
+KEYS = {"api_key": ["secret", "other"]}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/tokenize", "/version", "/load", "/openapi.json", "/docs", "/nope"]
+)
+def test_every_route_needs_the_key(path: str) -> None:
+    """vLLM leaves /tokenize and others open."""
+    response = ask("GET", path, settings=KEYS)
+    assert response.status_code == 401 and response.json() == {"error": "Unauthorized"}
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer secret", 200),
+        ("bearer other", 200),
+        ("Bearer secre", 401),
+        ("Basic secret", 401),
+        ("secret", 401),
+        ("Bearer", 401),
+    ],
+)
+def test_only_a_known_bearer_key_is_let_in(header: str, status: int) -> None:
+    response = ask("GET", "/v1/models", settings=KEYS, headers={"authorization": header})
+    assert response.status_code == status
+
+
+def test_probes_and_preflights_need_no_key_unless_told() -> None:
+    assert all(
+        ask("GET", path, settings=KEYS).status_code == 200 for path in ("/health", "/ping", "/metrics", "/")
+    )
+    guarded = KEYS | {"api_key_exempt": "/health"}
+    assert ask("GET", "/metrics", settings=guarded).status_code == 401
+    preflight = {"origin": "http://a", "access-control-request-method": "POST"}
+    assert ask("OPTIONS", CHAT, settings=KEYS, headers=preflight).status_code == 200
+
+
+def test_a_path_that_only_begins_like_an_open_one_is_guarded() -> None:
+    assert all(ask("GET", path, settings=KEYS).status_code == 401 for path in ("/health/x", "/healthy"))
+
+
+def test_a_large_body_is_413_whether_its_length_is_told_or_not() -> None:
+    small = {"max_request_body_bytes": 100}
+    assert (
+        "larger than 100 bytes"
+        in refused(ask("POST", CHAT, settings=small, json={"x": "y" * 200}), 413)["message"]
+    )
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b'{"messages": "' + b" " * 50
+
+    headers = {"content-type": "application/json"}
+    assert refused(ask("POST", CHAT, settings=small, content=pieces(), headers=headers), 413)["code"] == 413
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", ""])
+def test_only_json_is_read(kind: str) -> None:
+    headers = {"content-type": kind} if kind else {}
+    error = refused(ask("POST", CHAT, content=b'{"messages": []}', headers=headers))
+    assert error["message"] == "Unsupported Media Type: Only 'application/json' is allowed"
+
+
+def test_json_with_a_charset_is_json() -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    body = b'{"messages": [{"role": "user", "content": "a"}]}'
+    assert ask("POST", CHAT, content=body, headers=headers).status_code == 200
+
+
+def test_a_post_without_a_body_needs_no_type() -> None:
+    assert ask("POST", "/ping").status_code == 200
+
+
+def test_request_id_comes_back_only_when_told() -> None:
+    given: dict[str, Any] = {"json": {"messages": MESSAGES}, "headers": {"x-request-id": "abc"}}
+    plain = ask("POST", CHAT, **given)
+    assert plain.json()["id"] == "chatcmpl-abc" and "x-request-id" not in plain.headers
+    told = ask("POST", CHAT, settings={"enable_request_id_headers": True}, **given)
+    assert told.headers["x-request-id"] == "abc"
+
+
+def test_cors_answers_a_foreign_origin() -> None:
+    headers = {"origin": "http://a"}
+    assert ask("GET", "/health", headers=headers).headers["access-control-allow-origin"] == "*"
+    only = {"allowed_origins": ["http://b"]}
+    assert "access-control-allow-origin" not in ask("GET", "/health", headers=headers, settings=only).headers

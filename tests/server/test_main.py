@@ -1,0 +1,138 @@
+"""A real server on a loopback port: hang-ups, the drain, sockets."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ask import CHAT, COMPLETIONS, MESSAGES
+from fake_engine import FakeEngine
+
+from quire.errors import ConfigError
+from quire.server.main import bind, serve
+from quire.server.settings import make_settings
+
+Talk = Callable[[httpx.AsyncClient, asyncio.Event], Awaitable[Any]]
+
+
+def with_server(engine: FakeEngine, talk: Talk, **given: Any) -> Any:
+    """Serve while `talk` runs; the server must then end by itself within seconds."""
+    settings = make_settings({"host": "127.0.0.1", "port": 0, **given})
+
+    async def go() -> Any:
+        listening, stop = bind(settings.http), asyncio.Event()
+        serving = asyncio.create_task(serve(settings, engine, [listening], stop=stop))
+        uds = settings.http.uds
+        base = "http://test" if uds else f"http://127.0.0.1:{listening.getsockname()[1]}"
+        transport = httpx.AsyncHTTPTransport(uds=uds)
+        async with httpx.AsyncClient(transport=transport, base_url=base, timeout=10) as client:
+            result = await talk(client, stop)
+        stop.set()
+        await asyncio.wait_for(serving, 10)
+        return result
+
+    return asyncio.run(go())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_client_that_hangs_up_frees_the_engine(stream: bool, prompt: Any) -> None:
+    engine = FakeEngine("x" * 500, step_s=0.02, max_model_len=1000)
+
+    async def talk(client: httpx.AsyncClient, _: asyncio.Event) -> None:
+        body = {"prompt": prompt, "max_tokens": 400, "stream": stream}
+        asking = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        await until(lambda: engine.num_in_flight == (2 if isinstance(prompt, list) else 1))
+        asking.cancel()
+        await until(lambda: engine.num_in_flight == 0)
+        assert (await client.get("/health")).status_code == 200
+
+    with_server(engine, talk)
+    assert len(engine.aborted) == (2 if isinstance(prompt, list) else 1)
+
+
+def test_the_drain_lets_running_requests_finish() -> None:
+    engine = FakeEngine("abcdef", step_s=0.03)
+
+    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> str:
+        asking = asyncio.create_task(client.post(CHAT, json={"messages": MESSAGES, "stream": True}))
+        await until(lambda: engine.num_in_flight == 1)
+        stop.set()
+        return (await asking).text
+
+    text = with_server(engine, talk)
+    assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"stop"' in text and engine.aborted == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_the_drain_tells_clients_why(stream: bool) -> None:
+    engine = FakeEngine("x" * 500, step_s=0.05, max_model_len=1000)
+
+    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> httpx.Response:
+        body = {"messages": MESSAGES, "stream": stream}
+        asking = asyncio.create_task(client.post(CHAT, json=body))
+        await until(lambda: engine.num_in_flight == 1)
+        stop.set()
+        return await asking
+
+    response = with_server(engine, talk, shutdown_timeout=0.2)
+    assert "shutting down" in response.text and len(engine.aborted) == 1
+    assert response.status_code == (200 if stream else 500)
+    assert not stream or response.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_page_does_not_hold_up_the_end() -> None:
+    """Its event stream never ends by itself."""
+
+    async def talk(client: httpx.AsyncClient, stop: asyncio.Event) -> None:
+        async with client.stream("GET", "/page/events") as response:
+            assert response.status_code == 200
+            stop.set()
+            await response.aread()
+
+    with_server(FakeEngine(), talk)
+
+
+def test_unix_socket_and_root_path(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, _: asyncio.Event) -> list[int]:
+        keyed = {"authorization": "Bearer k"}
+        answers = [await client.get("/health"), await client.get("/v1/models")]
+        answers.append(await client.get("/v1/models", headers=keyed))
+        return [answer.status_code for answer in answers]
+
+    path = str(tmp_path / "s")
+    assert with_server(FakeEngine(), talk, uds=path, root_path="/api", api_key=["k"]) == [200, 401, 200]
+    # What the last server left behind is no obstacle; one that still listens is.
+    listening = bind(make_settings({"uds": path}).http)
+    with pytest.raises(ConfigError, match="--uds"):
+        bind(make_settings({"uds": path}).http)
+    listening.close()
+
+
+def test_a_taken_port_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            bind(make_settings({"host": "127.0.0.1", "port": port}).http)
+
+
+def test_unreadable_certificates_are_a_launch_error(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.pem")
+
+    async def go() -> None:
+        settings = make_settings({"ssl_certfile": missing, "ssl_keyfile": missing})
+        with pytest.raises(ConfigError, match="ssl_certfile"):
+            await serve(settings, FakeEngine(), [])
+
+    asyncio.run(go())

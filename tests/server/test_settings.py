@@ -1,0 +1,128 @@
+"""The server's flags."""
+
+import argparse
+from typing import Any
+
+import pytest
+
+from quire.config.cli import FlagParser, add_engine_flags, given_from
+from quire.config.engine import Env
+from quire.config.sections import options_of
+from quire.errors import ConfigError
+from quire.server.settings import (
+    SERVER_SECTIONS,
+    ServerSettings,
+    add_server_flags,
+    make_settings,
+    paths,
+    server_settings,
+)
+
+# What `vllm serve` takes beside the engine's flags.
+VLLM_SERVER_FLAGS = """
+    headless api-server-count grpc host port uds root-path api-key allow-credentials allowed-origins
+    allowed-methods allowed-headers ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs ssl-ciphers
+    enable-ssl-refresh middleware enable-request-id-headers disable-fastapi-docs enable-offline-docs
+    h11-max-incomplete-event-size h11-max-header-count uvicorn-log-level disable-uvicorn-access-log
+    disable-access-log-for-endpoints log-config-file max-log-len enable-log-requests
+    enable-log-outputs enable-log-deltas log-error-stack lora-modules chat-template
+    chat-template-content-format trust-request-chat-template default-chat-template-kwargs
+    response-role return-tokens-as-token-ids enable-auto-tool-choice tool-call-parser
+    tool-parser-plugin exclude-tools-when-tool-choice-none tool-server enable-prompt-tokens-details
+    enable-per-request-metrics enable-server-load-tracking enable-force-include-usage
+    enable-tokenizer-info-endpoint tokens-only fingerprint-mode fingerprint-value
+    data-parallel-supervisor-port enable-flash-late-interaction shutdown-timeout
+""".replace("\n", " ").split()
+
+
+def parser() -> FlagParser:
+    made = FlagParser(prog="quire serve")
+    made.add_argument("model_tag", nargs="?")
+    add_server_flags(made)
+    add_engine_flags(made)
+    return made
+
+
+def read(*args: str) -> argparse.Namespace:
+    found: argparse.Namespace = parser().parse_args(list(args))
+    return found
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert server_settings(read()) == ServerSettings()
+    assert ServerSettings().http.port == 8000 and ServerSettings().http.shutdown_timeout == 30.0
+
+
+def test_flags_of_server_and_engine_do_not_mix() -> None:
+    """shutdown-timeout and enable-log-requests are engine flags elsewhere; here they must not be ignored."""
+    found = read(
+        "m", "--port", "9", "--shutdown_timeout", "3", "--enable-log-requests", "--max-num-seqs", "4"
+    )
+    settings = server_settings(found)
+    assert (settings.http.port, settings.http.shutdown_timeout, settings.log.enable_log_requests) == (
+        9,
+        3.0,
+        True,
+    )
+    assert given_from(found) == {"max_num_seqs": 4}
+
+
+@pytest.mark.parametrize(
+    ("line", "section", "name", "value"),
+    [
+        ("--api-key a b", "access", "api_key", ("a", "b")),
+        ('--allowed-origins ["http://x"]', "access", "allowed_origins", ["http://x"]),
+        ("--max-request-body-bytes 1M", "http", "max_request_body_bytes", 1 << 20),
+        ("--default-chat-template-kwargs.a 1", "api", "default_chat_template_kwargs", {"a": 1}),
+        ("-asc 2", "http", "api_server_count", 2),
+        ("--no-allow-credentials", "access", "allow_credentials", False),
+    ],
+)
+def test_ways_to_write_a_flag(line: str, section: str, name: str, value: Any) -> None:
+    assert getattr(getattr(server_settings(read(*line.split())), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"port": 70000}, "at most 65535"),
+        ({"allowed_origins": "x"}, "JSON list of strings"),
+        ({"ssl_keyfile": "k"}, "go together"),
+        ({"enable_log_outputs": True}, "needs enable_log_requests"),
+        ({"root_path": "x"}, "must start with '/'"),
+        ({"middleware": "a.b"}, "middleware='a.b' is not supported"),
+        ({"enable_auto_tool_choice": True}, "not supported"),
+        ({"lora_modules": "x"}, "not supported"),
+        ({"prot": 1}, "unknown server setting 'prot'"),
+        ({"max_n": 0}, "at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_settings(given)
+    assert words in str(refused.value)
+
+
+def test_every_server_flag_of_the_reference_engine_is_understood() -> None:
+    known = set(parser()._option_string_actions)
+    assert [name for name in VLLM_SERVER_FLAGS if f"--{name}" not in known] == []
+
+
+def test_every_setting_has_help() -> None:
+    actions = parser()._option_string_actions
+    for name in options_of(SERVER_SECTIONS):
+        assert len(actions[f"--{name.replace('_', '-')}"].help or "") > 10, name
+
+
+def test_keys_come_from_the_environment_but_flags_win_and_are_never_printed() -> None:
+    env = Env.read({"VLLM_API_KEY": "from-env"})
+    assert make_settings({}, env=env).access.api_key == ("from-env",)
+    settings = make_settings({"api_key": ["flag"]}, env=env)
+    assert settings.access.api_key == ("flag",) and "flag" not in repr(settings)
+
+
+def test_address_and_paths() -> None:
+    assert make_settings({}).address == "http://0.0.0.0:8000"
+    assert make_settings({"host": "::1", "port": 1, "root_path": "/x"}).address == "http://[::1]:1/x"
+    assert make_settings({"uds": "/s"}).address == "unix:/s"
+    assert paths(" /a, /b,,") == {"/a", "/b"}

@@ -1,0 +1,40 @@
+"""Which flags mean a model in this process, and what the server mode does not import."""
+
+import subprocess
+import sys
+
+import pytest
+from fake_openai import FakeServer
+from tiny_text import text_model
+
+from quire.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_an_engine_flag_means_this_process(tmp_path_factory: pytest.TempPathFactory, capsys: Capture) -> None:
+    path = text_model(tmp_path_factory.getbasetemp()).path
+    with FakeServer() as server:
+        words = ["--url", server.url, "--model", str(path), "--num-gpu-blocks-override", "40", "-q", "One"]
+        assert main(["complete", *words, "--max-tokens", "2", "--dtype", "float32"]) == 0
+        assert not server.requests
+    assert capsys.readouterr().out.startswith(f"Using model: {path}\n")
+
+
+def test_local_without_a_model_means_this_process(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """It would open the packaged model; here only the way there is taken."""
+    monkeypatch.setattr("quire.terminal.local.LLM", lambda **_: sys.exit(7))
+    with FakeServer() as server, pytest.raises(SystemExit) as end:
+        main(["chat", "--local", "--url", server.url, "-q", "hi"])
+    assert end.value.code == 7 and not server.requests
+
+
+def test_a_client_needs_neither_torch_nor_the_engine() -> None:
+    """A chat with a server starts at once."""
+    with FakeServer() as server:
+        code = (
+            "import sys; sys.modules['torch'] = None; from quire.cli import main; "
+            f"main(['chat', '--url', '{server.url}/v1', '-q', 'hi']); assert 'quire.llm' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "t0" in done.stdout, done.stderr

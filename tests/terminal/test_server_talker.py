@@ -1,0 +1,90 @@
+"""`quire chat` and `quire complete` as clients of a server."""
+
+import io
+import socket
+
+import pytest
+from fake_openai import MODEL, FakeServer
+
+from quire.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def ask(server: FakeServer, *words: str, code: int = 0) -> None:
+    name, *flags = words
+    assert main([name, "--url", f"{server.url}/v1", *flags]) == code
+
+
+def test_a_quick_answer(capsys: Capture) -> None:
+    with FakeServer() as server:
+        ask(server, "complete", "-q", "One", "--max-tokens", "3", "--temperature", "0.5", "--api-key", "k")
+        (request,) = server.requests
+    assert capsys.readouterr().out == f"Using model: {MODEL}\nt0 t1 t2 \n"
+    assert (request["prompt"], request["max_tokens"], request["temperature"]) == ("One", 3, 0.5)
+    assert request["model"] == MODEL and request["_headers"]["authorization"] == "Bearer k"
+
+
+def test_what_is_not_asked_for_is_not_sent() -> None:
+    """The server's own defaults hold, and a named model is not looked up."""
+    with FakeServer() as server:
+        ask(server, "chat", "-q", "One", "--model-name", "mine")
+        (request,) = server.requests
+    assert "max_tokens" not in request and "temperature" not in request and request["model"] == "mine"
+    assert "authorization" not in request["_headers"] and request["_path"] == "/v1/chat/completions"
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-env")
+    with FakeServer() as server:
+        ask(server, "chat", "-q", "One")
+        assert server.requests[0]["_headers"]["authorization"] == "Bearer from-env"
+
+
+def test_a_conversation_remembers(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\n\ntwo\n"))
+    with FakeServer() as server:
+        ask(server, "chat", "--system-prompt", "Be brief.", "--max-tokens", "1")
+        first, second = (request["messages"] for request in server.requests)
+    assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+    assert first == second[:2] and second[2]["content"] == "t0 " and second[3]["content"] == "two"
+    assert "Please enter a message for the chat model:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_stats_count_tokens_with_and_without_usage(usage: bool, capsys: Capture) -> None:
+    with FakeServer(usage=usage) as server:
+        ask(server, "chat", "-q", "One", "--max-tokens", "5", "--stats")
+    *_, ttft, tps = capsys.readouterr().out.splitlines()
+    assert ttft.startswith("TTFT: ") and "(5 tokens in" in tps
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("refuse", "HTTP 400: asked to refuse"),
+        ("drop", "was lost"),
+        ("garbage", "malformed event"),
+        ("error", "the engine died"),
+    ],
+)
+def test_a_broken_answer_is_one_line(prompt: str, says: str, capsys: Capture) -> None:
+    with FakeServer() as server:
+        ask(server, "complete", "-q", prompt, code=1)
+    errors = capsys.readouterr().err
+    assert says in errors and errors.startswith("quire complete: error: ") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["chat", "complete"])
+def test_no_server_says_how_to_start_one(name: str, capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert main([name, "--url", f"http://127.0.0.1:{port}/v1", "-q", "hi"]) == 1
+    errors = capsys.readouterr().err
+    assert "is it running? start one with `quire serve`" in errors and errors.count("\n") == 1
+
+
+def test_another_kind_of_server_is_one_line(capsys: Capture) -> None:
+    with FakeServer() as server:
+        assert main(["chat", "--url", f"{server.url}/other", "-q", "hi"]) == 1
+    assert "HTTP 404: Not Found" in capsys.readouterr().err

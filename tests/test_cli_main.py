@@ -1,0 +1,214 @@
+"""The `quire` command: what it prints, and that every mistake is one line and an exit code."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from oracle import make_tiny, write_gguf
+from tiny_text import CHATML, TextModel, text_model
+
+import quire
+from quire.cli import COMMANDS, main
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return text_model(tmp_path_factory.getbasetemp())
+
+
+def on(model: TextModel | Path, *words: str) -> list[str]:
+    """Flags that name the model and keep the engine small."""
+    path = model.path if isinstance(model, TextModel) else model
+    return ["--model", str(path), "--dtype", "float32", "--num-gpu-blocks-override", "80", *words]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "quire", *words], capture_output=True, text=True, timeout=60)
+
+
+def check_one_line(code: int, errors: str, *, expected: int, says: Sequence[str]) -> None:
+    """Log lines may stand before it; the error itself is one line."""
+    assert code == expected and "Traceback" not in errors
+    last = errors.strip().splitlines()[-1]
+    assert errors.count("error:") == 1 and "error:" in last
+    for text in says:
+        assert text in last, last
+
+
+# ---- as a process
+
+
+def test_version_and_help_as_a_process() -> None:
+    shown = command("--version")
+    assert (shown.returncode, shown.stdout.strip(), shown.stderr) == (0, quire.__version__, "")
+    shown = command("--help")
+    assert shown.returncode == 0 and all(name in shown.stdout for name in COMMANDS)
+
+
+def test_an_unknown_flag_as_a_process() -> None:
+    shown = command("chat", "--max-modle-len", "5")
+    check_one_line(shown.returncode, shown.stderr, expected=2, says=["--max-modle-len", "'--max-model-len'"])
+
+
+def test_an_answer_as_a_process(model: TextModel) -> None:
+    """Text goes to stdout and log lines do not, so that the answer can be piped."""
+    shown = command("chat", *on(model, "-q", "One two", "--max-tokens", "6", "--temperature", "0", "--stats"))
+    assert shown.returncode == 0, shown.stderr
+    first, *_, ttft, tps = shown.stdout.splitlines()
+    assert first == f"Using model: {model.path}"
+    assert ttft.startswith("TTFT: ") and ttft.endswith(" ms")
+    assert tps.startswith("TPS: ") and "tokens/s (" in tps
+
+
+def test_a_broken_weight_file_as_a_process(model: TextModel, tmp_path: Path) -> None:
+    path = shutil.copytree(model.path, tmp_path / "broken")
+    (weights,) = path.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:5000])
+    shown = command("chat", *on(path, "-q", "hi"))
+    check_one_line(shown.returncode, shown.stderr, expected=1, says=[weights.name])
+
+
+# ---- the command itself
+
+
+def test_help_and_version(capsys: Capture) -> None:
+    for words in ([], ["-h"], ["help"], ["bench"], ["bench", "--help"]):
+        assert main(words) == 0
+        shown = capsys.readouterr()
+        assert shown.err == "" and all(name in shown.out for name in COMMANDS)
+    assert main(["-v"]) == 0 and capsys.readouterr().out.strip() == quire.__version__
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*name.split(), "--help"])
+    assert end.value.code == 0
+    assert f"usage: quire {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["caht"], "did you mean 'chat'?"), (["bench", "latenci"], "mean 'bench latency'?"), (["-x"], "'-x'")],
+)
+def test_an_unknown_command_names_the_nearest(words: list[str], says: str, capsys: Capture) -> None:
+    assert main(words) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert "unknown command" in first and says in first
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--gpu-memory-utilisation", "0.5"], "did you mean '--gpu-memory-utilization'?"),
+        (["--max-num-seqs", "many"], "--max-num-seqs"),
+        (["stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_a_wrong_flag_is_exit_2(flags: list[str], says: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["complete", *flags])
+    check_one_line(int(end.value.code or 0), capsys.readouterr().err, expected=2, says=[says])
+
+
+def check_refused(path: Path, says: Sequence[str], capsys: Capture, *flags: str) -> None:
+    code = main(["complete", *on(path, "-q", "hi", *flags)])
+    check_one_line(code, capsys.readouterr().err, expected=1, says=says)
+
+
+def test_a_missing_model(tmp_path: Path, capsys: Capture) -> None:
+    check_refused(tmp_path / "nowhere", ["nowhere"], capsys)
+    check_refused(tmp_path / "nowhere.gguf", ["nowhere.gguf"], capsys)
+    check_refused(tmp_path, ["config.json"], capsys)
+
+
+def test_a_truncated_gguf(tmp_path: Path, capsys: Capture) -> None:
+    _, hf = make_tiny("llama", tmp_path)
+    whole = write_gguf(tmp_path / "whole.gguf", hf).read_bytes()
+    for length in (0, 3, 100, len(whole) // 2):
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(whole[:length])
+        check_refused(path, ["cut.gguf"], capsys, "--skip-tokenizer-init")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 5, "head_dim": None}, "5"),
+        ({"num_key_value_heads": 3}, "3"),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"architectures": ["NoSuchForCausalLM"]}, "NoSuchForCausalLM"),
+        ({"vocab_size": 999}, "999"),
+    ],
+)
+def test_a_config_that_does_not_add_up(
+    model: TextModel, tmp_path: Path, changes: dict[str, object], says: str, capsys: Capture
+) -> None:
+    path = shutil.copytree(model.path, tmp_path / "odd")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    check_refused(path, [says], capsys)
+
+
+def test_text_that_is_no_json(model: TextModel, tmp_path: Path, capsys: Capture) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        path = shutil.copytree(model.path, tmp_path / name)
+        (path / name).write_text("{")
+        check_refused(path, [name], capsys)
+
+
+def test_a_wrong_request_is_exit_1(model: TextModel, capsys: Capture) -> None:
+    check_refused(model.path, ["temperature"], capsys, "--temperature", "9")
+    check_refused(model.path, ["max_tokens", "0"], capsys, "--max-tokens", "0")
+
+
+# ---- the terminal
+
+
+def answers(words: list[str], capsys: Capture) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_temperature_changes_nothing_else_of_the_models_defaults(model: TextModel, capsys: Capture) -> None:
+    """The tiny model's own top_k of 20 still holds: with top_k 1 the answer is the greedy one."""
+    own = ["--override-generation-config", '{"top_k": 1}', "-q", "One two", "--max-tokens", "8"]
+    hot = answers(["complete", *on(model, *own, "--temperature", "2")], capsys)
+    assert hot == answers(["complete", *on(model, *own, "--temperature", "0")], capsys)
+
+
+def test_lines_are_read_until_the_end_of_input(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\n\n  \ntwo\n"))
+    shown = answers(["complete", *on(model, "--max-tokens", "3", "--temperature", "0", "--stats")], capsys)
+    assert shown.count("TTFT:") == shown.count("(3 tokens in") == 2
+    assert "Please enter prompt to complete:" in shown
+
+
+def test_a_conversation_remembers(model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """The template of the second turn sees the first, its answer and the system prompt."""
+    roles = "{{ raise_exception(messages | map(attribute='role') | join(' ')) }}"
+    template = CHATML + "{% if messages | length > 3 %}" + roles + "{% endif %}"
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\ntwo\n"))
+    words = on(model, "--chat-template", template, "--system-prompt", "Be brief.", "--max-tokens", "2")
+    assert main(["chat", *words]) == 1
+    assert "system user assistant user" in capsys.readouterr().err
+
+
+def test_an_interrupted_answer_is_exit_130(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quire.core.engine_core.EngineCore.step", interrupt)
+    assert main(["complete", *on(model, "-q", "hi")]) == 130
+    assert "Traceback" not in capsys.readouterr().err

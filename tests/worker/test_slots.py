@@ -1,0 +1,177 @@
+"""Slots and prepare, step by step beside a reference that walks token by token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from symbolic import Engine, Row, SymbolicWorker
+
+from quire.attention.batch import Batch
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, StepPlan, StepResult
+from quire.sampling.rows import SamplingRows
+from quire.worker.prepare import prepare
+from quire.worker.slots import Slots
+
+CPU = torch.device("cpu")
+MAX_LEN = 96
+
+
+def make_slots(block_size: int, max_rows: int = 8) -> Slots:
+    sampling = SamplingRows(max_rows, 97, CPU)
+    return Slots(max_rows=max_rows, max_len=MAX_LEN, block_size=block_size, sampling=sampling)
+
+
+class SideBySide(SymbolicWorker):
+    """A symbolic worker that holds the real rows and the real batch against its own in every step."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.slots = make_slots(block_size)
+        self.most_blocks_at_once = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.slots.apply(plan)
+        batch = prepare(plan, self.slots, CPU)
+        before = {row: state.num_computed for row, state in self.rows.items()}
+        before |= {new.row: new.num_computed for new in plan.admitted}
+        result = super().run(plan)
+        self.check_batch(plan, batch, before)
+        self.slots.advance(plan, result.token_ids)
+        for row, state in self.rows.items():
+            self.check_row(row, state)
+        counts = np.bincount(plan.block_rows) if len(plan.block_rows) else [0]
+        self.most_blocks_at_once = max(self.most_blocks_at_once, max(counts))
+        return result
+
+    def check_row(self, row: int, state: Row) -> None:
+        slots = self.slots
+        assert slots.num_computed[row] == state.num_computed
+        assert slots.tokens[row, : slots.num_tokens[row]].tolist() == state.tokens
+        assert slots.block_tables[row, : slots.num_blocks[row]].tolist() == state.blocks
+
+    def check_batch(self, plan: StepPlan, batch: Batch, before: dict[int, int]) -> None:
+        token_ids, positions, places, starts, logit_tokens = [], [], [], [0], []
+        for at, row in enumerate(plan.rows.tolist()):
+            state, first, count = self.rows[row], before[row], int(plan.num_tokens[at])
+            for position in range(first, first + count):
+                token_ids.append(state.tokens[position])
+                positions.append(position)
+                block = state.blocks[position // self.block_size]
+                places.append(block * self.block_size + position % self.block_size)
+            starts.append(len(token_ids))
+            if plan.samples[at]:
+                logit_tokens.append(len(token_ids) - 1)
+            needed = -(-(first + count) // self.block_size)
+            assert batch.block_tables[at, :needed].tolist() == state.blocks[:needed]
+            assert batch.seq_lens[at] == batch.seq_lens_host[at] == first + count
+            assert batch.query_lens_host[at] == count
+        assert batch.token_ids.tolist() == token_ids and batch.positions.tolist() == positions
+        assert batch.slots.tolist() == places and batch.query_starts.tolist() == starts
+        assert batch.logit_tokens.tolist() == logit_tokens
+        assert batch.block_tables.shape[1] == -(-batch.max_seq_len // self.block_size)
+
+
+def side_by_side(block_size: int, **settings: Any) -> tuple[Engine, SideBySide]:
+    engine = Engine(block_size=block_size, max_model_len=MAX_LEN, **settings)
+    worker = engine.worker = SideBySide(engine.worker.num_blocks, block_size)
+    return engine, worker
+
+
+requests = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
+"""Prompt length, output length, and the step in which it arrives."""
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(requests, min_size=1, max_size=10),
+    st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from([8, 13, 32]),
+    st.data(),
+)
+def test_rows_and_batches_are_those_of_the_reference(
+    wanted: list[tuple[int, int, int]], block_size: int, budget: int, data: Any
+) -> None:
+    """Chunks, prefix hits, preemptions, rows used again: nothing may differ in any step."""
+    num_blocks = data.draw(st.integers(-(-80 // block_size) + 1, 200))
+    engine, _ = side_by_side(block_size, num_blocks=num_blocks, max_num_batched_tokens=budget)
+    number = 0
+    for tick in range(6):
+        for length, count, arrival in wanted:
+            if arrival == tick:
+                prompt = [(i // 5 + length % 3) % 97 for i in range(length)]
+                engine.add(str(number), prompt, count)
+                number += 1
+        if engine.scheduler.has_work:
+            engine.step()
+    engine.run()
+
+
+def test_a_chunk_may_bring_several_blocks() -> None:
+    engine, worker = side_by_side(2, num_blocks=200, max_num_batched_tokens=16)
+    for id, length in (("a", 50), ("b", 40)):
+        engine.add(id, list(range(length)), 5)
+    engine.run()
+    assert worker.most_blocks_at_once > 1
+
+
+def test_blocks_are_appended_in_order_to_each_row() -> None:
+    slots = make_slots(4)
+    slots.num_blocks[[2, 5]] = 1, 3
+    slots._append_blocks(np.array([5, 5, 2, 2, 2, 7], np.int32), np.array([10, 11, 20, 21, 22, 30], np.int32))
+    assert slots.num_blocks[[2, 5, 7]].tolist() == [4, 5, 1]
+    assert slots.block_tables[5, 3:5].tolist() == [10, 11]
+    assert slots.block_tables[2, 1:4].tolist() == [20, 21, 22] and slots.block_tables[7, 0] == 30
+
+
+def test_row_zero_can_grow_first() -> None:
+    """The mark of a first group must not be taken for row 0."""
+    slots = make_slots(4)
+    slots._append_blocks(np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
+    assert slots.block_tables[0, :2].tolist() == [7, 8] and slots.block_tables[1, 0] == 9
+
+
+def admission(row: int, token_ids: list[int], block_ids: list[int], **fields: Any) -> Admission:
+    rest: dict[str, Any] = {"prompt_len": len(token_ids), "num_computed": 0, "params": SamplingParams()}
+    named = {"row": row, "request_id": str(row), "token_ids": token_ids, "block_ids": block_ids, "seed": 0}
+    return Admission(**(rest | named | fields))
+
+
+def plan_of(admitted: list[Admission], released: tuple[int, ...] = ()) -> StepPlan:
+    none = np.empty(0, np.int32)
+    rows = np.array([new.row for new in admitted], np.int32)
+    counts = np.array([len(new.token_ids) - new.num_computed for new in admitted], np.int32)
+    return StepPlan(1, list(released), admitted, none, none, rows, counts, np.ones(len(rows), np.bool_))
+
+
+def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
+    slots = make_slots(4)
+    slots.apply(plan_of([admission(3, list(range(30)), list(range(1, 9)))]))
+    plan = plan_of([admission(3, [50, 51], [40])], released=(3,))
+    slots.apply(plan)
+    batch = prepare(plan, slots, CPU)
+    assert batch.token_ids.tolist() == [50, 51] and batch.block_tables.tolist() == [[40]]
+    assert slots.num_tokens[3] == 2 and slots.num_blocks[3] == 1
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    slots = make_slots(4)
+    plan = plan_of([admission(1, list(range(60, 70)), [5, 6, 7], num_computed=8)])
+    slots.apply(plan)
+    batch = prepare(plan, slots, CPU)
+    assert batch.token_ids.tolist() == [68, 69] and batch.positions.tolist() == [8, 9]
+    assert batch.slots.tolist() == [28, 29] and batch.seq_lens.tolist() == [10]
+
+
+@pytest.mark.parametrize("name", ["token_ids", "positions", "slots", "logit_tokens"])
+def test_indices_are_wide(name: str) -> None:
+    """Torch indexes with int64; slots of a large cache do not fit into 32 bits once multiplied."""
+    slots = make_slots(16)
+    plan = plan_of([admission(0, [1, 2], [2**31 - 1])])
+    slots.apply(plan)
+    batch = prepare(plan, slots, CPU)
+    assert getattr(batch, name).dtype == torch.int64
+    assert batch.slots.tolist() == [(2**31 - 1) * 16, (2**31 - 1) * 16 + 1]

@@ -1,0 +1,103 @@
+"""The worker: put together once, and one step of it against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import make_tiny, run_hf
+
+from quire.core.local import configure
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, StepPlan
+from quire.worker.worker import Worker
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("worker"))
+
+
+def start(path: Path, **settings: Any) -> Worker:
+    given = {"model": str(path), "dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 4}
+    worker = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80} | settings))
+    worker.start()
+    return worker
+
+
+def admission(row: int, token_ids: list[int], block_ids: list[int], **fields: Any) -> Admission:
+    params = SamplingParams(temperature=0, logprobs=1, **fields)
+    length = len(token_ids)
+    return Admission(
+        row=row,
+        request_id=str(row),
+        token_ids=token_ids,
+        prompt_len=length,
+        num_computed=0,
+        block_ids=block_ids,
+        params=params,
+        seed=0,
+    )
+
+
+def plan(rows: list[int], counts: list[int], samples: list[bool], **changes: Any) -> StepPlan:
+    none = np.empty(0, np.int32)
+    fields: dict[str, Any] = {"released": [], "admitted": [], "block_rows": none, "block_ids": none}
+    ints = {"rows": np.array(rows, np.int32), "num_tokens": np.array(counts, np.int32)}
+    return StepPlan(step=1, samples=np.array(samples), **(fields | ints | changes))
+
+
+def test_prompts_chunks_and_decodes_in_one_step(tiny: tuple[Path, Any]) -> None:
+    """Rows out of order, blocks anywhere, a prompt that is not done yet: the tokens are transformers'."""
+    path, hf = tiny
+    worker = start(path)
+    prompts = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
+    tables = {3: [17, 4], 1: [9], 0: [30, 2]}
+    new = [admission(row, prompts[row], tables[row]) for row in (3, 1, 0)]
+    first = worker.run(plan([3, 1, 0], [5, 2, 7], [True, True, False], admitted=new))
+    expected = {row: int(run_hf(hf, prompts[row])[-1].argmax()) for row in prompts}
+    assert first.token_ids.tolist() == [expected[3], expected[1]]
+    assert sorted(first.logprobs) == [1, 3]
+    grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([61], np.int32)}
+    second = worker.run(plan([3, 1, 0], [1, 1, 4], [True, True, True], **grown))
+    after = [int(run_hf(hf, [*prompts[row], expected[row]])[-1].argmax()) for row in (3, 1)]
+    assert second.token_ids.tolist() == [*after, expected[0]]
+
+
+def test_prompt_logprobs_cover_each_position_once(tiny: tuple[Path, Any]) -> None:
+    path, hf = tiny
+    worker = start(path)
+    prompt = list(range(40, 51))
+    new = [admission(2, prompt, [30, 2, 61], prompt_logprobs=1)]
+    found = worker.run(plan([2], [6], [False], admitted=new)).prompt_logprobs[2]
+    found += worker.run(plan([2], [5], [True])).prompt_logprobs[2]
+    rows = torch.log_softmax(run_hf(hf, prompt), -1)
+    assert [entry.token_ids[0] for entry in found] == prompt[1:]
+    for entry, row in zip(found, rows, strict=False):
+        assert entry.logprobs[0] == pytest.approx(row[entry.token_ids[0]].item(), abs=1e-4)
+        assert entry.token_ids[1] == int(row.argmax())
+
+
+def test_a_row_used_again_forgets_what_the_last_request_wanted(tiny: tuple[Path, Any]) -> None:
+    path, _ = tiny
+    worker = start(path)
+    asking = [admission(2, [5, 6], [3], prompt_logprobs=1, bad_words=[])]
+    assert 2 in worker.run(plan([2], [2], [True], admitted=asking)).prompt_logprobs
+    silent = [admission(2, [5, 6], [3])]
+    assert worker.run(plan([2], [2], [True], admitted=silent, released=[2])).prompt_logprobs == {}
+
+
+def test_the_cache_has_room_for_what_start_promised(tiny: tuple[Path, Any]) -> None:
+    path, _ = tiny
+    worker = start(path, num_gpu_blocks_override=70)
+    last = [admission(0, [5, 6, 7], [69])]
+    assert len(worker.run(plan([0], [3], [True], admitted=last)).token_ids) == 1
+
+
+def test_a_run_before_start_is_our_bug(tiny: tuple[Path, Any]) -> None:
+    worker = Worker(configure({"model": str(tiny[0]), "dtype": "float32"}))
+    with pytest.raises(AssertionError, match="start"):
+        worker.run(plan([0], [1], [True]))
