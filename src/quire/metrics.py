@@ -141,12 +141,12 @@ class MetricsPages:
         self._add("prompt_tokens_cached", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
-        self._add("generation_tokens", step.num_sampled_tokens)
         if step.num_computed_tokens:
             self._put("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)
 
     def observe_front(self, front: FrontStats) -> None:
+        self._add("generation_tokens", front.num_tokens)
         self._put("time_to_first_token_seconds", *front.first_token_s)
         self._put("inter_token_latency_seconds", *front.between_tokens_s)
         self._put("time_per_output_token_seconds", *front.between_tokens_s)

@@ -55,6 +55,8 @@ class FinishedSequence:
 class FrontStats:
     """What a step meant to the requests, seen from the front."""
 
+    num_tokens: int = 0
+    """Tokens that reached a request; those computed behind a stop string do not."""
     first_token_s: list[float] = field(default_factory=list)
     """From arrival to first token, of the requests that got theirs."""
     between_tokens_s: list[float] = field(default_factory=list)

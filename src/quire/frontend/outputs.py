@@ -164,6 +164,7 @@ class OutputProcessor:
 
     def _stamp(self, sequence: _Sequence, at: float, stats: FrontStats) -> None:
         times = sequence.times
+        stats.num_tokens += 1
         if times.first_token_at == 0.0:
             times.first_token_at = at
             if sequence.index == 0:

@@ -1,0 +1,38 @@
+"""Servers for the tests of this folder: one that most share, and a way to start others."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serve_process import SHARED_FLAGS, ServeProcess, Start
+from tiny_text import EOS, IM_END, TextModel, text_model, variant
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    """Without the few tokens that its own generation config would limit every answer to."""
+    base = text_model(tmp_path_factory.getbasetemp())
+    return variant(base, tmp_path_factory.mktemp("tiny"), generation_config={"eos_token_id": [EOS, IM_END]})
+
+
+@pytest.fixture(scope="session")
+def server(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """The server that tests share which leave it as they found it."""
+    log = tmp_path_factory.mktemp("shared") / "log"
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, log=log) as started:
+        started.until_healthy()
+        yield started
+        started.end_cleanly()
+
+
+@pytest.fixture
+def start(tiny: TextModel, tmp_path: Path) -> Iterator[Start]:
+    """Starts a server with these flags; it is gone after the test, whatever happens."""
+    with ExitStack() as stack:
+
+        def make(*flags: str, model: str = str(tiny.path)) -> ServeProcess:
+            log = tmp_path / f"log{len(list(tmp_path.glob('log*')))}"
+            return stack.enter_context(ServeProcess(model, *SHARED_FLAGS, *flags, log=log))
+
+        yield make

@@ -1,0 +1,191 @@
+"""`quire serve` as a process of its own, and the few things that tests ask of it."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+LONGEST = 8192
+SHARED_FLAGS = (
+    *("--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "128"),
+    *("--hf-overrides", json.dumps({"max_position_embeddings": LONGEST})),
+    *("--num-gpu-blocks-override", "8192", "--block-size", "16"),
+    *("--served-model-name", "tiny", "also-tiny"),
+    *("--disable-uvicorn-access-log",),
+)
+"""A context far longer than the tests need, so that a stream can be made to last."""
+
+PATIENCE_S = 60.0
+"""For what takes a second on an idle machine."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
+    """Wait until it holds; how long that took."""
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < within_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+class ServeProcess:
+    """A running `quire serve`. Leaving the context kills its whole process group."""
+
+    def __init__(self, model: str | None, *flags: str, log: Path) -> None:
+        self.log = log
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        words = [sys.executable, "-m", "quire", "serve", *([] if model is None else [model])]
+        place = () if "--uds" in flags or "--port" in flags else ("--port", str(self.port))
+        environment = {name: text for name, text in os.environ.items() if "API_KEY" not in name}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*words, "--host", "127.0.0.1", *place, *flags],
+                stdout=output,
+                stderr=output,
+                env=environment | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self.members():
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+
+    # ---- processes
+
+    def members(self) -> list[psutil.Process]:
+        """Every living process that this server has started, itself included."""
+        found = []
+        for process in psutil.process_iter(["name", "status"]):
+            try:
+                if os.getpgid(process.pid) == self.process.pid and process.info["status"] != "zombie":
+                    found.append(process)
+            except ProcessLookupError:
+                continue
+        return found
+
+    def with_role(self, role: str) -> list[int]:
+        """Pids of the processes that call themselves so; the kernel keeps 15 characters of a name."""
+        name = f"quire:{role}"[:15]
+        return sorted(each.pid for each in self.members() if each.info["name"].startswith(name))
+
+    @property
+    def core(self) -> int:
+        (pid,) = self.with_role("EngineCore")
+        return pid
+
+    def exit_code(self, within_s: float = PATIENCE_S) -> int:
+        """Of the supervisor, once it has ended; nothing may be left of the server then."""
+        code = self.process.wait(within_s)
+        eventually("no orphan is left", lambda: not self.members(), 5.0)
+        return code
+
+    def end_cleanly(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.exit_code() == 0, self.text()
+        assert "Traceback" not in self.text(), self.text()
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    # ---- what it says
+
+    def health(self) -> int:
+        """The status of /health; 0 when nobody answers."""
+        try:
+            with httpx.Client(base_url=self.url, timeout=2.0) as fresh:
+                return fresh.get("/health").status_code
+        except httpx.TransportError:
+            return 0
+
+    def refuses(self) -> bool:
+        """Whether new connections are refused, not just left to wait."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == errno.ECONNREFUSED
+
+    def until_healthy(self, num_api: int = 1) -> None:
+        """However often it is asked: any of the API processes may answer."""
+
+        def healthy() -> bool:
+            assert self.process.poll() is None, self.text()
+            up = self.text().count("Started server process") >= num_api
+            return up and all(self.health() == 200 for _ in range(1 if num_api == 1 else 8))
+
+        eventually("the server is up", healthy)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name, with the one label that tells it from its brothers."""
+        return parse_metrics(self.client.get("/metrics").text)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        reply = self.client.post("/v1/completions", json=greedy(**body))
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    @contextmanager
+    def streaming(self, **body: Any) -> Iterator[Iterator[dict[str, Any] | str]]:
+        """The events of a streamed completion, on a connection that the end of the context cuts."""
+        with (
+            httpx.Client(base_url=self.url, timeout=PATIENCE_S) as fresh,
+            fresh.stream("POST", "/v1/completions", json=greedy(**body, stream=True)) as reply,
+        ):
+            assert reply.status_code == 200, reply.read()
+            yield events(reply.iter_lines())
+
+
+Start = Callable[..., ServeProcess]
+"""Takes flags, and `model`."""
+
+
+def greedy(**body: Any) -> dict[str, Any]:
+    """A completion that depends on nothing but its prompt, and is as long as was asked for."""
+    return {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any] | str]:
+    """The data of server-sent events; `[DONE]` as the string that it is."""
+    for line in lines:
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def joined(found: list[dict[str, Any] | str]) -> str:
+    """The text of a stream's events."""
+    return "".join(
+        choice["text"] for each in found if isinstance(each, dict) for choice in each.get("choices", [])
+    )
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            telling = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            found[":".join([sample.name.removeprefix("vllm:"), *telling])] = sample.value
+    return found

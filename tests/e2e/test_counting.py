@@ -1,0 +1,151 @@
+"""Known traffic, and what /metrics says about it: every counter and every histogram, to the last one."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serve_process import SHARED_FLAGS, ServeProcess, eventually, greedy, parse_metrics
+from tiny_text import TextModel
+
+from quire.metrics import COUNTERS, HISTOGRAMS, LENGTHS
+
+BLOCK = 16
+PROMPT = list(range(100, 100 + 3 * BLOCK))
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    log = tmp_path_factory.mktemp("pair") / "log"
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, "--api-server-count", "2", log=log) as started:
+        started.until_healthy(num_api=2)
+        yield started
+        started.end_cleanly()
+
+
+@pytest.fixture(params=["server", "pair"], ids=["one API process", "two API processes"])
+def counted(request: pytest.FixtureRequest) -> ServeProcess:
+    found: ServeProcess = request.getfixturevalue(request.param)
+    assert scrape(found)["num_requests_running"] == 0
+    return found
+
+
+def ask(server: ServeProcess, **body: object) -> dict[str, object]:
+    """On a connection of its own, so that any of the API processes may answer."""
+    with httpx.Client(base_url=server.url, timeout=60) as fresh:
+        reply = fresh.post("/v1/completions", json=greedy(**body))
+    assert reply.status_code == 200, reply.text
+    found: dict[str, object] = reply.json()
+    return found
+
+
+def scrape(server: ServeProcess) -> dict[str, float]:
+    """Several times: whichever process answers, it says the same."""
+    found = []
+    for _ in range(6):
+        with httpx.Client(base_url=server.url, timeout=60) as fresh:
+            found.append(parse_metrics(fresh.get("/metrics").text))
+    for name, value in found[0].items():
+        if not name.startswith("avg_"):  # set by the clock, between any two scrapes
+            assert [each[name] for each in found] == [value] * len(found), name
+    return found[0]
+
+
+def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """The counters and histogram counts that moved, and by how much."""
+    names = [name for name in after if name.split(":")[0].endswith(("_total", "_count"))]
+    return {name: after[name] - before[name] for name in names if after[name] != before[name]}
+
+
+def test_every_name_is_there_from_the_start(counted: ServeProcess) -> None:
+    """Catches a metric that dashboards would miss until the first request."""
+    found = scrape(counted)
+    for name in COUNTERS:
+        assert f"{name}_total" in found
+    for name in HISTOGRAMS | LENGTHS:
+        assert f"{name}_count" in found and f"{name}_bucket:+Inf" in found
+    with httpx.Client(base_url=counted.url) as fresh:
+        info = [line for line in fresh.get("/metrics").text.splitlines() if "cache_config_info{" in line]
+    assert len(info) == 1 and 'num_gpu_blocks="8192"' in info[0] and 'block_size="16"' in info[0]
+
+
+def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
+    """Catches what is counted twice, by nobody, or only in the process that is asked."""
+    before = scrape(counted)
+    ask(counted, prompt=PROMPT, max_tokens=5)
+    ask(counted, prompt=PROMPT, max_tokens=4, n=3, temperature=1.0)
+    first = ask(counted, prompt=[7, 8, 9], max_tokens=1, return_token_ids=True)
+    token = first["choices"][0]["token_ids"][0]  # type: ignore[index]
+    ask(counted, prompt=[7, 8, 9], max_tokens=6, stop_token_ids=[token])
+    after = scrape(counted)
+
+    num_sequences, num_requests = 6, 4
+    lengths = [5, 4, 4, 4, 1, 1]
+    # All whole blocks but the last token, which has to be computed to say what comes next.
+    num_hits = 3 * (2 * BLOCK)
+    expected = {
+        "prompt_tokens_total": 4 * len(PROMPT) + 2 * 3,
+        "prefix_cache_queries_total": 4 * len(PROMPT) + 2 * 3,
+        "prefix_cache_hits_total": num_hits,
+        "prompt_tokens_cached_total": num_hits,
+        "generation_tokens_total": sum(lengths),
+        "request_success_total:length": 5,
+        "request_success_total:stop": 1,
+        "time_to_first_token_seconds_count": num_requests,
+        "inter_token_latency_seconds_count": sum(lengths) - num_sequences,
+        "time_per_output_token_seconds_count": sum(lengths) - num_sequences,
+        "request_time_per_output_token_seconds_count": 4,
+        "request_params_n_count": num_requests,
+        "request_max_num_generation_tokens_count": num_requests,
+    } | {
+        f"{name}_count": num_sequences
+        for name in (
+            *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+            *("request_generation_tokens", "request_params_max_tokens"),
+            "request_prefill_kv_computed_tokens",
+        )
+    }
+    found = grown(before, after)
+    assert {name: found.get(name) for name in expected} == expected
+    unexpected = set(found) - set(expected)
+    assert all(name.startswith(("iteration_tokens", "prompt_tokens_by_source")) for name in unexpected)
+    # The sequences of a request may share steps; each request has as many as its tokens, at least.
+    assert 5 + 4 + 1 + 1 <= found["iteration_tokens_total_count"] <= sum(lengths)
+    assert after["iteration_tokens_total_sum"] - before["iteration_tokens_total_sum"] == (
+        expected["prompt_tokens_total"] - num_hits + sum(lengths) - num_sequences
+    )
+    assert after["request_generation_tokens_sum"] - before["request_generation_tokens_sum"] == sum(lengths)
+    assert (after["num_requests_running"], after["num_requests_waiting"]) == (0, 0)
+    assert after["kv_cache_usage_perc"] == after["gpu_cache_usage_perc"] == 0
+
+
+def test_a_stop_string_counts_what_the_client_got(counted: ServeProcess) -> None:
+    """Catches tokens counted that were computed after the stop and thrown away."""
+    free = ask(counted, prompt=[5, 6, 7], max_tokens=30)["choices"][0]["text"]  # type: ignore[index]
+    before = scrape(counted)
+    reply = ask(counted, prompt=[5, 6, 7], max_tokens=2000, stop=[free[8:11]])
+    eventually("the engine rests", lambda: counted.metrics()["num_requests_running"] == 0)
+    found = grown(before, scrape(counted))
+    assert found["request_success_total:stop"] == 1
+    assert found["generation_tokens_total"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
+
+
+def test_a_mistake_counts_for_nothing(counted: ServeProcess) -> None:
+    """Catches a refused request that reached the engine."""
+    before = scrape(counted)
+    with httpx.Client(base_url=counted.url) as fresh:
+        assert fresh.post("/v1/completions", json=greedy(prompt=[10**6])).status_code == 400
+    assert grown(before, scrape(counted)) == {}
+
+
+def test_one_who_leaves_counts_as_abort(counted: ServeProcess) -> None:
+    before = scrape(counted)
+    with counted.streaming(max_tokens=4000) as stream:
+        next(stream)
+        eventually("it runs", lambda: counted.metrics()["num_requests_running"] == 1)
+    gone = "request_success_total:abort"
+    eventually("it is counted", lambda: counted.metrics()[gone] > before[gone])
+    eventually("none runs", lambda: counted.metrics()["num_requests_running"] == 0)
+    found = grown(before, scrape(counted))
+    assert found["request_success_total:abort"] == found["request_prompt_tokens_count"] == 1
+    assert scrape(counted)["kv_cache_usage_perc"] == 0

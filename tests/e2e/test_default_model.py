@@ -1,0 +1,26 @@
+"""`quire serve` with nothing said: the default model answers."""
+
+import os
+from pathlib import Path
+
+import pytest
+from serve_process import ServeProcess
+
+from quire.config.engine import Env
+from quire.errors import QuireError
+from quire.hub import locate
+
+
+def test_the_default_model_knows_paris(tmp_path: Path) -> None:
+    """Catches a server that works only with the models of the tests."""
+    try:
+        locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
+    except QuireError as error:
+        pytest.skip(f"the default model cannot be fetched: {error}")
+    with ServeProcess(None, "--max-model-len", "512", "--dtype", "float32", log=tmp_path / "log") as server:
+        server.until_healthy()
+        question = {"role": "user", "content": "What is the capital of France? Answer in one word."}
+        asked = {"messages": [question], "max_tokens": 12, "temperature": 0}
+        reply = server.client.post("/v1/chat/completions", json=asked).json()
+        assert "Paris" in reply["choices"][0]["message"]["content"]
+        server.end_cleanly()

@@ -1,0 +1,126 @@
+"""Processes killed or stopped under a running server: honest health, clear errors, and a way back."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually
+from tiny_text import TextModel
+
+HEALTH_TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def tough(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    log = tmp_path_factory.mktemp("tough") / "log"
+    flags = ("--api-server-count", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
+        started.until_healthy(num_api=2)
+        yield started
+        started.end_cleanly()
+
+
+def steady(server: ServeProcess) -> bool:
+    """Healthy whichever process is asked, and at rest."""
+    return all(server.health() == 200 for _ in range(8)) and server.metrics()["num_requests_running"] == 0
+
+
+def runs_without(server: ServeProcess, dead: int) -> bool:
+    return len(set(server.with_role("APIServer")) - {dead}) == 2
+
+
+def test_a_stopped_engine_is_unhealthy_and_goes_on_where_it_was(tough: ServeProcess) -> None:
+    """Catches a /health that stays 200 with a hung engine, and a stream that is lost over a pause."""
+    whole = tough.complete(max_tokens=800)["choices"][0]["text"]
+    with tough.streaming(max_tokens=800) as stream:
+        found = [next(stream)]
+        os.kill(tough.core, signal.SIGSTOP)
+        try:
+            took_s = eventually("it is unhealthy", lambda: tough.health() == 503, 15)
+            # The other API process may be a moment behind, and would still accept a request.
+            eventually("both say so", lambda: all(tough.health() == 503 for _ in range(8)))
+            refused = tough.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        finally:
+            os.kill(tough.core, signal.SIGCONT)
+        found += stream
+    assert took_s >= HEALTH_TIMEOUT_S - 1, "a short pause is no reason to be unhealthy"
+    assert refused.status_code == 503
+    assert "no progress" in refused.json()["error"]["message"]
+    eventually("it is healthy again", lambda: steady(tough))
+    assert found[-1] == "[DONE]"
+    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+
+
+def test_a_killed_engine_tells_its_clients_and_comes_back(tough: ServeProcess) -> None:
+    """Catches streams that hang, a health that lies, a restart that does not work, and what it leaves."""
+    dead = tough.core
+    before = tough.metrics()
+    with tough.streaming(max_tokens=8000) as stream:
+        next(stream)
+        os.kill(dead, signal.SIGKILL)
+        eventually("it is unhealthy", lambda: tough.health() == 503, 5)
+        found = list(stream)
+    assert found[-1] == "[DONE]"
+    assert isinstance(found[-2], dict)
+    assert found[-2]["error"]["code"] == 503 and "died" in found[-2]["error"]["message"]
+    eventually("it is healthy again", lambda: steady(tough))
+    assert tough.core != dead
+    assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    after = tough.metrics()
+    assert after["kv_cache_usage_perc"] == 0, "the numbers of the dead are not those of its successor"
+    error = "request_success_total:error"
+    assert after[error] - before[error] == 1
+    assert after["generation_tokens_total"] > before["generation_tokens_total"], "counters never fall back"
+    assert len(tough.with_role("APIServer")) == 2
+
+
+def test_numbers_of_a_dead_engine_go_with_it(tough: ServeProcess) -> None:
+    """Catches gauges that show the requests of a dead engine until the first request of the next."""
+    with tough.streaming(max_tokens=8000) as stream:
+        next(stream)
+        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        os.kill(tough.core, signal.SIGKILL)
+        list(stream)
+    eventually("it is healthy again and rests", lambda: steady(tough))
+    assert tough.metrics()["kv_cache_usage_perc"] == 0
+
+
+def test_a_killed_api_process_takes_only_its_own_along(tough: ServeProcess) -> None:
+    """Catches an API process that is not restarted, or whose requests go on without it."""
+    pids = tough.with_role("APIServer")
+    with tough.streaming(max_tokens=8000) as stream:
+        next(stream)
+        eventually("it runs", lambda: tough.metrics()["num_requests_running"] == 1)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            eventually("the other still answers", lambda: tough.health() == 200)
+            eventually("it is started again", partial(runs_without, tough, pid))
+        with pytest.raises(httpx.TransportError):
+            list(stream)
+    assert not set(pids) & set(tough.with_role("APIServer"))
+    eventually("its request is gone", lambda: steady(tough))
+    assert tough.metrics()["kv_cache_usage_perc"] == 0
+    assert tough.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_an_engine_that_cannot_come_back_says_why_and_keeps_trying(
+    start: Start, tiny: TextModel, tmp_path: Path
+) -> None:
+    """Catches a cause that nobody is told, and a server that gives up when the cause may pass."""
+    copy = tmp_path / "model"
+    shutil.copytree(tiny.path, copy)
+    weights, aside = copy / "model.safetensors", tmp_path / "aside"
+    server = start(model=str(copy))
+    server.until_healthy()
+    weights.rename(aside)
+    os.kill(server.core, signal.SIGKILL)
+    eventually("it says why", lambda: "the engine cannot start: " in server.text())
+    assert server.health() == 503
+    aside.rename(weights)
+    server.until_healthy()
+    server.end_cleanly()

@@ -1,0 +1,57 @@
+"""A request that breaks every step it is in ends alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tiny_text import TextModel, open_text
+
+from quire.core.local import LocalEngine
+from quire.data.outputs import RequestOutput
+from quire.data.params import SamplingParams
+from quire.data.plan import StepPlan, StepResult
+
+PROMPTS = [[5 + number, 6, 7 + number] for number in range(9)]
+POISONED = 4
+
+
+@pytest.fixture
+def engine(tiny: TextModel) -> Iterator[LocalEngine]:
+    yield open_text(tiny).llm_engine
+
+
+def finished(engine: LocalEngine) -> dict[str, RequestOutput]:
+    found: dict[str, RequestOutput] = {}
+    for _ in range(500):
+        if not engine.has_unfinished_requests():
+            return found
+        found |= {output.request_id: output for output in engine.step() if output.finished}
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("after", [0, 3], ids=["at once", "after 3 tokens"])
+def test_only_the_request_at_fault_ends(
+    engine: LocalEngine, tiny: TextModel, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Catches a bad request that takes its neighbours along, or makes them say something else."""
+    run = engine.core.executor.run
+    core = engine.core.scheduler
+
+    def poisoned(plan: StepPlan) -> StepResult:
+        for row in np.asarray(plan.rows).tolist():
+            request = core.running.request(row)
+            length = int(core.running.num_tokens[row]) - request.prompt_len
+            if request.id.startswith(str(POISONED)) and length >= after:
+                raise RuntimeError("poison")
+        return run(plan)
+
+    monkeypatch.setattr(engine.core.executor, "run", poisoned)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    found = finished(engine)
+    assert found.pop(str(POISONED)).outputs[0].finish_reason == "error"
+    for id, output in found.items():
+        assert list(output.outputs[0].token_ids) == tiny.greedy(PROMPTS[int(id)], 8)
+    assert len(found) == 8
+    assert engine.core.scheduler.kv.pool.usage == 0

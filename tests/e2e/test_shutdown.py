@@ -1,0 +1,106 @@
+"""How a server ends: with its work done, at once, or by force; never with somebody left behind."""
+
+import contextlib
+import os
+import signal
+import threading
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from serve_process import PATIENCE_S, ServeProcess, Start, eventually
+
+
+class Crowd:
+    """Clients that read streams of one length, each in its thread."""
+
+    def __init__(self, server: ServeProcess, count: int, max_tokens: int) -> None:
+        self.found: list[list[dict[str, Any] | str]] = [[] for _ in range(count)]
+        self._begun = [threading.Event() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._read, args=(server, number, max_tokens), daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+        assert all(event.wait(PATIENCE_S) for event in self._begun)
+
+    def _read(self, server: ServeProcess, number: int, max_tokens: int) -> None:
+        asked = {"max_tokens": max_tokens, "stream_options": {"include_usage": True}}
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),
+            server.streaming(prompt=[5 + number, 6], **asked) as stream,
+        ):
+            for event in stream:
+                self.found[number].append(event)
+                self._begun[number].set()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def test_sigterm_lets_running_requests_finish(start: Start) -> None:
+    """Catches requests that a deployment cuts off, and a port that still takes what nobody will answer."""
+    server = start("--api-server-count", "2")
+    server.until_healthy(num_api=2)
+    crowd = Crowd(server, 8, max_tokens=1000)
+    server.process.send_signal(signal.SIGTERM)
+    eventually("new connections are refused", server.refuses, 10)
+    still_running = "[DONE]" not in [found[-1] for found in crowd.found]
+    crowd.join()
+    assert server.exit_code() == 0, server.text()
+    assert still_running, "new ones were refused only when the old ones had finished"
+    for found in crowd.found:
+        assert found[-1] == "[DONE]"
+        assert isinstance(found[-2], dict)
+        assert found[-2]["usage"]["completion_tokens"] == 1000
+    assert "Traceback" not in server.text()
+
+
+def test_a_shutdown_timeout_of_0_aborts_at_once(start: Start) -> None:
+    """Catches a drain that waits all the same, and streams that end without a word."""
+    server = start("--shutdown-timeout", "0")
+    server.until_healthy()
+    crowd = Crowd(server, 4, max_tokens=8000)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code(within_s=25) == 0, server.text()
+    crowd.join()
+    for found in crowd.found:
+        assert found[-1] == "[DONE]"
+        assert isinstance(found[-2], dict) and "shutting down" in found[-2]["error"]["message"]
+    assert "Traceback" not in server.text(), server.text()
+
+
+def test_a_second_sigint_ends_at_once(start: Start) -> None:
+    """Catches a Ctrl-C that nobody can hurry."""
+    server = start()
+    server.until_healthy()
+    crowd = Crowd(server, 2, max_tokens=8000)
+    server.process.send_signal(signal.SIGINT)
+    eventually("it drains", lambda: "Shutting down" in server.text())
+    server.process.send_signal(signal.SIGINT)
+    assert server.exit_code(within_s=25) == 130, server.text()
+    crowd.join()
+    assert "[DONE]" not in [found[-1] for found in crowd.found], "there was nothing to hurry"
+
+
+def test_a_killed_supervisor_leaves_no_orphan(start: Start) -> None:
+    """Catches an engine that keeps its memory after everybody else is gone."""
+    server = start("--api-server-count", "2")
+    server.until_healthy(num_api=2)
+    assert len(server.members()) >= 4
+    os.kill(server.process.pid, signal.SIGKILL)
+    assert server.exit_code() == -signal.SIGKILL
+    with pytest.raises(httpx.TransportError):
+        server.client.get("/health")
+
+
+def test_sigterm_while_the_model_loads(start: Start) -> None:
+    """Catches a server that can only be stopped once it is up."""
+    server = start()
+    eventually("the engine's process runs", lambda: len(psutil.Process(server.process.pid).children()) >= 2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code(within_s=15) == 0, server.text()

@@ -1,0 +1,117 @@
+"""Where a server listens and who may ask, and starts that fail: one clear line, exit code 1, no hang."""
+
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_process import ServeProcess, Start, eventually, greedy
+from tiny_text import TextModel
+
+
+def only_line(server: ServeProcess, within_s: float = 60) -> str:
+    """What a server that could not start has to say."""
+    assert server.exit_code(within_s) == 1, server.text()
+    lines = [line for line in server.text().splitlines() if "error" in line.lower()]
+    assert len(lines) == 1 and lines[0].startswith("quire serve: error: "), server.text()
+    assert "Traceback" not in server.text(), server.text()
+    return lines[0]
+
+
+def test_a_taken_port_is_named(start: Start) -> None:
+    """Catches a start that loads a model first, or waits for the port to become free."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = only_line(start("--port", port))
+    assert f"127.0.0.1:{port}" in line and "in use" in line
+
+
+def test_a_model_that_is_not_there_is_named(start: Start, tmp_path: Path) -> None:
+    missing = str(tmp_path / "no" / "model")
+    assert missing in only_line(start(model=missing))
+
+
+def test_corrupt_weights_end_the_start(start: Start, tiny: TextModel, tmp_path: Path) -> None:
+    """Catches an engine that is started again and again although it can never run."""
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny.path, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    server = start(model=str(broken))
+    assert "model.safetensors" in only_line(server)
+    assert "starting it again" not in server.text()
+
+
+def test_a_certificate_that_is_not_there_is_named(start: Start, tmp_path: Path) -> None:
+    """Catches an API process that is started again and again although it can never serve."""
+    missing = str(tmp_path / "no.pem")
+    server = start("--ssl-certfile", missing, "--ssl-keyfile", missing)
+    assert missing in only_line(server)
+    assert "starting it again" not in server.text()
+
+
+def test_port_0_takes_a_free_port_and_says_which(start: Start) -> None:
+    server = start("--port", "0")
+    eventually("it says where", lambda: "Starting Quire server on" in server.text())
+    address = server.text().partition("Starting Quire server on ")[2].split()[0]
+    assert not address.endswith(":0")
+    assert httpx.get(f"{address}/version", timeout=30).status_code == 200
+
+
+def test_a_unix_socket(start: Start, tmp_path: Path) -> None:
+    """Catches a socket file that is not made, or is left behind."""
+    path = tmp_path / "sock"
+    server = start("--uds", str(path))
+    eventually("the socket is there", path.exists)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://quire") as client:
+        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        reply = client.post("/v1/completions", json=greedy(max_tokens=3), timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 3
+    server.end_cleanly()
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("the openssl command is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+        + ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True,
+        capture_output=True,
+    )
+    return key, cert
+
+
+def test_https_and_a_key_for_every_route(start: Start, certificate: tuple[Path, Path]) -> None:
+    """Catches a route that answers without the key, and plain http on a port that should be safe."""
+    key, cert = certificate
+    server = start("--ssl-keyfile", str(key), "--ssl-certfile", str(cert), "--api-key", "sesame", "other")
+    address = server.url.replace("http:", "https:")
+    eventually("it listens", lambda: "Started server process" in server.text())
+    with httpx.Client(base_url=address, verify=ssl.create_default_context(cafile=cert), timeout=60) as client:
+        eventually("it is up", lambda: client.get("/health").status_code == 200)
+        routes = client.get("/openapi.json", headers={"Authorization": "Bearer other"}).json()["paths"]
+        open_to_all = {"/health", "/ping", "/metrics"}
+        assert open_to_all < set(routes) and "/v1/chat/completions" in routes
+        for path, methods in routes.items():
+            for method in methods:
+                status = client.request(method, path.replace("{name}", "tiny"), json={}).status_code
+                assert (status == 401) == (path not in open_to_all), (method, path, status)
+        for path in ("/openapi.json", "/docs", "/v1/nowhere"):
+            assert client.get(path).status_code == 401
+        wrong = {"Authorization": "Bearer sesam"}
+        assert client.post("/v1/completions", json=greedy(), headers=wrong).status_code == 401
+        right = {"Authorization": "Bearer sesame"}
+        assert client.post("/v1/completions", json=greedy(max_tokens=2), headers=right).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        server.client.get("/health")
+    server.end_cleanly()
