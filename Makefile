@@ -1,7 +1,7 @@
 # `make serve` and `make test` do everything, on a machine with Python 3.11+, pip, git, a C compiler and make.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar on -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 .PHONY: serve test lint types unit slow clean
 
@@ -28,11 +28,11 @@ slow: .venv/ready-test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --quiet -e .
+	$(PIP) -e .
 	@touch $@
 
 .venv/ready-test: .venv/ready
-	$(PIP) --quiet -e '.[test]'
+	$(PIP) -e '.[test]'
 	@touch $@
 
 clean:
