@@ -1,0 +1,134 @@
+/* Vectors of float as wide as the CPU has them, in the compiler's own vector types. */
+#ifndef QUIRE_SIMD_H
+#define QUIRE_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vf load(const float *at) { return *(const vf_any *)at; }
+INLINE void store(float *at, vf x) { *(vf_any *)at = x; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
+
+INLINE float lanes_sum(vf x)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)x);
+#else
+    float half[LANES / 2], sum = 0;
+    for (int i = 0; i < LANES / 2; i++)
+        half[i] = x[i] + x[i + LANES / 2];
+    for (int i = 0; i < LANES / 2; i++)
+        sum += half[i];
+    return sum;
+#endif
+}
+
+INLINE float lanes_max(vf x)
+{
+    float most = x[0];
+    for (int i = 1; i < LANES; i++)
+        most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+/* out[i] = the sum of the lanes of x[i], always added in the same order. */
+INLINE void lanes_sum4(const vf *x, float *out)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    float32x4_t low = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
+    float32x4_t high = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
+    vst1q_f32(out, vpaddq_f32(low, high));
+#elif defined(__AVX2__)
+    __m256 low = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
+    __m256 high = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
+    __m256 both = _mm256_hadd_ps(low, high);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+#else
+    for (int i = 0; i < 4; i++)
+        out[i] = lanes_sum(x[i]);
+#endif
+}
+
+/* e^x for x <= 88, to 2 units in the last place; exactly 0 below -87. NaN stays NaN. */
+INLINE vf exp_lanes(vf x)
+{
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    vi tiny = x < -87.0f;
+    vf bounded = pick(tiny, splat(-87.0f), x);
+    vf shifted = bounded * 1.44269504f + shift;
+    vf n = shifted - shift;
+    vf r = bounded - n * 0.693145752f;
+    r = r - n * 1.42860677e-6f;
+    vf poly = splat(1.0f / 720);
+    poly = poly * r + 1.0f / 120;
+    poly = poly * r + 1.0f / 24;
+    poly = poly * r + 1.0f / 6;
+    poly = poly * r + 0.5f;
+    poly = poly * r + 1.0f;
+    poly = poly * r + 1.0f;
+    vi power = ((vi)shifted - (vi)splat(shift) + 127) << 23;
+    return pick(tiny, splat(0), poly * (vf)power);
+}
+
+INLINE float exp_one(float x) { return exp_lanes(splat(x))[0]; }
+
+INLINE float from_bf16(uint16_t x)
+{
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+/* Rounded to nearest, ties to even. */
+INLINE uint16_t to_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE void widen(const void *from, int is_bf16, long at, long count, float factor, float *into)
+{
+    if (is_bf16) {
+        const uint16_t *x = (const uint16_t *)from + at;
+        for (long i = 0; i < count; i++)
+            into[i] = from_bf16(x[i]) * factor;
+    } else {
+        const float *x = (const float *)from + at;
+        for (long i = 0; i < count; i++)
+            into[i] = x[i] * factor;
+    }
+}
+
+INLINE void narrow(const float *from, void *into, int is_bf16, long at, long count)
+{
+    if (is_bf16)
+        for (long i = 0; i < count; i++)
+            ((uint16_t *)into)[at + i] = to_bf16(from[i]);
+    else
+        memcpy((float *)into + at, from, (size_t)count * 4);
+}
+
+#endif

@@ -1,0 +1,143 @@
+"""The C kernels: compiled once with the system's compiler, kept in a cache, called through ctypes."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from quire.config.engine import Env
+from quire.logs import get_logger, warn_once
+
+log = get_logger(__name__)
+
+SOURCES = Path(__file__).with_name("csrc")
+_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
+_COMPILERS = ("cc", "gcc", "clang")
+_LOST = "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
+
+
+class NativeError(Exception):
+    """Why there are no native kernels."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels for this machine; None, after one warning, where they cannot be had."""
+    try:
+        return build(Env.read(os.environ).cache_root / "kernels", find_compiler(os.environ.get("CC")))
+    except NativeError as error:
+        warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
+        return None
+
+
+def bind(name: str, *argument_types: Any) -> Callable[..., None]:
+    """The kernel called `name`, which in C returns 0, or 1 when memory ran out."""
+    loaded = library()
+    assert loaded is not None, "ask library() first"
+    function = loaded[name]
+    function.argtypes = argument_types
+    function.restype = ctypes.c_int
+
+    def call(*arguments: Any) -> None:
+        if function(*arguments) != 0:
+            raise MemoryError(f"{name}: no memory for its scratch space")
+
+    return call
+
+
+def find_compiler(asked: str | None) -> list[str]:
+    """`asked` ($CC, may carry flags), or the first compiler on the path."""
+    for candidate in [asked] if asked else _COMPILERS:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    missing = f"CC={asked!r} is not a program" if asked else "there is no C compiler"
+    raise NativeError(f"{missing}; install gcc or clang, or set CC")
+
+
+def build(folder: Path, compiler: list[str]) -> ctypes.CDLL:
+    """Load the library that fits sources, compiler and CPU from `folder`; compile it first if need be."""
+    runtime = openmp_in_process()
+    if runtime is None:
+        return _load(folder, compiler, link=("-fopenmp",))
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    try:
+        return _load(folder, compiler, link=())
+    except NativeError:  # a compiler with another runtime: it costs a second pool of threads
+        return _load(folder, compiler, link=("-fopenmp",))
+
+
+def _load(folder: Path, compiler: list[str], *, link: tuple[str, ...]) -> ctypes.CDLL:
+    path = folder / f"quire-{_key(compiler, link)}.so"
+    try:
+        if path.is_file():
+            return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        _compile(path, compiler, link)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(str(error)) from error
+
+
+def openmp_in_process(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The OpenMP runtime that is loaded already, which is torch's."""
+    try:
+        found = re.search(r"\s(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _key(compiler: list[str], link: tuple[str, ...]) -> str:
+    """Another CPU, compiler or source is another library."""
+    key = hashlib.sha256(repr((compiler, _COMPILE, link, platform.machine(), _cpu())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        key.update(source.read_bytes())
+    return key.hexdigest()[:16]
+
+
+def _cpu() -> list[str]:
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return [platform.processor()]
+    return sorted(set(re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", info, re.MULTILINE)))
+
+
+def _compile(path: Path, compiler: list[str], link: tuple[str, ...]) -> None:
+    """Other processes see the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if path.is_file():
+            return
+        log.info("Compiling the CPU kernels with %s, once for this machine ...", compiler[0])
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+            _run([*compiler, *_COMPILE, "-c", *sources], scratch)
+            objects = [f"{Path(source).stem}.o" for source in sources]
+            _run([*compiler, "-shared", *objects, *link, "-lm", "-o", "built.so"], scratch)
+            os.replace(Path(scratch) / "built.so", path)
+        log.info("Compiled the CPU kernels in %.1f s", time.monotonic() - started)
+
+
+def _run(command: list[str], folder: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        said = next((line for line in lines if "error" in line), lines[-1])
+        raise NativeError(f"{command[0]} failed: {said}")
