@@ -1,5 +1,7 @@
 """Choosing a backend: the first that fits, or the named one, or a reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from quire.attention.backend import AttentionSpec, choose
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.machine import Machine
 from quire.errors import ConfigError
+from quire.kernels import native
 from quire.registry import LazyTable
 
 MACHINE = Machine(device="cpu", name="a CPU", num_devices=1, total_bytes=1, free_bytes=1, num_cores=1)
@@ -23,7 +26,7 @@ class Picky(TorchSDPA):
 
 @pytest.fixture
 def with_picky(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {"PICKY": f"{__name__}:Picky", **backend.BACKENDS.entries}
+    entries = {"PICKY": f"{__name__}:Picky", "TORCH_SDPA": backend.BACKENDS.entries["TORCH_SDPA"]}
     monkeypatch.setattr(backend, "BACKENDS", LazyTable("attention backend", entries))
 
 
@@ -42,6 +45,28 @@ def test_a_named_backend_that_does_not_fit_is_an_error_with_its_reason() -> None
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="unknown attention backend 'FLASH'; known: .*TORCH_SDPA"):
         choose("flash", SPEC, MACHINE)
+
+
+def test_the_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives way where it was not compiled, on other devices, and for shapes that it cannot do."""
+    monkeypatch.setattr(native, "library", lambda: object())
+    assert choose(None, SPEC, MACHINE).name == "CPU_ATTN"
+    for spec, machine in [
+        (SPEC, replace(MACHINE, device="cuda")),
+        (replace(SPEC, head_dim=20), MACHINE),
+        (replace(SPEC, dtype=torch.float16), MACHINE),
+    ]:
+        assert choose(None, spec, machine).name == "TORCH_SDPA"
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert choose(None, SPEC, MACHINE).name == "TORCH_SDPA"
+    with pytest.raises(ConfigError, match="CPU_ATTN: the native kernels could not be compiled; leave it out"):
+        choose("cpu_attn", SPEC, MACHINE)
+
+
+def test_no_backend_ignores_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(ConfigError, match="no soft cap"):
+        choose(None, replace(SPEC, softcap=30.0), MACHINE)
 
 
 def test_names_are_taken_in_any_case() -> None:

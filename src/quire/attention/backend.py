@@ -18,6 +18,7 @@ from quire.registry import LazyTable
 BACKENDS = LazyTable(
     "attention backend",
     {
+        "CPU_ATTN": "quire.attention.cpu_attn:CPUAttention",
         "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
     },
 )
@@ -36,6 +37,8 @@ class AttentionSpec:
     """How many tokens, itself included, a token sees; None: all before it."""
     scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap); None: as they are."""
 
     @property
     def score_scale(self) -> float:

@@ -53,7 +53,7 @@ class TorchSDPA:
     name = "TORCH_SDPA"
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        return None
+        return None if spec.softcap is None else "torch's attention has no soft cap on scores"
 
     def plan(self, batch: Batch) -> None:
         batch.attention = _Step(batch)

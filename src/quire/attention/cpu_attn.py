@@ -1,0 +1,43 @@
+"""CPU_ATTN: the native kernel, one call per layer for prompts and decodes alike."""
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.machine import Machine
+from quire.kernels import attention, native
+
+
+class CPUAttention:
+    name = "CPU_ATTN"
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        if machine.device != "cpu":
+            return f"runs on a CPU, this is {machine.device}"
+        if spec.dtype not in (torch.float32, torch.bfloat16):
+            return f"computes float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim % attention.HEAD_DIM_STEP:
+            return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
+        return None if native.library() else "the native kernels could not be compiled"
+
+    def plan(self, batch: Batch) -> None:
+        """The kernel reads the batch as it is."""
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        attention.write(k, v, k_cache, v_cache, slots)
+
+    def forward(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spec: AttentionSpec
+    ) -> Tensor:
+        return attention.attend(
+            q,
+            k_cache,
+            v_cache,
+            block_tables=batch.block_tables,
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            scale=spec.score_scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )

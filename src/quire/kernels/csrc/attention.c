@@ -1,0 +1,399 @@
+/* Paged attention over a whole batch, and the write into the cache.
+ *
+ * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are
+ * taken in tiles and ranges that start at fixed positions of the sequence, ranges are merged in order. So the
+ * result is the same to the last bit whatever else is in the batch, however the work is split.
+ */
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+
+#include "simd.h"
+
+#define TILE 64       /* keys that are scored before the running maximum moves */
+#define RANGE 256     /* keys that are summed apart, on another thread if there is one; a multiple of TILE */
+#define BLOCK_ROWS 32 /* rows that share the keys of a task */
+#define ROWS 4        /* rows of the inner loops */
+#define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
+
+/* The same fields, in the same order, as in attention.py. */
+typedef struct {
+    void *out; /* [tokens, heads, head_dim], contiguous, of the type of q */
+    const void *q;
+    const void *k_cache; /* [blocks, block_size, kv_heads, head_dim] */
+    const void *v_cache;
+    const int32_t *block_tables; /* [seqs, table_width] */
+    const int32_t *query_starts;
+    const int32_t *seq_lens;
+    int64_t q_stride; /* between tokens */
+    int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
+    int64_t window; /* 0: all */
+    float scale, softcap; /* softcap 0: none */
+    int32_t q_bf16, kv_bf16, num_threads;
+} Job;
+
+typedef struct {
+    int32_t seq, kv_head, first_query, num_queries;
+    int32_t range;  /* the only one to sum, -1: all of them */
+    int64_t saved;  /* where its sums are kept until they are merged */
+} Task;
+
+typedef struct {
+    float *most, *sum, *out; /* largest score, sum of weights, weighted values: [rows], [rows], [rows, head_dim] */
+} Sums;
+
+typedef struct {
+    float *q, *weights, *keys, *values;
+    Sums part, total;
+} Scratch;
+
+static long at_most(long x, long bound) { return x < bound ? x : bound; }
+static long at_least(long x, long bound) { return x > bound ? x : bound; }
+
+static Sums carve(float *memory, long rows) { return (Sums){memory, memory + rows, memory + 2 * rows}; }
+
+static void clear(Sums *sums, long rows, long dim)
+{
+    for (long i = 0; i < rows; i++)
+        sums->most[i] = -INFINITY;
+    memset(sums->sum, 0, (size_t)rows * sizeof(float));
+    memset(sums->out, 0, (size_t)(rows * dim) * sizeof(float));
+}
+
+/* Scores of some rows with 4 keys. */
+INLINE void score4(int rows, const float *q, const float *const *keys, long dim, float *out)
+{
+    vf sums[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < 4; k++)
+            sums[r][k] = (vf){0};
+    for (long d = 0; d < dim; d += LANES) {
+        vf key[4];
+        for (int k = 0; k < 4; k++)
+            key[k] = load(keys[k] + d);
+        for (int r = 0; r < rows; r++) {
+            vf query = load(q + r * dim + d);
+            for (int k = 0; k < 4; k++)
+                sums[r][k] += query * key[k];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        lanes_sum4(sums[r], out + r * TILE);
+}
+
+/* Add the weighted values of keys [first, end) of a tile to `vectors` vectors of some rows. */
+INLINE void mix(int rows, int vectors, const float *weights, const float *const *values, long first, long end,
+                long dim, float *out)
+{
+    vf sums[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++)
+            sums[r][i] = load(out + r * dim + i * LANES);
+    for (long k = first; k < end; k++)
+        for (int i = 0; i < vectors; i++) {
+            vf value = load(values[k] + i * LANES);
+            for (int r = 0; r < rows; r++)
+                sums[r][i] += value * weights[r * TILE + k];
+        }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++)
+            store(out + r * dim + i * LANES, sums[r][i]);
+}
+
+INLINE void mix_all(int rows, const float *weights, const float **values, long first, long end, long dim, float *out)
+{
+    const float *shifted[TILE];
+    long d = 0;
+    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES) {
+        for (long k = first; k < end; k++)
+            shifted[k] = values[k] + d;
+        mix(rows, DIM_CHUNK, weights, shifted, first, end, dim, out + d);
+    }
+    for (; d < dim; d += LANES) {
+        for (long k = first; k < end; k++)
+            shifted[k] = values[k] + d;
+        mix(rows, 1, weights, shifted, first, end, dim, out + d);
+    }
+}
+
+/* Scores of one row in, weights out; the sums so far are scaled to the new maximum. */
+static void soften(float *scores, float softcap, long dim, float *most, float *sum, float *out)
+{
+    if (softcap > 0)
+        for (long k = 0; k < TILE; k += LANES) {
+            vf x = load(scores + k), seen = x;
+            vf twice = exp_lanes(pick(x > 44 * softcap, splat(44), x / softcap) * 2.0f);
+            vf capped = softcap - 2.0f * softcap / (twice + 1.0f);
+            store(scores + k, pick(seen == -INFINITY, seen, capped));
+        }
+    vf top = load(scores);
+    for (long k = LANES; k < TILE; k += LANES) {
+        vf x = load(scores + k);
+        top = pick(x > top, x, top);
+    }
+    float now = lanes_max(top);
+    now = now > *most ? now : *most;
+    if (now == -INFINITY) { /* the row sees nothing of this tile, nor of those before */
+        memset(scores, 0, TILE * sizeof(float));
+        return;
+    }
+    vf total = {0};
+    for (long k = 0; k < TILE; k += LANES) {
+        vf weight = exp_lanes(load(scores + k) - now);
+        store(scores + k, weight);
+        total += weight;
+    }
+    if (now != *most) {
+        float fade = exp_one(*most - now);
+        *sum *= fade;
+        for (long d = 0; d < dim; d += LANES)
+            store(out + d, load(out + d) * fade);
+        *most = now;
+    }
+    *sum += lanes_sum(total);
+}
+
+/* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. */
+static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
+                   const float **keys, const float **values)
+{
+    const int32_t *table = job->block_tables + task->seq * job->table_width;
+    for (long position = first; position < end; position++) {
+        long slot = (long)table[position / job->block_size] * job->block_size + position % job->block_size;
+        long at = (slot * job->kv_heads + task->kv_head) * job->head_dim, k = position - tile;
+        if (job->kv_bf16) {
+            widen(job->k_cache, 1, at, job->head_dim, 1.0f, scratch->keys + k * job->head_dim);
+            widen(job->v_cache, 1, at, job->head_dim, 1.0f, scratch->values + k * job->head_dim);
+            keys[k] = scratch->keys + k * job->head_dim;
+            values[k] = scratch->values + k * job->head_dim;
+        } else {
+            keys[k] = (const float *)job->k_cache + at;
+            values[k] = (const float *)job->v_cache + at;
+        }
+    }
+}
+
+static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
+{
+    const float *keys[TILE], *values[TILE];
+    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
+    long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
+    long place = job->seq_lens[task->seq] - query_len + task->first_query; /* position of the first query */
+    long low = (first - tile) & ~3L, high = (end - tile + 3) & ~3L;
+    gather(job, task, tile, first, end, scratch, keys, values);
+    for (long k = low; k < high; k++) /* filled up to fours with a key that is there; masked below */
+        if (k < first - tile || k >= end - tile)
+            keys[k] = keys[first - tile];
+    for (long r = 0; r < rows; r += ROWS)
+        for (long k = low; k < high; k += 4) {
+            const float *q = scratch->q + r * dim;
+            float *out = scratch->weights + r * TILE + k;
+            switch (at_most(rows - r, ROWS)) {
+            case 4: score4(4, q, keys + k, dim, out); break;
+            case 3: score4(3, q, keys + k, dim, out); break;
+            case 2: score4(2, q, keys + k, dim, out); break;
+            default: score4(1, q, keys + k, dim, out);
+            }
+        }
+    Sums *part = &scratch->part;
+    for (long r = 0; r < rows; r++) {
+        long position = place + r / group;
+        long seen_first = at_least(first, job->window ? position - job->window + 1 : 0) - tile;
+        long seen_end = at_most(end, position + 1) - tile;
+        for (long k = 0; k < TILE; k++)
+            if (k < seen_first || k >= seen_end)
+                scratch->weights[r * TILE + k] = -INFINITY;
+        soften(scratch->weights + r * TILE, job->softcap, dim, part->most + r, part->sum + r, part->out + r * dim);
+    }
+    first -= tile, end -= tile;
+    for (long r = 0; r < rows; r += ROWS) {
+        float *weights = scratch->weights + r * TILE, *out = part->out + r * dim;
+        switch (at_most(rows - r, ROWS)) {
+        case 4: mix_all(4, weights, values, first, end, dim, out); break;
+        case 3: mix_all(3, weights, values, first, end, dim, out); break;
+        case 2: mix_all(2, weights, values, first, end, dim, out); break;
+        default: mix_all(1, weights, values, first, end, dim, out);
+        }
+    }
+}
+
+static void merge(Sums *total, const Sums *part, long rows, long dim)
+{
+    for (long r = 0; r < rows; r++) {
+        if (part->most[r] == -INFINITY)
+            continue;
+        float most = part->most[r] > total->most[r] ? part->most[r] : total->most[r];
+        float old = exp_one(total->most[r] - most), new = exp_one(part->most[r] - most);
+        total->most[r] = most;
+        total->sum[r] = total->sum[r] * old + part->sum[r] * new;
+        for (long d = r * dim; d < (r + 1) * dim; d += LANES)
+            store(total->out + d, load(total->out + d) * old + load(part->out + d) * new);
+    }
+}
+
+/* The keys that the queries of a task see. */
+static void seen(const Job *job, const Task *task, long *first, long *end)
+{
+    long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
+    long place = job->seq_lens[task->seq] - query_len + task->first_query;
+    *first = job->window ? at_least(place - job->window + 1, 0) : 0;
+    *end = place + task->num_queries;
+}
+
+static void write_out(const Job *job, const Task *task, Sums *sums)
+{
+    long group = job->heads / job->kv_heads, dim = job->head_dim;
+    for (long r = 0; r < task->num_queries * group; r++) {
+        long token = job->query_starts[task->seq] + task->first_query + r / group;
+        long head = task->kv_head * group + r % group;
+        float share = 1.0f / sums->sum[r];
+        for (long d = r * dim; d < (r + 1) * dim; d += LANES)
+            store(sums->out + d, load(sums->out + d) * share);
+        narrow(sums->out + r * dim, job->out, job->q_bf16, (token * job->heads + head) * dim, dim);
+    }
+}
+
+static void run_task(const Job *job, const Task *task, Scratch *scratch, float *saved)
+{
+    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
+    long first, end;
+    seen(job, task, &first, &end);
+    for (long r = 0; r < rows; r++) {
+        long token = job->query_starts[task->seq] + task->first_query + r / group;
+        long at = token * job->q_stride + (task->kv_head * group + r % group) * dim;
+        widen(job->q, job->q_bf16, at, dim, job->scale, scratch->q + r * dim);
+    }
+    clear(&scratch->total, rows, dim);
+    long from = task->range < 0 ? first / RANGE : task->range;
+    long until = task->range < 0 ? (end + RANGE - 1) / RANGE : from + 1;
+    for (long range = from; range < until; range++) {
+        clear(&scratch->part, rows, dim);
+        for (long tile = range * RANGE; tile < (range + 1) * RANGE; tile += TILE)
+            if (tile < end && tile + TILE > first)
+                attend_tile(job, task, tile, at_least(tile, first), at_most(tile + TILE, end), scratch);
+        if (task->range < 0)
+            merge(&scratch->total, &scratch->part, rows, dim);
+    }
+    if (task->range < 0)
+        write_out(job, task, &scratch->total);
+    else
+        memcpy(saved + task->saved, scratch->part.most, (size_t)(rows * (dim + 2)) * sizeof(float));
+}
+
+/* Sum up the ranges that were computed apart: `task` is the first of `count`. */
+static void join(const Job *job, const Task *task, long count, Scratch *scratch, float *saved)
+{
+    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
+    clear(&scratch->total, rows, dim);
+    for (long i = 0; i < count; i++) {
+        Sums part = carve(saved + task[i].saved, rows);
+        merge(&scratch->total, &part, rows, dim);
+    }
+    write_out(job, task, &scratch->total);
+}
+
+static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
+
+/* The last queries of a sequence, which see most, come first. Where the queries of a sequence make one block
+ * only, it is split by ranges too. With `tasks` NULL they are only counted. */
+static long list_tasks(const Job *job, Task *tasks, long *saved_size)
+{
+    long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), count = 0;
+    *saved_size = 0;
+    for (int32_t seq = 0; seq < job->num_seqs; seq++) {
+        long query_len = job->query_starts[seq + 1] - job->query_starts[seq];
+        for (int32_t kv_head = 0; kv_head < job->kv_heads; kv_head++)
+            for (long at = (query_len - 1) / step * step; at >= 0; at -= step) {
+                Task task = {seq, kv_head, (int32_t)at, (int32_t)at_most(step, query_len - at), -1, 0};
+                long first, end;
+                seen(job, &task, &first, &end);
+                long from = first / RANGE, until = (end + RANGE - 1) / RANGE;
+                if (query_len > step || until - from == 1 || job->num_threads == 1) {
+                    if (tasks)
+                        tasks[count] = task;
+                    count++;
+                    continue;
+                }
+                for (long range = from; range < until; range++, count++) {
+                    task.range = (int32_t)range;
+                    task.saved = *saved_size;
+                    *saved_size += task.num_queries * group * (job->head_dim + 2);
+                    if (tasks)
+                        tasks[count] = task;
+                }
+            }
+    }
+    return count;
+}
+
+static long scratch_size(long rows, long dim) { return rows * (dim + TILE) + 2 * TILE * dim + 2 * rows * (dim + 2); }
+
+static Scratch carve_scratch(float *memory, long rows, long task_rows, long dim)
+{
+    Scratch scratch;
+    scratch.q = memory;
+    scratch.weights = scratch.q + rows * dim;
+    scratch.keys = scratch.weights + rows * TILE;
+    scratch.values = scratch.keys + TILE * dim;
+    scratch.part = carve(scratch.values + TILE * dim, task_rows);
+    scratch.total = carve(scratch.values + TILE * dim + rows * (dim + 2), task_rows);
+    return scratch;
+}
+
+int quire_attention(const Job *job)
+{
+    long group = job->heads / job->kv_heads, dim = job->head_dim, saved_size;
+    long max_rows = at_least(BLOCK_ROWS / group, 1) * group;
+    long count = list_tasks(job, NULL, &saved_size), num_threads = at_most(job->num_threads, count);
+    long each = scratch_size(max_rows, dim);
+    Task *tasks = malloc((size_t)count * sizeof(Task));
+    float *memory = malloc((size_t)(num_threads * each + saved_size) * sizeof(float));
+    if (!tasks || !memory) {
+        free(tasks);
+        free(memory);
+        return 1;
+    }
+    float *saved = memory + num_threads * each;
+    list_tasks(job, tasks, &saved_size);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        float *own = memory + omp_get_thread_num() * each;
+#pragma omp for schedule(dynamic, 1)
+        for (long i = 0; i < count; i++) {
+            Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+            run_task(job, tasks + i, &scratch, saved);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (long i = 0; i < count; i++) {
+            if (tasks[i].range < 0 || (i > 0 && same_rows(tasks + i, tasks + i - 1)))
+                continue;
+            long number = 1;
+            while (i + number < count && same_rows(tasks + i, tasks + i + number))
+                number++;
+            Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+            join(job, tasks + i, number, &scratch, saved);
+        }
+    }
+    free(tasks);
+    free(memory);
+    return 0;
+}
+
+/* Keys and values of `num_tokens` tokens into their slots; `width` is kv_heads * head_dim. */
+int quire_write_kv(const void *k, const void *v, void *k_cache, void *v_cache, const int64_t *slots, int64_t num_tokens,
+                   int64_t k_stride, int64_t v_stride, int64_t width, int32_t from_bf16, int32_t into_bf16)
+{
+    size_t item = from_bf16 ? 2 : 4;
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const char *key = (const char *)k + (size_t)(i * k_stride) * item;
+        const char *value = (const char *)v + (size_t)(i * v_stride) * item;
+        if (from_bf16 == into_bf16) {
+            memcpy((char *)k_cache + (size_t)(slots[i] * width) * item, key, (size_t)width * item);
+            memcpy((char *)v_cache + (size_t)(slots[i] * width) * item, value, (size_t)width * item);
+        } else {
+            narrow((const float *)key, k_cache, 1, slots[i] * width, width);
+            narrow((const float *)value, v_cache, 1, slots[i] * width, width);
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,153 @@
+"""The native backend: by hand, against the reference, and the same to the last bit in any batch."""
+
+import numpy as np
+import pytest
+import torch
+from by_hand import CHUNKS, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import make_batch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.cpu_attn import CPUAttention
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.kernels import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+Chunks = list[tuple[int, int]]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
+def test_matches_attention_by_hand_with_nan_in_unused_slots(
+    chunks: Chunks, heads: tuple[int, int], window: int | None
+) -> None:
+    """A wrong mask, head grouping, window edge, slot; or NaN leaking from slots that nobody wrote."""
+    check(CPUAttention(), chunks, AttentionSpec(*heads, 8, torch.float32, window))
+
+
+@pytest.mark.parametrize("chunks", [[(1, 700), (3, 300), (1, 63), (1, 64)], [(70, 190), (1, 256)]])
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.usefixtures("threads")
+def test_sequences_of_many_tiles_and_ranges(chunks: Chunks, window: int | None) -> None:
+    """A range that is lost, merged twice or with the sums of another row; scratch shared by threads."""
+    check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, torch.float32, window))
+
+
+def test_an_own_scale_and_a_soft_cap_are_used() -> None:
+    check(CPUAttention(), [(4, 0), (1, 3)], AttentionSpec(2, 2, 8, torch.float32, scale=0.9))
+    check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))
+
+
+def test_more_heads_on_one_key_head_than_a_block_has_rows() -> None:
+    check(CPUAttention(), [(3, 4), (1, 9)], AttentionSpec(40, 1, 8, torch.float32))
+
+
+class Case:
+    """Sequences with filled caches, whose new tokens can be attended in any company."""
+
+    def __init__(
+        self, chunks: Chunks, spec: AttentionSpec, block: int, seed: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.chunks, self.spec, self.block = chunks, spec, block
+        widths = [-(-(new + before) // block) for new, before in chunks]
+        free = np.random.default_rng(seed).permutation(sum(widths) + 1).tolist()
+        self.tables = [[free.pop() for _ in range(width)] for width in widths]
+        shape = (sum(widths) + 1, block, spec.kv_heads, spec.head_dim)
+        self.k_cache = torch.randn(shape, generator=generator).to(dtype)
+        self.v_cache = torch.randn(shape, generator=generator).to(dtype)
+        self.q = [
+            torch.randn(new, spec.heads, spec.head_dim, generator=generator).to(spec.dtype)
+            for new, _ in chunks
+        ]
+
+    def attend(self, backend: AttentionBackend, rows: list[int]) -> list[Tensor]:
+        chunks = [([0] * self.chunks[row][0], self.chunks[row][1]) for row in rows]
+        batch = make_batch(chunks, [self.tables[row] for row in rows], self.block)
+        backend.plan(batch)
+        q = torch.cat([self.q[row] for row in rows])
+        out = backend.forward(q, self.k_cache, self.v_cache, batch, self.spec)
+        return list(out.split([len(ids) for ids, _ in chunks]))
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Case:
+    chunks = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=5))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 4), (1, 7)]))
+    head_dim = draw(st.sampled_from([8, 24, 64, 80]))
+    window = draw(st.one_of(st.none(), st.integers(1, 200)))
+    spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, dtype, window)
+    return Case(chunks, spec, draw(st.sampled_from([1, 4, 16])), draw(st.integers(0, 99)), dtype)
+
+
+@given(case=cases())
+@settings(max_examples=40)
+def test_random_shapes_against_the_reference(case: Case) -> None:
+    rows = list(range(len(case.chunks)))
+    ours, expected = case.attend(CPUAttention(), rows), case.attend(TorchSDPA(), rows)
+    torch.testing.assert_close(torch.cat(ours), torch.cat(expected), atol=2e-5, rtol=1e-4)
+
+
+@given(case=cases(), threads=st.sampled_from([1, 2, 3]), cut=st.integers(1, 39))
+@settings(max_examples=30)
+def test_the_same_bits_alone_and_in_a_batch_and_in_pieces(case: Case, threads: int, cut: int) -> None:
+    """A result that depends on who else is in the batch, on the threads, or on where a chunk ends."""
+    together = case.attend(CPUAttention(), list(range(len(case.chunks))))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for row, expected in enumerate(together):
+            assert torch.equal(case.attend(CPUAttention(), [row])[0], expected)
+        new, past = case.chunks[0]
+        if cut < new:
+            q = case.q[0]
+            case.chunks[0], case.q[0] = (cut, past), q[:cut]
+            first = case.attend(CPUAttention(), [0])[0]
+            case.chunks[0], case.q[0] = (new - cut, past + cut), q[cut:]
+            second = case.attend(CPUAttention(), [0])[0]
+            assert torch.equal(torch.cat((first, second)), together[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@given(case=cases(torch.bfloat16))
+@settings(max_examples=15)
+def test_bfloat16_is_summed_in_float32(case: Case) -> None:
+    """Sums rounded at every key, or bits cut off instead of rounded."""
+    rows = list(range(len(case.chunks)))
+    ours = torch.cat(case.attend(CPUAttention(), rows))
+    assert ours.dtype == torch.bfloat16
+    case.q, case.k_cache, case.v_cache = (
+        [q.float() for q in case.q],
+        case.k_cache.float(),
+        case.v_cache.float(),
+    )
+    expected = torch.cat(case.attend(TorchSDPA(), rows))
+    torch.testing.assert_close(ours.float(), expected, atol=1e-4, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("given_as", "kept_as"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_write_puts_views_into_their_slots(given_as: str, kept_as: str) -> None:
+    """Strides of a view of the fused projection ignored; a neighbouring slot touched; rounding."""
+    torch.manual_seed(0)
+    fused = torch.randn(5, 7, 8).to(getattr(torch, given_as))
+    k, v = fused[:, 3:5], fused[:, 5:]
+    shape = (3, 4, 2, 8)
+    caches = [torch.zeros(shape, dtype=getattr(torch, kept_as)) for _ in range(4)]
+    slots = torch.tensor([11, 0, 5, 6, 3])
+    CPUAttention().write(k, v, caches[0], caches[1], slots)
+    TorchSDPA().write(k.to(caches[2].dtype), v.to(caches[2].dtype), caches[2], caches[3], slots)
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
