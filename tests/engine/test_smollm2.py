@@ -39,6 +39,7 @@ def llm(path: Path) -> LLM:
     return LLM(
         str(path),
         dtype="float32",
+        quantization="none",
         max_logprobs=-1,
         logprobs_mode="raw_logits",
         max_model_len=512,

@@ -49,21 +49,22 @@ def test_a_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -
     torch.testing.assert_close(layer(x), F.linear(x, *tensors.values()))
 
 
-def test_the_method_is_chosen_by_the_layers_name(scope: Scope) -> None:
+def test_the_method_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     """A layer that ignores the scope's choice of format."""
-    asked: list[str] = []
+    asked: list[tuple[str, ...]] = []
 
     class Doubled(Plain):
         def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
             return 2 * super().apply(layer, x)
 
-    def choose(name: str) -> Plain:
-        asked.append(name)
+    def choose(parts: tuple[str, ...]) -> Plain:
+        asked.append(parts)
         return Doubled()
 
     chosen = Scope(scope.dtype, scope.device, scope.backend, scope.max_len, linear=choose)
     layer = RowLinear(6, 4, chosen / "o_proj")
     weight = fill(layer)["o_proj.weight"]
     x = torch.randn(3, 6)
-    assert asked == ["o_proj"]
+    GateUpLinear(6, 4, chosen / "mlp" / "gate_up_proj")
+    assert asked == [("o_proj",), ("mlp.gate_proj", "mlp.up_proj")]
     torch.testing.assert_close(layer(x), 2 * (x @ weight.T))

@@ -30,7 +30,7 @@ def test_every_layer_with_weights_can_be_loaded(scope: Scope) -> None:
     embedding = Embedding(8, 4, scope / "embed")
     layers: list[nn.Module] = [
         embedding,
-        Head(8, 4, scope / "lm_head"),
+        Head(8, 4, scope / "lm_head").table,
         RMSNorm(4, 1e-5, scope / "norm"),
         ColumnLinear(4, 6, scope / "a", bias=True),
         RowLinear(4, 6, scope / "b"),

@@ -59,7 +59,7 @@ DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 """What a model argument may say, beside nothing at all, to mean the packaged default."""
 
 CPU_KV_CACHE_LIMIT = 4 * GIB
-QUANTIZATIONS = {"gguf": ("gguf",), "hf": ()}
+QUANTIZATIONS = {"gguf": ("gguf", "none"), "hf": ()}
 """By checkpoint format: the quantization names that can be asked for."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KIND_NAMES = {

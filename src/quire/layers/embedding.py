@@ -3,25 +3,32 @@
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.layers.scope import Scope
 
 
-class Embedding(nn.Module):
+class _Table(nn.Module):
+    """A vector for each token of the vocabulary."""
+
     def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
         super().__init__()
         self.name = scope.name
-        self.weight = nn.Parameter(scope.empty(vocab, hidden), requires_grad=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        self.sizes_out = (vocab,)
+        self.dtype = scope.dtype
+        self.method = scope.linear((scope.name,))
+        self.method.create(self, hidden, self.sizes_out, bias=False, dtype=scope.dtype, device=scope.device)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.weight", self.weight
+        (tensors,) = self.method.parts(self, self.sizes_out)
+        yield from ((f"{self.name}.{suffix}", tensor) for suffix, tensor in tensors.items())
 
     def finish(self) -> None:
-        """The weight is used as it was loaded."""
+        self.method.finish(self)
+
+
+class Embedding(_Table):
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.method.rows(self, token_ids, self.dtype)
 
 
 class Head(nn.Module):
@@ -29,16 +36,8 @@ class Head(nn.Module):
 
     def __init__(self, vocab: int, hidden: int, scope: Scope, *, tied: Embedding | None = None) -> None:
         super().__init__()
-        self.name = scope.name
         self.tied = tied is not None
-        self.weight = tied.weight if tied else nn.Parameter(scope.empty(vocab, hidden), requires_grad=False)
+        self.table: _Table = tied or _Table(vocab, hidden, scope)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight).float()
-
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.tied:
-            yield f"{self.name}.weight", self.weight
-
-    def finish(self) -> None:
-        """The weight is used as it was loaded."""
+        return self.table.method.apply(self.table, x).float()

@@ -15,7 +15,7 @@ class Linear(nn.Module):
         super().__init__()
         self.part_names = tuple(parts)
         self.sizes_out = tuple(parts.values())
-        self.method = scope.linear(scope.name)
+        self.method = scope.linear(self.part_names)
         self.method.create(self, size_in, self.sizes_out, bias=bias, dtype=scope.dtype, device=scope.device)
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
 
-def _plain(name: str) -> LinearMethod:
+def _plain(parts: tuple[str, ...]) -> LinearMethod:
     return Plain()
 
 
@@ -29,8 +29,8 @@ class Scope:
     backend: AttentionBackend
     max_len: int
     """The longest sequence that will be computed."""
-    linear: Callable[[str], LinearMethod] = _plain
-    """The format of the linear layer with a given name."""
+    linear: Callable[[tuple[str, ...]], LinearMethod] = _plain
+    """The format of the layer that is made of the parts of the checkpoint with these names."""
     name: str = ""
     """Dotted, as in the checkpoint."""
 

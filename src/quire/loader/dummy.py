@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Checkpoint
+from quire.quant.method import LinearMethod
+from quire.quant.plain import Plain
 
 _SPREAD = 0.02
 
@@ -20,6 +22,9 @@ class DummySource:
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
         return targets
+
+    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        return Plain()
 
     def fill(self, name: str, into: Tensor) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""

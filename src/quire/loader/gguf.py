@@ -1,4 +1,4 @@
-"""Weights from a GGUF file: names as in a Hugging Face checkpoint, values unpacked to plain numbers."""
+"""Weights from a GGUF file: names as in a Hugging Face checkpoint, values unpacked or left in blocks."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,8 @@ from torch import Tensor
 from quire.config.gguf import GGUFFile
 from quire.config.model import ArchFacts, Checkpoint
 from quire.errors import ConfigError
+from quire.quant.gguf import choose
+from quire.quant.method import LinearMethod
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -44,19 +46,40 @@ class GGUFSource:
         self._stored = {hf_name(name): name for name in self._file.tensors}
 
     def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+        return {
+            name: self._packed(name).shape
+            if _is_packed(targets.get(name))
+            else self._file.tensors[stored].shape
+            for name, stored in self._stored.items()
+        }
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
         return [name for name in self._stored if name in targets]
 
+    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        stored = [self._file.tensors.get(self._stored.get(f"{part}.weight", "")) for part in parts]
+        return choose([(tensor.type, *tensor.shape) for tensor in stored if tensor is not None], device)
+
+    def _packed(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor, row by row."""
+        tensor = self._file.tensors[self._stored[name]]
+        return self._file.raw(tensor.name).reshape(tensor.shape[0], -1)
+
     def fill(self, name: str, into: Tensor) -> None:
+        """Unpacked, or as it is where `into` takes bytes."""
+        if not _is_packed(into):
+            return self._unpack(name, into)
+        packed, rows = self._packed(name), row_order(name, len(into), self._facts)
+        into.numpy()[:] = packed if rows is None else packed[rows]
+
+    def _unpack(self, name: str, into: Tensor) -> None:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self._file.tensors[self._stored[name]]
         kind = GGMLQuantizationType[tensor.type]
         num_rows = into.shape[0]
-        packed = self._file.raw(tensor.name).reshape(num_rows, -1)
+        packed = self._packed(name)
         rows = row_order(name, num_rows, self._facts)
         step = max(1, _CHUNK_WEIGHTS // max(1, into[0].numel()))
         for start in range(0, num_rows, step):
@@ -70,6 +93,10 @@ class GGUFSource:
                 ) from error
             piece = into[start : start + step]
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
+
+
+def _is_packed(target: Tensor | None) -> bool:
+    return target is not None and target.dtype == torch.uint8
 
 
 def hf_name(name: str) -> str:

@@ -13,6 +13,7 @@ from quire.layers.scope import Loads, Scope
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.quant.plain import Plain
 
 logger = get_logger(__name__)
 
@@ -29,10 +30,20 @@ def load_model(
     load_format: str = "auto",
     show_progress: bool = True,
     seed: int = 0,
+    packed: bool = False,
 ) -> nn.Module:
-    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`."""
+    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`.
+
+    `packed` keeps quantized weights as they are stored where the device can compute with them.
+    """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
-    scope = Scope(dtype=dtype, device=device, backend=backend, max_len=max_model_len)
+    scope = Scope(
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        max_len=max_model_len,
+        linear=lambda parts: source.linear(parts, device) if packed else Plain(),
+    )
     model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     targets = dict(target for layer in layers for target in layer.targets())

@@ -10,6 +10,8 @@ from torch import Tensor
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.loader.shards import find_shards
+from quire.quant.method import LinearMethod
+from quire.quant.plain import Plain
 
 
 class PickleSource:
@@ -23,6 +25,9 @@ class PickleSource:
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
         return [name for name in self._tensors if name in targets]
+
+    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        return Plain()
 
     def fill(self, name: str, into: Tensor) -> None:
         into.copy_(self._tensors[name])

@@ -4,12 +4,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.loader.shards import find_shards
+from quire.quant.method import LinearMethod
+from quire.quant.plain import Plain
 
 
 class SafetensorsSource:
@@ -24,6 +27,9 @@ class SafetensorsSource:
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
         return [name for name in self._home if name in targets]
+
+    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        return Plain()
 
     def fill(self, name: str, into: Tensor) -> None:
         path = self._home[name]

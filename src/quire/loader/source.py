@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError, nearest
+from quire.quant.method import LinearMethod
 from quire.registry import LazyTable
 
 FORMATS = LazyTable(
@@ -29,6 +31,10 @@ class Source(Protocol):
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
         """The names of `targets` in the order that reads fastest."""
+        ...
+
+    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        """The format in which a layer made of these parts may stay as it is stored."""
         ...
 
     def fill(self, name: str, into: Tensor) -> None:

@@ -34,3 +34,19 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...
+
+    def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, for an embedding: [T] ids -> [T, size_in]."""
+        ...
+
+
+def row_parts(layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """`parts` for formats that keep a row of each tensor for each output."""
+    tensors = {name: torch.split(tensor, list(sizes_out)) for name, tensor in layer.named_parameters()}
+    return [{name: pieces[i] for name, pieces in tensors.items()} for i in range(len(sizes_out))]
+
+
+def add_bias(layer: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """`size` unfilled numbers, or None if `size` is 0."""
+    bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False) if size else None
+    layer.register_parameter("bias", bias)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.quant.method import add_bias, row_parts
+
 
 class Plain:
     def create(
@@ -18,15 +20,10 @@ class Plain:
     ) -> None:
         weight = torch.empty(sum(sizes_out), size_in, dtype=dtype, device=device)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        if bias:
-            empty = torch.empty(sum(sizes_out), dtype=dtype, device=device)
-            layer.bias = nn.Parameter(empty, requires_grad=False)
-        else:
-            layer.register_parameter("bias", None)
+        add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
 
     def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
-        tensors = {name: torch.split(tensor, list(sizes_out)) for name, tensor in layer.named_parameters()}
-        return [{name: pieces[i] for name, pieces in tensors.items()} for i in range(len(sizes_out))]
+        return row_parts(layer, sizes_out)
 
     def finish(self, layer: nn.Module) -> None:
         """The weight is used as it was loaded."""
@@ -34,3 +31,6 @@ class Plain:
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
         return F.linear(x, weight, bias)
+
+    def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.embedding(ids, layer.get_parameter("weight"))

@@ -48,6 +48,7 @@ class Worker:
             load_format=config.load.load_format,
             show_progress=config.load.use_tqdm_on_load,
             seed=config.model.seed,
+            packed=config.model.quantization != "none",
         )
         weights = sum(
             parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()

@@ -1,0 +1,64 @@
+"""The default model from its packed weights: what rounding the activations to 8 bits costs."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config.engine import Env
+from quire.errors import ConfigError
+from quire.hub import locate
+from quire.kernels import native
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here"),
+]
+NUM_TOKENS = 1000
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    try:
+        return locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
+    except ConfigError as error:
+        pytest.skip(f"the default model cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="module")
+def engines(path: Path) -> tuple[LLM, LLM]:
+    """The float32 reference, and the packed weights."""
+    reference, packed = (
+        LLM(
+            str(path),
+            dtype="float32",
+            quantization=quantization,
+            max_model_len=1024,
+            max_num_seqs=8,
+            max_logprobs=-1,
+            logprobs_mode="raw_logits",
+            use_tqdm_on_load=False,
+        )
+        for quantization in ("none", "gguf")
+    )
+    return reference, packed
+
+
+def perplexity(llm: LLM) -> float:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    ids = llm.get_tokenizer().encode(text)[:NUM_TOKENS]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    losses = []
+    for token_id, found in zip(ids, output.prompt_logprobs, strict=True):
+        if found is not None:
+            losses.append(-found[token_id].logprob)
+    return math.exp(sum(losses) / len(losses))
+
+
+def test_perplexity_stays_within_half_a_percent(path: Path) -> None:
+    reference, packed = perplexity(path, "none"), perplexity(path, "gguf")
+    assert abs(packed / reference - 1) < 0.005, (packed, reference)

@@ -1,0 +1,66 @@
+"""Layers over packed weights: when they are chosen, and that a model gives the same answers with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged, write_gguf
+
+from quire.kernels import native
+from quire.kernels.quantized import PACKINGS
+from quire.quant.gguf import Packed, choose
+from quire.quant.plain import Plain
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("parts", "packed"),
+    [
+        ([("Q4_1", 16, 64)], True),
+        ([("Q4_0", 16, 64), ("Q4_0", 8, 64)], True),
+        ([("Q4_0", 16, 64), ("Q8_0", 8, 64)], False),
+        ([("Q6_K", 16, 256)], False),
+        ([("F32", 16, 64)], False),
+        ([("Q8_0", 12, 64)], False),
+        ([], False),
+    ],
+)
+def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
+    """A layer of mixed types, or of a type without a kernel, taken for packed bytes."""
+    assert isinstance(choose(parts, CPU), Packed if packed else Plain)
+
+
+def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose([("Q4_1", 16, 64)], torch.device("cuda")), Plain)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert isinstance(choose([("Q4_1", 16, 64)], CPU), Plain)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", sorted(PACKINGS))
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_logits_match_the_model_it_was_written_from(
+    family: str, overrides: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """Rows of Llama left interleaved, parts in the wrong order, a bias or the tied head lost."""
+    _, hf_model = make_tiny(family, tmp_path, **overrides)
+    model = load_tiny(write_gguf(tmp_path / "m.gguf", hf_model, kind), packed=True)
+    assert {p.dtype for name, p in model.named_parameters() if "norm" not in name and "bias" not in name} == {
+        torch.uint8
+    }
+    prompts = random_prompts(17, 10)
+    for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
+        expected = run_hf(hf_model, ids)
+        assert (ours - expected).norm() / expected.norm() < 0.06
