@@ -297,6 +297,9 @@ def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, 
             f"quantization={quantization!r} is not supported yet for a checkpoint of format"
             f" {checkpoint.format!r}; leave it out"
         )
+    if quantization is None and checkpoint.format == "gguf":
+        exact = DTYPE_ALIASES.get(values.get("dtype", ""), values.get("dtype")) == "float32"
+        quantization = "none" if exact else "gguf"
     asked_len = values.get("max_model_len")
     auto_fit = asked_len in ("auto", -1)
     length = checkpoint.derived_max_len if asked_len is None or auto_fit else asked_len
@@ -311,6 +314,7 @@ def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, 
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
         "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine),
+        "quantization": quantization,
         "max_model_len": length,
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,

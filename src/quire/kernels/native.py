@@ -23,7 +23,7 @@ from quire.logs import get_logger, warn_once
 log = get_logger(__name__)
 
 SOURCES = Path(__file__).with_name("csrc")
-_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp")
+_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 _COMPILERS = ("cc", "gcc", "clang")
 _LOST = "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
 

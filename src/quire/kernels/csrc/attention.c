@@ -74,7 +74,7 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long dim,
         for (int r = 0; r < rows; r++) {
             vf query = load(q + r * dim + d);
             for (int k = 0; k < 4; k++)
-                sums[r][k] += query * key[k];
+                sums[r][k] = fused(query, key[k], sums[r][k]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -93,7 +93,7 @@ INLINE void mix(int rows, int vectors, const float *weights, const float *const 
         for (int i = 0; i < vectors; i++) {
             vf value = load(values[k] + i * LANES);
             for (int r = 0; r < rows; r++)
-                sums[r][i] += value * weights[r * TILE + k];
+                sums[r][i] = fused(value, splat(weights[r * TILE + k]), sums[r][i]);
         }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < vectors; i++)

@@ -25,6 +25,19 @@ typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 INLINE vf load(const float *at) { return *(const vf_any *)at; }
 INLINE void store(float *at, vf x) { *(vf_any *)at = x; }
+/* a * b + c. The compiler fuses nothing by itself (-ffp-contract=off): it would do so in one copy of a loop and
+ * not in another, and a result would depend on the batch around it. */
+INLINE vf fused(vf a, vf b, vf c)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
