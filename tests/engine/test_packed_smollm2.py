@@ -17,6 +17,12 @@ pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here"),
 ]
 NUM_TOKENS = 1000
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "Water boils at 100 degrees",
+    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +43,6 @@ def engines(path: Path) -> tuple[LLM, LLM]:
             quantization=quantization,
             max_model_len=1024,
             max_num_seqs=8,
-            max_logprobs=-1,
-            logprobs_mode="raw_logits",
             use_tqdm_on_load=False,
         )
         for quantization in ("none", "gguf")
@@ -49,7 +53,7 @@ def engines(path: Path) -> tuple[LLM, LLM]:
 def perplexity(llm: LLM) -> float:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     ids = llm.get_tokenizer().encode(text)[:NUM_TOKENS]
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
     losses = []
@@ -59,6 +63,19 @@ def perplexity(llm: LLM) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def test_perplexity_stays_within_half_a_percent(path: Path) -> None:
-    reference, packed = perplexity(path, "none"), perplexity(path, "gguf")
+def test_perplexity_stays_within_half_a_percent(engines: tuple[LLM, LLM]) -> None:
+    reference, packed = map(perplexity, engines)
     assert abs(packed / reference - 1) < 0.005, (packed, reference)
+
+
+def test_the_five_likeliest_tokens_keep_their_logprobs(engines: tuple[LLM, LLM]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    expected, ours = (
+        [output.outputs[0].logprobs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        for llm in engines
+    )
+    for prompt, theirs, found in zip(PROMPTS, expected, ours, strict=True):
+        assert theirs is not None and found is not None
+        top = sorted(theirs[0], key=lambda token_id: -theirs[0][token_id].logprob)[:5]
+        distances = [abs(theirs[0][i].logprob - found[0][i].logprob) for i in top if i in found[0]]
+        assert len(distances) == 5 and max(distances) < 0.5, prompt
