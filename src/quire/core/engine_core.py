@@ -8,6 +8,7 @@ from quire.config.engine import EngineConfig
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
+from quire.dist.process import calm_threads
 from quire.errors import EngineDead
 from quire.executor import EXECUTORS, Executor
 from quire.logs import get_logger
@@ -70,6 +71,7 @@ class EngineCore:
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
     """Start the executor, then a scheduler over the blocks that it found room for."""
+    calm_threads()
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
     return EngineCore(executor, build_scheduler(config, cache)), cache
