@@ -36,7 +36,7 @@ class EngineCore:
     def step(self) -> StepOutput:
         plan = self.scheduler.plan()
         try:
-            result = self.executor.run(plan)
+            result = self.executor.submit(plan).wait()
         except EngineDead:
             raise
         except Exception:

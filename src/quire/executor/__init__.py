@@ -7,9 +7,29 @@ from quire.data.plan import StepPlan, StepResult
 from quire.registry import LazyTable
 
 
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done; raises what the step raised."""
+
+
+class Done:
+    """A step that was over when it was submitted."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
 class Executor(Protocol):
     def start(self) -> CacheSize: ...
-    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """Launch a step; it may still run when this returns. Plans take effect in the order of submission,
+        and what this raises is the failure of the step."""
 
 
 EXECUTORS = LazyTable("distributed_executor_backend", {"uni": "quire.executor.inprocess:InProcessExecutor"})

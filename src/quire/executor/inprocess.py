@@ -3,6 +3,7 @@
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.data.plan import StepPlan, StepResult
+from quire.executor import Done, Pending
 from quire.worker.worker import Worker
 
 
@@ -13,6 +14,9 @@ class InProcessExecutor:
     def start(self) -> CacheSize:
         """Load the model and set up its cache; how large the cache came out."""
         return self._worker.start()
+
+    def submit(self, plan: StepPlan) -> Pending:
+        return Done(self.run(plan))
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._worker.run(plan)
