@@ -6,6 +6,7 @@ from oracle import make_batch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.kernels.reference import write
 
 BLOCK = 4
 
@@ -52,13 +53,15 @@ def check(backend: AttentionBackend, chunks: list[tuple[int, int]], spec: Attent
         past = make_batch(past_chunks, [tables[row] for row in earlier], BLOCK)
         old_k = torch.cat([keys[row][: chunks[row][1]] for row in earlier])
         old_v = torch.cat([values[row][: chunks[row][1]] for row in earlier])
-        backend.write(old_k, old_v, k_cache, v_cache, past.slots)
+        write(old_k, k_cache, past.slots)
+        write(old_v, v_cache, past.slots)
     batch = make_batch([([0] * new, before) for new, before in chunks], tables, BLOCK)
     q = torch.randn(int(batch.query_lens_host.sum()), spec.heads, spec.head_dim)
     backend.plan(batch)
     new_k = torch.cat([k[before:] for k, (_, before) in zip(keys, chunks, strict=True)])
     new_v = torch.cat([v[before:] for v, (_, before) in zip(values, chunks, strict=True)])
-    backend.write(new_k, new_v, k_cache, v_cache, batch.slots)
+    write(new_k, k_cache, batch.slots)
+    write(new_v, v_cache, batch.slots)
     out = backend.forward(q, k_cache, v_cache, batch, spec)
     pieces = q.split([new for new, _ in chunks])
     expected = torch.cat([by_hand(*args, spec) for args in zip(pieces, keys, values, strict=True)])

@@ -13,6 +13,8 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.kernels import native
+from quire.kernels.attention import write as native_write
+from quire.kernels.reference import write
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 Chunks = list[tuple[int, int]]
@@ -148,6 +150,7 @@ def test_write_puts_views_into_their_slots(given_as: str, kept_as: str) -> None:
     shape = (3, 4, 2, 8)
     caches = [torch.zeros(shape, dtype=getattr(torch, kept_as)) for _ in range(4)]
     slots = torch.tensor([11, 0, 5, 6, 3])
-    CPUAttention().write(k, v, caches[0], caches[1], slots)
-    TorchSDPA().write(k.to(caches[2].dtype), v.to(caches[2].dtype), caches[2], caches[3], slots)
+    native_write(k, v, caches[0], caches[1], slots)
+    write(k, caches[2], slots)
+    write(v, caches[3], slots)
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])

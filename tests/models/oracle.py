@@ -103,6 +103,7 @@ def make_batch(chunks: list[tuple[list[int], int]], tables: list[list[int]], blo
         slots=torch.from_numpy(slots),
         query_starts=torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)),
         seq_lens=torch.from_numpy(seq_lens),
+        rows=torch.arange(len(chunks), dtype=torch.int32),
         block_tables=torch.from_numpy(block_tables),
         logit_tokens=torch.from_numpy(np.cumsum(query_lens) - 1),
         query_lens_host=query_lens,

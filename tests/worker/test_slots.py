@@ -66,13 +66,13 @@ class SideBySide(SymbolicWorker):
             if plan.samples[at]:
                 logit_tokens.append(len(token_ids) - 1)
             needed = -(-(first + count) // self.block_size)
-            assert batch.block_tables[at, :needed].tolist() == state.blocks[:needed]
+            assert batch.block_tables[row, :needed].tolist() == state.blocks[:needed]
             assert batch.seq_lens[at] == batch.seq_lens_host[at] == first + count
             assert batch.query_lens_host[at] == count
         assert batch.token_ids.tolist() == token_ids and batch.positions.tolist() == positions
         assert batch.slots.tolist() == places and batch.query_starts.tolist() == starts
         assert batch.logit_tokens.tolist() == logit_tokens
-        assert batch.block_tables.shape[1] == -(-batch.max_seq_len // self.block_size)
+        assert batch.rows.tolist() == plan.rows.tolist()
 
 
 def side_by_side(block_size: int, **settings: Any) -> tuple[Engine, SideBySide]:
@@ -153,7 +153,7 @@ def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
     plan = plan_of([admission(3, [50, 51], [40])], released=(3,))
     slots.apply(plan)
     batch = prepare(plan, slots, CPU)
-    assert batch.token_ids.tolist() == [50, 51] and batch.block_tables.tolist() == [[40]]
+    assert batch.token_ids.tolist() == [50, 51] and batch.block_tables[3, 0] == 40
     assert slots.num_tokens[3] == 2 and slots.num_blocks[3] == 1
 
 

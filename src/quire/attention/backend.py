@@ -1,7 +1,7 @@
 """What an attention backend is, and how one is chosen.
 
-Within a layer all keys and values of the batch are written before any attention is computed: a sequence may
-read blocks that another sequence of the same batch writes.
+Within a layer all keys and values of the batch are written (`Ops.rotate_and_write`) before any attention is
+computed: a sequence may read blocks that another sequence of the same batch writes.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,9 @@ class AttentionSpec:
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap); None: as they are."""
+    k_scale: float = 1.0
+    """An 8-bit cache holds keys divided by this."""
+    v_scale: float = 1.0
 
     @property
     def score_scale(self) -> float:
@@ -58,14 +61,17 @@ class AttentionBackend(Protocol):
         """Once per step, before the first layer: sets `batch.attention`."""
         ...
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Put the [T, kv_heads, head_dim] keys and values of a batch into its slots."""
-        ...
-
     def forward(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[T, heads, head_dim] queries -> the same shape."""
+        """[T, heads, head_dim] queries -> the same shape. `sinks` [heads] are logits that take part in each
+        head's softmax and have no value."""
         ...
 
 

@@ -17,13 +17,15 @@ class Batch:
     positions: Tensor
     """[T] int64, each token's place in its own sequence"""
     slots: Tensor
-    """[T] int64, where each token's key and value are written: block id * block size + offset"""
+    """[T] int64, where each token's key and value go: block id * block size + offset; nowhere if below 0"""
     query_starts: Tensor
     """[B + 1] int32, first token of each sequence in this batch"""
     seq_lens: Tensor
-    """[B] int32, tokens of each sequence that exist once this batch is written"""
+    """[B] int32, tokens of each sequence that exist once this batch is written; 0 is padding"""
+    rows: Tensor
+    """[B] int32, the row of each sequence in `block_tables`"""
     block_tables: Tensor
-    """[B, ceil(max seq_len / block size)] int32, what lies beyond a sequence means nothing"""
+    """[rows, blocks of the longest sequence] int32, what lies beyond a sequence means nothing"""
     logit_tokens: Tensor
     """[N] int64, the tokens of this batch whose logits are wanted"""
     query_lens_host: NDArray[np.int32]

@@ -24,16 +24,21 @@ class CPUAttention:
     def plan(self, batch: Batch) -> None:
         """The kernel reads the batch as it is."""
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        attention.write(k, v, k_cache, v_cache, slots)
-
     def forward(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None, "sinks are not built here yet"
         return attention.attend(
             q,
             k_cache,
             v_cache,
+            rows=batch.rows,
             block_tables=batch.block_tables,
             query_starts=batch.query_starts,
             seq_lens=batch.seq_lens,

@@ -58,13 +58,16 @@ class TorchSDPA:
     def plan(self, batch: Batch) -> None:
         batch.attention = _Step(batch)
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        k_cache.view(-1, *k_cache.shape[2:])[slots] = k
-        v_cache.view(-1, *v_cache.shape[2:])[slots] = v
-
     def forward(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None, "sinks are not built here yet"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
         for span in batch.attention.cut(k_cache.shape[1], spec.window):
@@ -92,9 +95,9 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: At
     return out.flatten(1, 2).unsqueeze(1) if fold else out.transpose(1, 2)
 
 
-def _slots(batch: Batch, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """[N, L] positions of the [N] rows' sequences -> the slots that hold them."""
-    blocks = batch.block_tables[rows].long().gather(1, positions // block_size)
+def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """[N, L] positions of the [N] sequences -> the slots that hold them."""
+    blocks = batch.block_tables[batch.rows[seqs]].long().gather(1, positions // block_size)
     return blocks * block_size + positions % block_size
 
 

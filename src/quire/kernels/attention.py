@@ -19,7 +19,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("block_size", "window")),
@@ -63,6 +63,7 @@ def attend(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
+    rows: Tensor,
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
@@ -79,6 +80,7 @@ def attend(
         q.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
+        rows.data_ptr(),
         block_tables.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),

@@ -4,16 +4,30 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
+from quire.kernels.ops import HeadNorms
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 
 
 class PagedAttention(nn.Module):
+    """Queries and keys are normed (where the model has such norms), rotated, and attend."""
+
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, scope: Scope, *, window: int | None = None
+        self,
+        spec: AttentionSpec,
+        rope: Rope,
+        scope: Scope,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self.spec = AttentionSpec(heads, kv_heads, head_dim, scope.dtype, window)
+        self.spec = spec
+        self.rope = rope
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.backend = scope.backend
+        self.ops = scope.ops
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
@@ -22,11 +36,27 @@ class PagedAttention(nn.Module):
         assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads * head_dim]."""
+    def forward(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        self.backend.write(k, v, self.k_cache, self.v_cache, batch.slots)
+        q = self.ops.rotate_and_write(
+            qkv,
+            self.rope.table,
+            batch.positions,
+            batch.slots,
+            self.k_cache,
+            self.v_cache,
+            heads=self.spec.heads,
+            norms=self._norms(),
+            k_scale=self.spec.k_scale,
+            v_scale=self.spec.v_scale,
+        )
         return self.backend.forward(q, self.k_cache, self.v_cache, batch, self.spec).flatten(1)
+
+    def _norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 def attention_layers(model: nn.Module) -> list[PagedAttention]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from quire.layers.scope import Scope
@@ -60,23 +59,20 @@ class QKVLinear(Linear):
         super().__init__(size_in, sizes, scope, bias=bias)
         self.heads = heads
         self.kv_heads = kv_heads
-        self.head_dim = head_dim
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, size_in] -> query [T, heads, head_dim], key and value [T, kv_heads, head_dim]."""
-        heads = self.multiply(x).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return q, k, v
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, size_in] -> [T, (heads + 2 * kv_heads) * head_dim]: query, key and value side by side."""
+        return self.multiply(x)
 
 
 class GateUpLinear(Linear):
-    """The gate and the up projection of a gated MLP in one product."""
+    """The gate and the up projection of a gated MLP in one product, and silu(gate) * up."""
 
     def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
         parts = {scope.beside("gate_proj"): size_out, scope.beside("up_proj"): size_out}
         super().__init__(size_in, parts, scope, bias=bias)
+        self.ops = scope.ops
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, size_in] -> gate and up, [T, size_out] each."""
-        gate, up = self.multiply(x).chunk(2, -1)
-        return gate, up
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, size_in] -> [T, size_out]."""
+        return self.ops.silu_mul(self.multiply(x))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each kind, and the rotation."""
+"""Rotary position embedding: the frequencies of each kind, and the table of angles."""
 
 import math
 from collections.abc import Callable
@@ -84,24 +84,15 @@ def _amplitude(rope: RopeFacts) -> float:
 
 
 class Rope(nn.Module):
-    """Rotates the first `dim` dimensions of each head, half against half. One serves all layers."""
+    """The angles of every position, for the first `dim` dimensions of a head. One serves all layers."""
 
     table: Tensor
+    """[max_len, dim]: cosines, then sines."""
 
     def __init__(self, rope: RopeFacts, scope: Scope) -> None:
         super().__init__()
-        self.dim = rope.dim
         frequencies = KINDS[rope.kind](rope, scope.max_len).to(scope.device)
         positions = torch.arange(scope.max_len, dtype=torch.float32, device=scope.device)
         angles = positions[:, None] * frequencies
         table = torch.cat((angles.cos(), angles.sin()), -1) * _amplitude(rope)
         self.register_buffer("table", table.to(scope.dtype), persistent=False)
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, heads, head_dim] each."""
-        cos, sin = self.table[positions][:, None].chunk(2, -1)
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        left, right = x[..., : self.dim].chunk(2, -1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., self.dim :]), -1)

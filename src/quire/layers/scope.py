@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.kernels.ops import Ops
+from quire.kernels.reference import Reference
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -31,6 +33,7 @@ class Scope:
     """The longest sequence that will be computed."""
     linear: Callable[[tuple[str, ...]], LinearMethod] = _plain
     """The format of the layer that is made of the parts of the checkpoint with these names."""
+    ops: Ops = Reference()
     name: str = ""
     """Dotted, as in the checkpoint."""
 

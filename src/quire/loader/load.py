@@ -9,6 +9,7 @@ from tqdm import tqdm
 from quire.attention.backend import AttentionBackend
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
+from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
@@ -42,6 +43,7 @@ def load_model(
         device=device,
         backend=backend,
         max_len=max_model_len,
+        ops=choose(device, dtype),
         linear=lambda parts: source.linear(parts, device) if packed else Plain(),
     )
     model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)

@@ -1,8 +1,8 @@
 """Llama, and the families that are Llama with other facts: Mistral, Qwen2, Qwen3, SmolLM."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.model import ArchFacts
 from quire.layers.attention import PagedAttention
@@ -19,24 +19,20 @@ class Attention(nn.Module):
         self.qkv = QKVLinear(
             facts.hidden, facts.heads, facts.kv_heads, facts.head_dim, scope / "qkv_proj", bias=facts.qkv_bias
         )
-        self.qk_norm = facts.qk_norm
-        if facts.qk_norm:
-            self.q_norm = RMSNorm(facts.head_dim, facts.norm_eps, scope / "q_norm")
-            self.k_norm = RMSNorm(facts.head_dim, facts.norm_eps, scope / "k_norm")
-        self.rope = rope
-        self.mix = PagedAttention(
-            self.qkv.heads, self.qkv.kv_heads, facts.head_dim, scope / "attn", window=facts.window(layer)
+        q_norm, k_norm = (
+            RMSNorm(facts.head_dim, facts.norm_eps, scope / name) if facts.qk_norm else None
+            for name in ("q_norm", "k_norm")
         )
+        spec = AttentionSpec(
+            self.qkv.heads, self.qkv.kv_heads, facts.head_dim, scope.dtype, facts.window(layer)
+        )
+        self.mix = PagedAttention(spec, rope, scope / "attn", q_norm=q_norm, k_norm=k_norm)
         self.out = RowLinear(
             facts.heads * facts.head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv(x)
-        if self.qk_norm:
-            q, k = self.q_norm.plain(q), self.k_norm.plain(k)
-        q, k = self.rope(q, k, batch.positions)
-        out: Tensor = self.out(self.mix(q, k, v, batch))
+        out: Tensor = self.out(self.mix(self.qkv(x), batch))
         return out
 
 
@@ -49,8 +45,7 @@ class MLP(nn.Module):
         self.down = RowLinear(facts.intermediate, facts.hidden, scope / "down_proj", bias=facts.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(self.gate_up(x))
         return out
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.kernels.ops import choose
 from quire.quant.method import add_bias, row_parts
 
 
@@ -33,4 +34,5 @@ class Plain:
         return F.linear(x, weight, bias)
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.embedding(ids, layer.get_parameter("weight"))
+        weight = layer.get_parameter("weight")
+        return choose(weight.device, weight.dtype).embed(ids, weight)

@@ -17,7 +17,6 @@ def prepare(plan: StepPlan, slots: Slots, device: torch.device) -> Batch:
     positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], query_lens)
     blocks = slots.block_tables[row_of_token, positions // slots.block_size].astype(np.int64)
     seq_lens = computed + query_lens
-    num_blocks = -(-int(seq_lens.max()) // slots.block_size)
 
     def to_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -28,7 +27,8 @@ def prepare(plan: StepPlan, slots: Slots, device: torch.device) -> Batch:
         slots=to_device(blocks * slots.block_size + positions % slots.block_size),
         query_starts=to_device(query_starts),
         seq_lens=to_device(seq_lens),
-        block_tables=to_device(np.ascontiguousarray(slots.block_tables[rows, :num_blocks])),
+        rows=to_device(rows),
+        block_tables=to_device(slots.block_tables),
         logit_tokens=to_device(query_starts[1:][plan.samples].astype(np.int64) - 1),
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,

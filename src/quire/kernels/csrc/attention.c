@@ -22,7 +22,8 @@ typedef struct {
     const void *q;
     const void *k_cache; /* [blocks, block_size, kv_heads, head_dim] */
     const void *v_cache;
-    const int32_t *block_tables; /* [seqs, table_width] */
+    const int32_t *rows;         /* [seqs] */
+    const int32_t *block_tables; /* [rows, table_width] */
     const int32_t *query_starts;
     const int32_t *seq_lens;
     int64_t q_stride; /* between tokens */
@@ -157,7 +158,7 @@ static void soften(float *scores, float softcap, long dim, float *most, float *s
 static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
                    const float **keys, const float **values)
 {
-    const int32_t *table = job->block_tables + task->seq * job->table_width;
+    const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
     for (long position = first; position < end; position++) {
         long slot = (long)table[position / job->block_size] * job->block_size + position % job->block_size;
         long at = (slot * job->kv_heads + task->kv_head) * job->head_dim, k = position - tile;

@@ -1,0 +1,68 @@
+"""Ops: the small operations of a model between its products, and who serves them on which device."""
+
+import functools
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.registry import LazyTable
+
+IMPLEMENTATIONS = LazyTable("kernels", {"reference": "quire.kernels.reference:Reference"})
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of query and key, over the head size."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class Ops(Protocol):
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """[T] int64 ids, [V, n] table -> [T, n]."""
+        ...
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last dimension: in float32, rounded before the weight is applied, as transformers
+        does."""
+        ...
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x is added to `residual` in place; returns the norm of the sum."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2n] gate and up side by side -> silu(gate) * up, [T, n]."""
+        ...
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        norms: HeadNorms | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, write keys and values to their slots; the queries remain.
+
+        qkv is [T, (heads + 2 * kv_heads) * head_dim]. The table is [max_len, rotary_dim], cosines then sines;
+        the first rotary_dim numbers of a head turn, half against half. Caches are [num_blocks, block_size,
+        kv_heads, head_dim]; an 8-bit cache holds values divided by its scale. A slot below 0 is not written.
+        Returns [T, heads, head_dim].
+        """
+        ...
+
+
+@functools.cache
+def choose(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest implementation for models of `dtype` on `device`."""
+    ops: Ops = IMPLEMENTATIONS["reference"]()
+    return ops
