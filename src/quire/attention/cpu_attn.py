@@ -42,6 +42,8 @@ class CPUAttention:
             block_tables=batch.block_tables,
             query_starts=batch.query_starts,
             seq_lens=batch.seq_lens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
             scale=spec.score_scale,
             window=spec.window,
             softcap=spec.softcap,

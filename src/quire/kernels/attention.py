@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.kernels.native import bind
+from quire.kernels.native import Kernel, bind, library, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this: the widest vector that the kernel uses."""
@@ -22,15 +24,33 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int32) for name in ("q_bf16", "kv_bf16", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kv_bf16")),
+        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
+        ("memory", ctypes.c_void_p),
     ]
 
 
+_attention = Kernel("quire_attention")
+_own = threading.local()
+
+
 @functools.cache
-def _attention() -> Callable[..., None]:
-    return bind("quire_attention", ctypes.POINTER(_Job))
+def _room() -> Callable[..., int]:
+    loaded = library()
+    assert loaded is not None, "ask library() first"
+    function = loaded["quire_attention_room"]
+    function.argtypes = [ctypes.POINTER(_Job), *[ctypes.c_int64] * 4]
+    function.restype = ctypes.c_int64
+    return cast(Callable[..., int], function)
+
+
+def _scratch(num_bytes: int) -> Tensor:
+    """Memory of this Python thread that all its calls share; what is not touched costs nothing."""
+    memory: Tensor | None = getattr(_own, "memory", None)
+    if memory is None or len(memory) < num_bytes:
+        memory = _own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+    return memory
 
 
 @functools.cache
@@ -67,6 +87,8 @@ def attend(
     block_tables: Tensor,
     query_starts: Tensor,
     seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -92,13 +114,16 @@ def attend(
         q.shape[2],
         k_cache.shape[1],
         window or 0,
-        scale,
-        softcap or 0.0,
         q.dtype == torch.bfloat16,
         k_cache.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+        scale,
+        softcap or 0.0,
     )
-    _attention()(job)
+    if recording():  # the sequences may grow until the tables are full
+        max_seq_len = block_tables.shape[1] * k_cache.shape[1]
+    scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
+    job.memory = scratch.data_ptr()
+    _attention(job, out, q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens, scratch)
     return out
 
 

@@ -10,12 +10,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from filelock import FileLock
+from torch import Tensor
 
 from quire.config.engine import Env
 from quire.logs import get_logger, warn_once
@@ -32,6 +35,14 @@ class NativeError(Exception):
     """Why there are no native kernels."""
 
 
+class Recorder(Protocol):
+    def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
+        """Called after a kernel ran: its address, its job, and the memory that the job points to."""
+
+
+_recording = threading.local()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this machine; None, after one warning, where they cannot be had."""
@@ -40,6 +51,54 @@ def library() -> ctypes.CDLL | None:
     except NativeError as error:
         warn_once(log, f"No native CPU kernels ({error}); {_LOST}")
         return None
+
+
+class Kernel:
+    """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
+
+    The job is a structure with the fields of NameJob in their order. What changes from one step to the next is
+    read from the memory that the job points to, so that a recorded call stays right.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @functools.cached_property
+    def address(self) -> int:
+        loaded = library()
+        assert loaded is not None, "ask library() first"
+        return ctypes.cast(loaded[self.name], ctypes.c_void_p).value or 0
+
+    def __call__(self, job: ctypes.Structure, *tensors: Tensor) -> None:
+        """Run on all threads; `tensors` are those whose memory the job points to."""
+        run((ctypes.c_void_p * 1)(self.address), (ctypes.c_void_p * 1)(ctypes.addressof(job)))
+        recorder = recording()
+        if recorder is not None:
+            recorder.add(self.address, job, tensors)
+
+
+def run(kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p]) -> None:
+    """The kernels one after the other, in one parallel region."""
+    _runner()(kernels, jobs, len(kernels), torch.get_num_threads())
+
+
+@functools.cache
+def _runner() -> Any:
+    loaded = library()
+    assert loaded is not None, "ask library() first"
+    function = loaded["quire_run"]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+def record(recorder: Recorder | None) -> None:
+    """Tell `recorder` of every kernel that this thread runs from now on; None: nobody."""
+    _recording.by = recorder
+
+
+def recording() -> Recorder | None:
+    return getattr(_recording, "by", None)
 
 
 def bind(name: str, *argument_types: Any) -> Callable[..., None]:

@@ -6,7 +6,6 @@
  */
 #include <math.h>
 #include <omp.h>
-#include <stdlib.h>
 
 #include "simd.h"
 
@@ -28,9 +27,11 @@ typedef struct {
     const int32_t *seq_lens;
     int64_t q_stride; /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
-    int64_t window; /* 0: all */
-    float scale, softcap; /* softcap 0: none */
-    int32_t q_bf16, kv_bf16, num_threads;
+    int64_t window;               /* 0: all */
+    int64_t q_bf16, kv_bf16;
+    double scale, softcap;        /* softcap 0: none */
+    int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
+    void *memory;                 /* scratch of as many bytes as quire_attention_room says */
 } Job;
 
 typedef struct {
@@ -204,7 +205,7 @@ static void attend_tile(const Job *job, const Task *task, long tile, long first,
         for (long k = 0; k < TILE; k++)
             if (k < seen_first || k >= seen_end)
                 scratch->weights[r * TILE + k] = -INFINITY;
-        soften(scratch->weights + r * TILE, job->softcap, dim, part->most + r, part->sum + r, part->out + r * dim);
+        soften(scratch->weights + r * TILE, (float)job->softcap, dim, part->most + r, part->sum + r, part->out + r * dim);
     }
     first -= tile, end -= tile;
     for (long r = 0; r < rows; r += ROWS) {
@@ -247,10 +248,10 @@ static void write_out(const Job *job, const Task *task, Sums *sums)
     for (long r = 0; r < task->num_queries * group; r++) {
         long token = job->query_starts[task->seq] + task->first_query + r / group;
         long head = task->kv_head * group + r % group;
-        float share = 1.0f / sums->sum[r];
+        float share = sums->sum[r] == 0 ? 0 : 1.0f / sums->sum[r]; /* padding sees nothing */
         for (long d = r * dim; d < (r + 1) * dim; d += LANES)
             store(sums->out + d, load(sums->out + d) * share);
-        narrow(sums->out + r * dim, job->out, job->q_bf16, (token * job->heads + head) * dim, dim);
+        narrow(sums->out + r * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * dim, dim);
     }
 }
 
@@ -262,7 +263,7 @@ static void run_task(const Job *job, const Task *task, Scratch *scratch, float *
     for (long r = 0; r < rows; r++) {
         long token = job->query_starts[task->seq] + task->first_query + r / group;
         long at = token * job->q_stride + (task->kv_head * group + r % group) * dim;
-        widen(job->q, job->q_bf16, at, dim, job->scale, scratch->q + r * dim);
+        widen(job->q, (int)job->q_bf16, at, dim, (float)job->scale, scratch->q + r * dim);
     }
     clear(&scratch->total, rows, dim);
     long from = task->range < 0 ? first / RANGE : task->range;
@@ -296,8 +297,8 @@ static void join(const Job *job, const Task *task, long count, Scratch *scratch,
 static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
 
 /* The last queries of a sequence, which see most, come first. Where the queries of a sequence make one block
- * only, it is split by ranges too. With `tasks` NULL they are only counted. */
-static long list_tasks(const Job *job, Task *tasks, long *saved_size)
+ * only, it is split by ranges too, if there is a thread to share them with. */
+static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
 {
     long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), count = 0;
     *saved_size = 0;
@@ -309,18 +310,15 @@ static long list_tasks(const Job *job, Task *tasks, long *saved_size)
                 long first, end;
                 seen(job, &task, &first, &end);
                 long from = first / RANGE, until = (end + RANGE - 1) / RANGE;
-                if (query_len > step || until - from == 1 || job->num_threads == 1) {
-                    if (tasks)
-                        tasks[count] = task;
-                    count++;
+                if (query_len > step || until - from <= 1 || !split) {
+                    tasks[count++] = task;
                     continue;
                 }
-                for (long range = from; range < until; range++, count++) {
+                for (long range = from; range < until; range++) {
                     task.range = (int32_t)range;
                     task.saved = *saved_size;
                     *saved_size += task.num_queries * group * (job->head_dim + 2);
-                    if (tasks)
-                        tasks[count] = task;
+                    tasks[count++] = task;
                 }
             }
     }
@@ -341,43 +339,45 @@ static Scratch carve_scratch(float *memory, long rows, long task_rows, long dim)
     return scratch;
 }
 
-int quire_attention(const Job *job)
+/* Sets the upper bounds of the job for batches of these sizes; how many bytes of scratch it takes. */
+int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len, int64_t max_seq_len,
+                             int64_t num_threads)
+{
+    long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), dim = job->head_dim;
+    long splits = job->num_seqs * job->kv_heads * (max_seq_len / RANGE + 1);
+    job->max_tasks = splits + job->kv_heads * (num_tokens / step + job->num_seqs);
+    job->max_saved = splits * at_most(step, max_query_len) * group * (dim + 2);
+    long each = job->max_tasks * (long)sizeof(Task) + scratch_size(step * group, dim) * (long)sizeof(float);
+    return num_threads * each + job->max_saved * (long)sizeof(float);
+}
+
+void quire_attention(const Job *job)
 {
     long group = job->heads / job->kv_heads, dim = job->head_dim, saved_size;
-    long max_rows = at_least(BLOCK_ROWS / group, 1) * group;
-    long count = list_tasks(job, NULL, &saved_size), num_threads = at_most(job->num_threads, count);
-    long each = scratch_size(max_rows, dim);
-    Task *tasks = malloc((size_t)count * sizeof(Task));
-    float *memory = malloc((size_t)(num_threads * each + saved_size) * sizeof(float));
-    if (!tasks || !memory) {
-        free(tasks);
-        free(memory);
-        return 1;
-    }
-    float *saved = memory + num_threads * each;
-    list_tasks(job, tasks, &saved_size);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        float *own = memory + omp_get_thread_num() * each;
+    long max_rows = at_least(BLOCK_ROWS / group, 1) * group, each = scratch_size(max_rows, dim);
+    long thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+    /* Every thread makes the same list for itself. */
+    Task *tasks = (Task *)job->memory + thread * job->max_tasks;
+    float *saved = (float *)((Task *)job->memory + num_threads * job->max_tasks);
+    float *own = saved + job->max_saved + thread * each;
+    long count = list_tasks(job, tasks, num_threads > 1, &saved_size);
 #pragma omp for schedule(dynamic, 1)
-        for (long i = 0; i < count; i++) {
-            Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
-            run_task(job, tasks + i, &scratch, saved);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (long i = 0; i < count; i++) {
-            if (tasks[i].range < 0 || (i > 0 && same_rows(tasks + i, tasks + i - 1)))
-                continue;
-            long number = 1;
-            while (i + number < count && same_rows(tasks + i, tasks + i + number))
-                number++;
-            Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
-            join(job, tasks + i, number, &scratch, saved);
-        }
+    for (long i = 0; i < count; i++) {
+        Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+        run_task(job, tasks + i, &scratch, saved);
     }
-    free(tasks);
-    free(memory);
-    return 0;
+    if (!saved_size)
+        return;
+#pragma omp for schedule(dynamic, 1)
+    for (long i = 0; i < count; i++) {
+        if (tasks[i].range < 0 || (i > 0 && same_rows(tasks + i, tasks + i - 1)))
+            continue;
+        long number = 1;
+        while (i + number < count && same_rows(tasks + i, tasks + i + number))
+            number++;
+        Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+        join(job, tasks + i, number, &scratch, saved);
+    }
 }
 
 /* Keys and values of `num_tokens` tokens into their slots; `width` is kv_heads * head_dim. */
