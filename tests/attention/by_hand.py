@@ -1,16 +1,20 @@
-"""Attention written out by hand, one query and one head at a time: what every backend is compared with."""
+"""Attention written out in float64: what every backend is compared with."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from oracle import make_batch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend, AttentionSpec
-from quire.kernels.reference import write
+from quire.attention.batch import Batch
+
+Chunks = list[tuple[int, int]]
+"""(new tokens, earlier tokens) of each sequence; (1, -1) is padding."""
 
 BLOCK = 4
-
-CHUNKS = {
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+CHUNKS: dict[str, Chunks] = {
     "whole prompts": [(7, 0), (4, 0), (1, 0)],
     "decodes": [(1, 5), (1, 0), (1, 12), (1, 3)],
     "one decode": [(1, 9)],
@@ -19,50 +23,124 @@ CHUNKS = {
 }
 
 
-def by_hand(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
+def by_hand(
+    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """[Q, heads, d] queries, the last of which sees the last of the [L, kv_heads, d] keys."""
-    out = torch.zeros_like(q)
-    first = len(keys) - len(q)
-    for i in range(len(q)):
-        end = first + i + 1
-        start = 0 if spec.window is None else max(0, end - spec.window)
-        for head in range(spec.heads):
-            kv_head = head // (spec.heads // spec.kv_heads)
-            scores = keys[start:end, kv_head] @ q[i, head] * spec.score_scale
-            if spec.softcap is not None:
-                scores = (scores / spec.softcap).tanh() * spec.softcap
-            out[i, head] = scores.softmax(0) @ values[start:end, kv_head]
-    return out
+    if not len(keys):
+        return torch.zeros_like(q)
+    group = spec.heads // spec.kv_heads
+    k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.score_scale
+    if spec.softcap is not None:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
+    key = torch.arange(len(k), device=q.device)
+    place = key[-len(q) :, None]
+    hidden = key > place
+    if spec.window is not None:
+        hidden |= key <= place - spec.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
-def check(backend: AttentionBackend, chunks: list[tuple[int, int]], spec: AttentionSpec) -> None:
-    """(new tokens, earlier tokens) per sequence; every slot that is not written holds NaN."""
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    lens = [new + before for new, before in chunks]
-    num_blocks = sum(-(-n // BLOCK) for n in lens) + 3
+@dataclass
+class Case:
+    """Sequences whose keys lie in a cache; every slot that is not written holds NaN."""
+
+    spec: AttentionSpec
+    batch: Batch
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    sinks: Tensor | None
+
+    def expected(self) -> Tensor:
+        pieces = self.q.split(self.batch.query_lens_host.tolist())
+        return torch.cat(
+            [
+                by_hand(q, k, v, self.spec, self.sinks)
+                for q, k, v in zip(pieces, self.keys, self.values, strict=True)
+            ]
+        )
+
+
+def make_case(
+    chunks: Chunks,
+    spec: AttentionSpec,
+    *,
+    block: int = BLOCK,
+    kept_as: torch.dtype | None = None,
+    sinks: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    query_lens = np.array([new for new, _ in chunks], np.int32)
+    seq_lens = np.array([new + before for new, before in chunks], np.int32)
+    widths = -(-seq_lens // block)
+    num_blocks = int(widths.sum()) + 3
     free = rng.permutation(num_blocks).tolist()
-    tables = [[free.pop() for _ in range(-(-n // BLOCK))] for n in lens]
-    shape = (num_blocks, BLOCK, spec.kv_heads, spec.head_dim)
-    k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-    keys = [torch.randn(n, spec.kv_heads, spec.head_dim) for n in lens]
-    values = [torch.randn(n, spec.kv_heads, spec.head_dim) for n in lens]
-    earlier = [row for row, (_, before) in enumerate(chunks) if before]
-    if earlier:
-        past_chunks = [([0] * chunks[row][1], 0) for row in earlier]
-        past = make_batch(past_chunks, [tables[row] for row in earlier], BLOCK)
-        old_k = torch.cat([keys[row][: chunks[row][1]] for row in earlier])
-        old_v = torch.cat([values[row][: chunks[row][1]] for row in earlier])
-        write(old_k, k_cache, past.slots)
-        write(old_v, v_cache, past.slots)
-    batch = make_batch([([0] * new, before) for new, before in chunks], tables, BLOCK)
-    q = torch.randn(int(batch.query_lens_host.sum()), spec.heads, spec.head_dim)
-    backend.plan(batch)
-    new_k = torch.cat([k[before:] for k, (_, before) in zip(keys, chunks, strict=True)])
-    new_v = torch.cat([v[before:] for v, (_, before) in zip(values, chunks, strict=True)])
-    write(new_k, k_cache, batch.slots)
-    write(new_v, v_cache, batch.slots)
-    out = backend.forward(q, k_cache, v_cache, batch, spec)
-    pieces = q.split([new for new, _ in chunks])
-    expected = torch.cat([by_hand(*args, spec) for args in zip(pieces, keys, values, strict=True)])
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    nobodys = free.pop()
+    rows = rng.permutation(len(chunks) + 2)[: len(chunks)].astype(np.int32)
+    tables = np.full((len(chunks) + 2, max(1, int(widths.max()))), nobodys, np.int32)
+    caches = [torch.full((num_blocks, block, spec.kv_heads, spec.head_dim), torch.nan) for _ in "kv"]
+    kept_as = kept_as or spec.dtype
+    kept: list[list[Tensor]] = [[], []]
+    for row, n, width in zip(rows, seq_lens, widths, strict=True):
+        tables[row, :width] = [free.pop() for _ in range(width)]
+        place = np.arange(n)
+        slots = torch.from_numpy(tables[row, place // block].astype(np.int64) * block + place % block)
+        for cache, seen, scale in zip(caches, kept, (spec.k_scale, spec.v_scale), strict=True):
+            stored = (torch.randn(n, spec.kv_heads, spec.head_dim) / scale).to(kept_as).float()
+            cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
+            seen.append((stored * scale).to(device))
+    places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
+    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = Batch(
+        token_ids=nothing,
+        positions=torch.from_numpy(np.concatenate(places)).to(device),
+        slots=nothing,
+        query_starts=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        rows=torch.from_numpy(rows).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        logit_tokens=nothing,
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+    return Case(
+        spec,
+        batch,
+        torch.randn(int(starts[-1]), spec.heads, spec.head_dim, device=device).to(spec.dtype),
+        caches[0].to(kept_as).to(device),
+        caches[1].to(kept_as).to(device),
+        *kept,
+        torch.randn(spec.heads, device=device).to(spec.dtype) if sinks else None,
+    )
+
+
+def attend(backend: AttentionBackend, case: Case) -> Tensor:
+    backend.plan(case.batch)
+    return backend.forward(case.q, case.k_cache, case.v_cache, case.batch, case.spec, case.sinks)
+
+
+def check(
+    backend: AttentionBackend,
+    chunks: Chunks,
+    spec: AttentionSpec,
+    *,
+    block: int = BLOCK,
+    kept_as: torch.dtype | None = None,
+    sinks: bool = False,
+    device: str = "cpu",
+) -> None:
+    case = make_case(chunks, spec, block=block, kept_as=kept_as, sinks=sinks, device=device)
+    tolerance = TOLERANCE[spec.dtype]
+    torch.testing.assert_close(attend(backend, case), case.expected(), atol=tolerance, rtol=tolerance)

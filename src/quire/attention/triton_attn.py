@@ -1,0 +1,119 @@
+"""TRITON_ATTN: our own kernels for GPUs, one launch per layer for decodes and one for prompts."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.machine import Machine
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.attention_launch import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Which kernel takes which sequences of a batch."""
+
+    few: Tensor | None
+    """The sequences with few queries; None: all of the batch."""
+    num_few: int
+    tiles: Tensor | None
+    """[tiles, 2] int32: the others' queries in tiles, as (sequence, first query)."""
+
+
+@dataclass(slots=True)
+class _Step:
+    batch: Batch
+    cuts: dict[tuple[int, int], _Cut] = field(default_factory=dict)
+
+    def cut(self, few: int, tile: int) -> _Cut:
+        """Up to `few` queries are few, `tile` of them make a tile; the same for most layers of a model."""
+        if (few, tile) not in self.cuts:
+            self.cuts[few, tile] = _cut(self.batch, few, tile)
+        return self.cuts[few, tile]
+
+
+def _cut(batch: Batch, few: int, tile: int) -> _Cut:
+    lens = batch.query_lens_host
+    many = np.flatnonzero(lens > few)
+    if not len(many):
+        return _Cut(None, len(lens), None)
+    counts = -(-lens[many] // tile)
+    ends = np.cumsum(counts)
+    # A sequence's last tile first: it has the most keys.
+    firsts = (np.repeat(ends, counts) - 1 - np.arange(ends[-1])) * tile
+    tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
+    short = np.flatnonzero(lens <= few)
+    work = torch.from_numpy(np.concatenate((tiles.ravel(), short)).astype(np.int32))
+    if batch.seq_lens.is_cuda:
+        work = work.pin_memory().to(batch.seq_lens.device, non_blocking=True)
+    return _Cut(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
+
+
+class TritonAttention:
+    name = "TRITON_ATTN"
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        if machine.device != "cuda":
+            return f"runs on a GPU, this is {machine.device}"
+        if machine.capability < (8, 0):
+            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
+        if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"computes float32, float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim > 256:
+            return f"needs a head size up to 256, not {spec.head_dim}"
+        return None if find_spec("triton") else "the package triton is not installed"
+
+    def plan(self, batch: Batch) -> None:
+        batch.attention = _Step(batch)
+
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        from quire.kernels.triton import attention_launch as launch
+        from quire.kernels.triton.attention import Seqs
+
+        layer = _layer(spec)
+        if q.stride()[1:] != (spec.head_dim, 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        cache = launch.cache_of(k_cache, v_cache)
+        tables = batch.block_tables
+        seqs = Seqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
+        shape = launch.tile_shape(layer, q.dtype, k_cache.dtype, batch.max_query_len)
+        cut: _Cut = batch.attention.cut(layer.few, shape.block_m // layer.group)
+        if cut.tiles is not None:
+            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, shape)
+        if cut.num_few:
+            shape = launch.range_shape(layer, q.dtype)
+            launch.attend_ranges(out, q, cache, seqs, cut.few, layer, sinks, shape)
+        return out
+
+
+@cache
+def _layer(spec: AttentionSpec) -> "Layer":
+    from quire.kernels.triton.attention_launch import Layer
+
+    return Layer(
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.score_scale,
+        window=spec.window or 0,
+        softcap=spec.softcap or 0.0,
+        k_scale=spec.k_scale,
+        v_scale=spec.v_scale,
+    )

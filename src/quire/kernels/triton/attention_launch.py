@@ -1,0 +1,185 @@
+"""Launching paged attention: the shape of tiles by what is computed, the number of ranges by the device."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.triton import attention as kernels
+from quire.kernels.triton.attention import Cache, Partial, Scores, Seqs
+
+_LOG2_E = 1.4426950408889634
+_MAX_GROUPS = 1 << 14
+"""(sequence, key head) pairs beyond which nothing is cut into ranges."""
+_DEFAULT_SMS = 132
+MIN_KEYS = 64
+"""Fewer keys than this are not cut further."""
+_RANGES_PER_SM = 4
+
+
+class Shape(NamedTuple):
+    """How a kernel is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Layer(NamedTuple):
+    """The attention of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    """0: none"""
+    softcap: float
+    """0.0: none"""
+    k_scale: float
+    v_scale: float
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def few(self) -> int:
+        """How many queries of a sequence fill the smallest tile: up to here its keys are cut instead."""
+        return max(1, 16 // self.group)
+
+
+def tile_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype, most_queries: int) -> Shape:
+    """For `tiles`, where no sequence has more than `most_queries`."""
+    wide = layer.head_dim > 128
+    rows = triton.next_power_of_2(layer.group)
+    if dtype == torch.float32:
+        return Shape(max(32, rows), 16 if wide else 32, 4, 1)
+    if most_queries * layer.group <= 64:
+        return Shape(max(64, rows), 64, 4, 2)
+    if wide or kept_as.itemsize == 1:
+        return Shape(max(128, rows), 64, 8, 2)
+    return Shape(max(128, rows), 128, 8, 2)
+
+
+def range_shape(layer: Layer, dtype: torch.dtype) -> Shape:
+    """For `ranges`."""
+    rows = max(16, triton.next_power_of_2(layer.group))
+    if dtype == torch.float32:
+        return Shape(rows, 16 if layer.head_dim > 128 else 32, 4, 1)
+    return Shape(rows, 32 if layer.head_dim > 128 else 64, 4, 3)
+
+
+def num_ranges(groups: int, max_keys: int, num_sms: int) -> int:
+    """Into how many ranges at most the keys of each (sequence, key head) are cut; never by their lengths."""
+    if groups > _MAX_GROUPS:
+        return 1
+    return max(1, min(_RANGES_PER_SM * num_sms // groups, -(-max_keys // MIN_KEYS)))
+
+
+def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[2:] == (k_cache.shape[3], 1)
+    return Cache(k_cache, v_cache, k_cache.stride(0), k_cache.stride(1))
+
+
+def attend_tiles(
+    out: Tensor,
+    q: Tensor,
+    cache: Cache,
+    seqs: Seqs,
+    work: Tensor,
+    layer: Layer,
+    sinks: Tensor | None,
+    shape: Shape,
+) -> None:
+    kernels.tiles[(len(work), layer.kv_heads)](
+        out,
+        q,
+        q.stride(0),
+        cache,
+        seqs,
+        work,
+        sinks,
+        _scores(layer),
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **_constants(cache, layer),
+    )
+
+
+def attend_ranges(
+    out: Tensor,
+    q: Tensor,
+    cache: Cache,
+    seqs: Seqs,
+    work: Tensor | None,
+    layer: Layer,
+    sinks: Tensor | None,
+    shape: Shape,
+    parts: int | None = None,
+) -> None:
+    num_seqs = len(seqs.seq_lens) if work is None else len(work)
+    groups = num_seqs * layer.kv_heads
+    if parts is None:
+        max_keys = seqs.block_tables.shape[1] * cache.k.shape[1]
+        parts = num_ranges(groups, min(max_keys, layer.window + layer.few or max_keys), _num_sms(q.device))
+    kernels.ranges[(layer.kv_heads, num_seqs, parts)](
+        out,
+        q,
+        q.stride(0),
+        cache,
+        seqs,
+        work,
+        sinks,
+        _scores(layer),
+        _partial(groups, parts, shape.block_m, layer.head_dim, q.device),
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        MIN_KEYS=MIN_KEYS,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **_constants(cache, layer),
+    )
+
+
+def _scores(layer: Layer) -> Scores:
+    scale = layer.scale * layer.k_scale * _LOG2_E
+    if layer.softcap:
+        return Scores(2 * scale / layer.softcap, layer.softcap * _LOG2_E, layer.v_scale)
+    return Scores(scale, 0.0, layer.v_scale)
+
+
+def _constants(cache: Cache, layer: Layer) -> dict[str, int | bool]:
+    return {
+        "GROUP": layer.group,
+        "WINDOW": layer.window,
+        "CAPPED": layer.softcap != 0,
+        "DIM": layer.head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(layer.head_dim)),
+        "BLOCK_SIZE": cache.k.shape[1],
+    }
+
+
+def _partial(groups: int, parts: int, rows: int, head_dim: int, device: torch.device) -> Partial:
+    if parts == 1:
+        return Partial(_arrivals(device), _arrivals(device), _arrivals(device))
+    sums = torch.empty(groups * parts * rows * head_dim, dtype=torch.float32, device=device)
+    tops = torch.empty(groups * parts * rows * 2, dtype=torch.float32, device=device)
+    return Partial(sums, tops, _arrivals(device))
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(_MAX_GROUPS, dtype=torch.int32, device=device)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEFAULT_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,163 @@
+"""Every backend against attention in float64: Triton in its interpreter or, marked gpu, on the GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from by_hand import CHUNKS, Chunks, attend, check, make_case
+
+from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.attention.triton_attn import TritonAttention
+
+BACKENDS: dict[str, type[AttentionBackend]] = {"TORCH_SDPA": TorchSDPA, "TRITON_ATTN": TritonAttention}
+SPEC = AttentionSpec(4, 2, 16, torch.float32)
+MIXED: Chunks = [(40, 3), (1, 200), (3, 150), (70, 20), (1, 0)]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return BACKENDS[request.param]()
+
+
+@pytest.fixture(params=["TRITON_ATTN"])
+def full(request: pytest.FixtureRequest) -> AttentionBackend:
+    """Those with soft cap, sinks, 8-bit caches and padding."""
+    return BACKENDS[request.param]()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
+def test_small_sequences(
+    backend: AttentionBackend, chunks: Chunks, heads: tuple[int, int], window: int | None
+) -> None:
+    """A wrong mask, head grouping, window edge, slot, row; or NaN leaking from slots that nobody wrote."""
+    check(backend, chunks, AttentionSpec(*heads, 8, torch.float32, window))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_many_tiles_and_ranges(backend: AttentionBackend, head_dim: int, window: int | None) -> None:
+    """A range lost or merged twice, a tile that starts or ends at the wrong key, dims beyond the head."""
+    check(backend, MIXED, replace(SPEC, head_dim=head_dim, window=window), block=16)
+
+
+def test_more_heads_on_one_key_head_than_a_tile_has_rows(backend: AttentionBackend) -> None:
+    check(backend, [(3, 4), (1, 9)], AttentionSpec(40, 1, 16, torch.float32))
+
+
+def test_heads_that_do_not_fill_the_rows_of_a_tile(backend: AttentionBackend) -> None:
+    """A query whose heads are cut at the end of a tile."""
+    check(backend, [(23, 9), (2, 5), (1, 30)], AttentionSpec(14, 2, 16, torch.float32))
+
+
+def test_an_own_scale(backend: AttentionBackend) -> None:
+    check(backend, [(4, 0), (1, 3)], replace(SPEC, scale=0.9))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_half_precision_is_summed_in_float32(backend: AttentionBackend, window: int | None) -> None:
+    check(backend, MIXED, replace(SPEC, dtype=torch.float16, window=window), block=16)
+
+
+def test_a_narrower_cache(full: AttentionBackend) -> None:
+    check(full, MIXED, SPEC, kept_as=torch.float16)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_soft_cap(full: AttentionBackend, window: int | None) -> None:
+    check(full, MIXED, replace(SPEC, scale=3.0, softcap=2.0, window=window), block=16)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_sinks(full: AttentionBackend, window: int | None) -> None:
+    """A sink counted once per range or per tile instead of once; the sink of another head."""
+    check(full, MIXED, replace(SPEC, window=window), sinks=True, block=16)
+
+
+def test_8_bit_caches(full: AttentionBackend) -> None:
+    """Scales left out, swapped or applied twice."""
+    spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
+    check(full, MIXED, spec, kept_as=torch.float8_e4m3fn, block=16)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_padding_gives_zeros(full: AttentionBackend, sinks: bool) -> None:
+    """A division by no weights at all; a read at a place before the first."""
+    check(full, [(1, -1), (1, 70), (1, -1), (1, -1)], SPEC, sinks=sinks)
+
+
+def test_the_same_alone_and_in_company(backend: AttentionBackend) -> None:
+    """Partial sums of one sequence counted in another."""
+    chunks: Chunks = [(1, 130), (5, 60), (1, 7), (20, 1)]
+    together = attend(backend, make_case(chunks, SPEC))
+    again = attend(backend, make_case(chunks, SPEC))
+    torch.testing.assert_close(together, again, atol=0, rtol=0)
+
+
+REAL = {
+    "prompts": [(700, 0), (513, 0), (64, 0), (2048, 0)],
+    "chunks": [(300, 1000), (33, 4000), (500, 1), (17, 0)],
+    "decodes": [(1, n) for n in (0, 1, 15, 16, 63, 64, 575, 576, 4000, 9001)],
+    "padded": [(1, 700), (1, -1), (1, 300), (1, -1)],
+    "drafts": [(4, 700), (2, 90), (1, 3), (3, 5000)],
+    "mixed": [(1, 900), (400, 30), (1, 64), (5, 50), (1, -1), (129, 0)],
+}
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((32, 8), 128), ((16, 8), 128), ((8, 8), 64), ((14, 2), 64), ((6, 2), 80), ((4, 1), 256), ((16, 2), 96)],
+)
+@pytest.mark.parametrize("chunks", REAL.values(), ids=REAL.keys())
+def test_on_the_gpu(
+    full: AttentionBackend, chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    spec = AttentionSpec(*heads, head_dim, torch.bfloat16, window)
+    check(full, chunks, spec, block=16, device="cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "fp8"])
+def test_kinds_on_the_gpu(full: AttentionBackend, dtype: torch.dtype, head_dim: int, extra: str) -> None:
+    spec = AttentionSpec(8, 2, head_dim, dtype)
+    if extra == "cap":
+        spec = replace(spec, softcap=2.0, scale=1.0)
+    if extra == "fp8":
+        spec = replace(spec, k_scale=0.5, v_scale=2.0)
+    kept_as = torch.float8_e4m3fn if extra == "fp8" else None
+    chunks = REAL["mixed"] + [(1, 5000)]
+    check(full, chunks, spec, block=16, kept_as=kept_as, sinks=extra == "sinks", device="cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_decodes_in_a_graph() -> None:
+    """A grid or an address that depends on the lengths at capture; counts that are not zero again."""
+    spec = AttentionSpec(32, 8, 128, torch.bfloat16)
+    backend = TritonAttention()
+    case = make_case([(1, 1500), (1, 40), (1, 3000)], spec, block=16, device="cuda")
+    attend(backend, case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(backend, case)
+    for lens in [(1501, 41, 3001), (3, 0, 2000), (700, 7, 1)]:
+        case.batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        fewer = replace(
+            case,
+            keys=[k[:n] for k, n in zip(case.keys, lens, strict=True)],
+            values=[v[:n] for v, n in zip(case.values, lens, strict=True)],
+        )
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.testing.assert_close(out, fewer.expected(), atol=2e-2, rtol=2e-2)
