@@ -53,11 +53,18 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structure]:
+    """A job with these fields, in this order: pointers, int64, double."""
+    types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
+    fields = [(name, kind) for names, kind in types for name in names.split()]
+    return type("Job", (ctypes.Structure,), {"_fields_": fields})
+
+
 class Kernel:
     """`void NAME(const NameJob *job)` of csrc/, called by every thread of a team (csrc/run.c).
 
-    The job is a structure with the fields of NameJob in their order. What changes from one step to the next is
-    read from the memory that the job points to, so that a recorded call stays right.
+    The job is a structure with the fields of NameJob in their order. What changes from one step to the next
+    is read from the memory that the job points to, so that a recorded call stays right.
     """
 
     def __init__(self, name: str) -> None:

@@ -6,9 +6,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels import native
 from quire.registry import LazyTable
 
-IMPLEMENTATIONS = LazyTable("kernels", {"reference": "quire.kernels.reference:Reference"})
+IMPLEMENTATIONS = LazyTable(
+    "kernels",
+    {
+        "cpu": "quire.kernels.cpu:CPUOps",
+        "reference": "quire.kernels.reference:Reference",
+    },
+)
 
 
 class HeadNorms(NamedTuple):
@@ -64,5 +71,11 @@ class Ops(Protocol):
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest implementation for models of `dtype` on `device`."""
-    ops: Ops = IMPLEMENTATIONS["reference"]()
+    ops: Ops = IMPLEMENTATIONS[_name(device, dtype)]()
     return ops
+
+
+def _name(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.library():
+        return "cpu"
+    return "reference"

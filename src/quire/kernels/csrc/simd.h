@@ -122,6 +122,52 @@ INLINE uint16_t to_bf16(float x)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+
+/* The same for a vector: rounded to the nearest bfloat16, and back. */
+INLINE vf rounded(vf x, int to_bf16)
+{
+    if (!to_bf16)
+        return x;
+    vu bits = (vu)x, nan = (bits & 0x7fffffff) > 0x7f800000;
+    vu near = bits + 0x7fff + (bits >> 16 & 1);
+    return (vf)(((nan & (bits | 0x400000)) | (~nan & near)) & 0xffff0000);
+}
+
+/* LANES numbers at `at`, or as many as are left, then zeros. */
+INLINE vf take(const void *from, int is_bf16, long at, long left)
+{
+    if (is_bf16) {
+        vh half = {0};
+        if (left >= LANES)
+            memcpy(&half, (const uint16_t *)from + at, sizeof half);
+        else
+            memcpy(&half, (const uint16_t *)from + at, (size_t)left * 2);
+        return (vf)(__builtin_convertvector(half, vu) << 16);
+    }
+    if (left >= LANES)
+        return load((const float *)from + at);
+    vf whole = {0};
+    memcpy(&whole, (const float *)from + at, (size_t)left * 4);
+    return whole;
+}
+
+/* The reverse. */
+INLINE void put(void *into, int is_bf16, long at, long left, vf x)
+{
+    if (is_bf16) {
+        vh half = __builtin_convertvector((vu)rounded(x, 1) >> 16, vh);
+        if (left >= LANES)
+            memcpy((uint16_t *)into + at, &half, sizeof half);
+        else
+            memcpy((uint16_t *)into + at, &half, (size_t)left * 2);
+    } else if (left >= LANES)
+        store((float *)into + at, x);
+    else
+        memcpy((float *)into + at, &x, (size_t)left * 4);
+}
+
 INLINE void widen(const void *from, int is_bf16, long at, long count, float factor, float *into)
 {
     if (is_bf16) {

@@ -1,0 +1,147 @@
+"""The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU, and the largest logit."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native import Kernel, structure
+from quire.kernels.ops import HeadNorms
+from quire.kernels.reference import Reference
+
+TYPES = (torch.float32, torch.bfloat16)
+_MAX_HEAD_DIM = 1024
+_VOCAB = 4096
+"""As in fused.c."""
+
+_embed = Kernel("quire_embed")
+_EmbedJob = structure("out ids table", "num_rows row_bytes")
+_norm = Kernel("quire_norm")
+_NormJob = structure("out x weight residual", "num_rows size bf16", "eps")
+_silu_mul = Kernel("quire_silu_mul")
+_SiluMulJob = structure("out gate_up", "num_rows size stride bf16")
+_rotate = Kernel("quire_rotate_and_write")
+_RotateJob = structure(
+    "out qkv table q_norm k_norm positions slots k_cache v_cache",
+    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 cache_bf16",
+    "eps",
+)
+_argmax = Kernel("quire_argmax")
+_ArgmaxJob = structure("out x found", "num_rows size stride")
+
+
+class CPUOps:
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
+        job = _EmbedJob(
+            out.data_ptr(),
+            ids.data_ptr(),
+            table.data_ptr(),
+            len(ids),
+            table.shape[1] * table.itemsize,
+        )
+        _embed(job, out, ids, table)
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normed(x, None, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert residual.is_contiguous() and residual.dtype == x.dtype
+        return self._normed(x, residual, weight, eps)
+
+    def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert x.dtype == weight.dtype
+        x = x.contiguous()
+        out, size = torch.empty_like(x), x.shape[-1]
+        job = _NormJob(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            x.numel() // size,
+            size,
+            x.dtype == torch.bfloat16,
+            eps,
+        )
+        _norm(job, out, x, weight, *(() if residual is None else (residual,)))
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty(num_rows, size, dtype=gate_up.dtype)
+        job = _SiluMulJob(
+            out.data_ptr(),
+            gate_up.data_ptr(),
+            num_rows,
+            size,
+            gate_up.stride(0),
+            gate_up.dtype == torch.bfloat16,
+        )
+        _silu_mul(job, out, gate_up)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        norms: HeadNorms | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        kv_heads, head_dim = k_cache.shape[2:]
+        if k_cache.dtype not in TYPES or head_dim > _MAX_HEAD_DIM:
+            return Reference().rotate_and_write(
+                qkv,
+                table,
+                positions,
+                slots,
+                k_cache,
+                v_cache,
+                heads=heads,
+                norms=norms,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        assert qkv.stride(1) == 1 and qkv.dtype == table.dtype and k_cache.is_contiguous()
+        out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
+        job = _RotateJob(
+            out.data_ptr(),
+            qkv.data_ptr(),
+            table.data_ptr(),
+            None if norms is None else norms.q.data_ptr(),
+            None if norms is None else norms.k.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            len(qkv),
+            qkv.stride(0),
+            heads,
+            kv_heads,
+            head_dim,
+            table.shape[1],
+            qkv.dtype == torch.bfloat16,
+            k_cache.dtype == torch.bfloat16,
+            0.0 if norms is None else norms.eps,
+        )
+        weights = () if norms is None else (norms.q, norms.k)
+        _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
+        return out
+
+
+def argmax(x: Tensor) -> Tensor:
+    """[N, V] float32 -> [N] int64: the first of the largest; a NaN is larger than any number, as in torch."""
+    assert x.dtype == torch.float32 and x.stride(1) == 1
+    num_rows, size = x.shape
+    out = torch.empty(num_rows, dtype=torch.int64)
+    found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.int64)
+    job = _ArgmaxJob(out.data_ptr(), x.data_ptr(), found.data_ptr(), num_rows, size, x.stride(0))
+    _argmax(job, out, x, found)
+    return out

@@ -1,0 +1,218 @@
+/* The small operations between products, each in one pass over float or bfloat16, computed in float.
+ *
+ * Rows do not depend on each other, and a row is computed in the same order whatever thread it falls to.
+ */
+#include <math.h>
+
+#include "simd.h"
+
+#define MAX_HEAD_DIM 1024
+#define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
+#define VOCAB 4096  /* logits that are searched at a time; they fit in the first cache */
+
+/* Structures have the same fields, in the same order, as in cpu.py. All tensors of a job but the cache, the ids and
+ * the logits are of one type. */
+
+typedef struct {
+    void *out;
+    const int64_t *ids;
+    const void *table;
+    int64_t num_rows, row_bytes;
+} EmbedJob;
+
+void quire_embed(const EmbedJob *job)
+{
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < job->num_rows; row++)
+        memcpy((char *)job->out + row * job->row_bytes, (const char *)job->table + job->ids[row] * job->row_bytes,
+               (size_t)job->row_bytes);
+}
+
+typedef struct {
+    void *out;
+    const void *x, *weight;
+    void *residual; /* NULL: there is none */
+    int64_t num_rows, size, bf16;
+    double eps;
+} NormJob;
+
+/* `from` is rounded to the type of the model, so that it does not matter whether it was stored in between. */
+INLINE void norm_row(const void *from, long from_at, const void *weight, void *into, long into_at, long size, float eps,
+                     int bf16)
+{
+    vf squares = {0};
+    for (long i = 0; i < size; i += LANES) {
+        vf x = take(from, bf16, from_at + i, size - i);
+        squares = fused(x, x, squares);
+    }
+    float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
+    for (long i = 0; i < size; i += LANES) {
+        vf x = rounded(take(from, bf16, from_at + i, size - i) * factor, bf16);
+        put(into, bf16, into_at + i, size - i, x * take(weight, bf16, i, size - i));
+    }
+}
+
+INLINE void norm(const NormJob *job, int bf16)
+{
+    long size = job->size;
+#pragma omp for schedule(static)
+    for (long at = 0; at < job->num_rows * size; at += size) {
+        if (job->residual)
+            for (long i = 0; i < size; i += LANES) {
+                vf x = take(job->x, bf16, at + i, size - i), sum = take(job->residual, bf16, at + i, size - i);
+                put(job->residual, bf16, at + i, size - i, sum + x);
+            }
+        norm_row(job->residual ? job->residual : job->x, at, job->weight, job->out, at, size, (float)job->eps, bf16);
+    }
+}
+
+void quire_norm(const NormJob *job)
+{
+    if (job->bf16)
+        norm(job, 1);
+    else
+        norm(job, 0);
+}
+
+typedef struct {
+    void *out;
+    const void *gate_up;
+    int64_t num_rows, size, stride, bf16;
+} SiluMulJob;
+
+INLINE void silu_mul(const SiluMulJob *job, int bf16)
+{
+    long pieces = (job->size + COLUMNS - 1) / COLUMNS;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * pieces; task++) {
+        long row = task / pieces, first = task % pieces * COLUMNS;
+        long end = first + COLUMNS < job->size ? first + COLUMNS : job->size;
+        for (long i = first; i < end; i += LANES) {
+            vf gate = take(job->gate_up, bf16, row * job->stride + i, end - i), minus = -gate;
+            vf up = take(job->gate_up, bf16, row * job->stride + job->size + i, end - i);
+            vf e = exp_lanes(pick(minus > 88.0f, splat(88.0f), minus));
+            put(job->out, bf16, row * job->size + i, end - i, rounded(gate / (e + 1.0f), bf16) * up);
+        }
+    }
+}
+
+void quire_silu_mul(const SiluMulJob *job)
+{
+    if (job->bf16)
+        silu_mul(job, 1);
+    else
+        silu_mul(job, 0);
+}
+
+typedef struct {
+    void *out; /* [tokens, heads, head_dim] */
+    const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
+    const int64_t *positions, *slots;
+    void *k_cache, *v_cache;
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, cache_bf16;
+    double eps;
+} RotateJob;
+
+INLINE void turn(float *head, const void *table, long at, long half, int bf16)
+{
+    for (long i = 0; i < half; i += LANES) {
+        long count = half - i;
+        vf left = take(head, 0, i, count), right = take(head, 0, half + i, count);
+        vf cosine = take(table, bf16, at + i, count), sine = take(table, bf16, at + half + i, count);
+        put(head, 0, i, count, left * cosine - right * sine);
+        put(head, 0, half + i, count, right * cosine + left * sine);
+    }
+}
+
+INLINE void rotate_and_write(const RotateJob *job, int bf16)
+{
+    long heads = job->heads, kv_heads = job->kv_heads, all = heads + 2 * kv_heads, dim = job->head_dim;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_tokens * all; task++) {
+        long token = task / all, head = task % all, slot = job->slots[token];
+        if (head >= heads && slot < 0)
+            continue;
+        float x[MAX_HEAD_DIM];
+        long from = token * job->stride + head * dim;
+        const void *weight = head < heads ? job->q_norm : job->k_norm;
+        if (weight && head < heads + kv_heads) {
+            uint16_t narrow_x[MAX_HEAD_DIM];
+            norm_row(job->qkv, from, weight, bf16 ? (void *)narrow_x : (void *)x, 0, dim, (float)job->eps, bf16);
+            if (bf16)
+                widen(narrow_x, 1, 0, dim, 1.0f, x);
+        } else
+            widen(job->qkv, bf16, from, dim, 1.0f, x);
+        if (head < heads + kv_heads)
+            turn(x, job->table, job->positions[token] * job->rotary_dim, job->rotary_dim / 2, bf16);
+        if (head < heads)
+            narrow(x, job->out, bf16, (token * heads + head) * dim, dim);
+        else if (head < heads + kv_heads)
+            narrow(x, job->k_cache, (int)job->cache_bf16, (slot * kv_heads + head - heads) * dim, dim);
+        else
+            narrow(x, job->v_cache, (int)job->cache_bf16, (slot * kv_heads + head - heads - kv_heads) * dim, dim);
+    }
+}
+
+void quire_rotate_and_write(const RotateJob *job)
+{
+    if (job->bf16)
+        rotate_and_write(job, 1);
+    else
+        rotate_and_write(job, 0);
+}
+
+typedef struct {
+    int64_t *out; /* [rows] */
+    const float *x;
+    int64_t *found; /* [rows, pieces of VOCAB] */
+    int64_t num_rows, size, stride;
+} ArgmaxJob;
+
+INLINE int beats(float x, float best) { return x > best || (x != x && best == best); }
+
+/* The first place of the largest of x[0..count); a NaN is larger than any number. */
+static long place_of_largest(const float *x, long count)
+{
+    vf most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, bad = {0};
+    long i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            vf at = load(x + i + j * LANES);
+            most[j] = pick(at > most[j], at, most[j]);
+            bad = pick(at != at, at, bad);
+        }
+    float best = -INFINITY;
+    for (int j = 0; j < 4; j++)
+        for (int k = 0; k < LANES; k++)
+            best = most[j][k] > best ? most[j][k] : best;
+    int any_nan = lanes_sum(bad) != 0;
+    for (; i < count; i++) {
+        best = x[i] > best ? x[i] : best;
+        any_nan |= x[i] != x[i];
+    }
+    for (i = 0; i < count; i++)
+        if (any_nan ? x[i] != x[i] : x[i] == best)
+            return i;
+    return 0;
+}
+
+void quire_argmax(const ArgmaxJob *job)
+{
+    long pieces = (job->size + VOCAB - 1) / VOCAB;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * pieces; task++) {
+        long row = task / pieces, first = task % pieces * VOCAB;
+        long count = first + VOCAB < job->size ? VOCAB : job->size - first;
+        job->found[task] = first + place_of_largest(job->x + row * job->stride + first, count);
+    }
+#pragma omp for schedule(static)
+    for (long row = 0; row < job->num_rows; row++) {
+        const float *x = job->x + row * job->stride;
+        const int64_t *found = job->found + row * pieces;
+        long best = found[0];
+        for (long i = 1; i < pieces; i++)
+            if (beats(x[found[i]], x[best]))
+                best = found[i];
+        job->out[row] = best;
+    }
+}

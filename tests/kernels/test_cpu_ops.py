@@ -1,0 +1,200 @@
+"""The small operations in C against those in torch: any size, either type, any number of threads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels import native, ops
+from quire.kernels.cpu import CPUOps, argmax
+from quire.kernels.ops import HeadNorms
+from quire.kernels.reference import Reference
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+OURS, EXPECTED = CPUOps(), Reference()
+ROWS = st.integers(1, 40)
+SIZES = st.sampled_from([1, 3, 8, 21, 64, 576, 1543])
+TYPES = st.sampled_from([torch.float32, torch.bfloat16])
+THREADS = st.sampled_from([1, 2, 3])
+SEEDS = st.integers(0, 99)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def near(ours: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS, seed=SEEDS)
+@settings(max_examples=40)
+def test_norms(rows: int, size: int, dtype: torch.dtype, threads: int, seed: int) -> None:
+    """A tail that is left out or read beyond the row; the residual not kept, or not rounded."""
+    torch.manual_seed(seed)
+    x, weight = (torch.randn(rows, size) * 3).to(dtype), torch.randn(size).to(dtype)
+    residual, twin = torch.randn(rows, size).to(dtype).repeat(2, 1).chunk(2)
+    with on_threads(threads):
+        near(OURS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
+        near(OURS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
+    assert torch.equal(residual, twin)
+
+
+@given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS, gap=st.integers(0, 3), seed=SEEDS)
+@settings(max_examples=40)
+def test_silu_mul(rows: int, size: int, dtype: torch.dtype, threads: int, gap: int, seed: int) -> None:
+    """Gate and up swapped; a stride ignored."""
+    torch.manual_seed(seed)
+    gate_up = (torch.randn(rows, 2 * size + gap) * 20).to(dtype)[:, : 2 * size]
+    with on_threads(threads):
+        near(OURS.silu_mul(gate_up), EXPECTED.silu_mul(gate_up))
+
+
+def test_silu_at_the_ends() -> None:
+    """An exponential that overflows."""
+    gate = torch.tensor([[-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30, torch.nan, torch.inf]])
+    gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
+    near(OURS.silu_mul(gate_up), EXPECTED.silu_mul(gate_up))
+
+
+@given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS)
+@settings(max_examples=20)
+def test_embed(rows: int, size: int, dtype: torch.dtype, threads: int) -> None:
+    table, ids = torch.randn(50, size).to(dtype), torch.randint(50, (rows,))
+    with on_threads(threads):
+        assert torch.equal(OURS.embed(ids, table), EXPECTED.embed(ids, table))
+
+
+class Heads:
+    """A fused projection and where it goes, which can be computed in any company."""
+
+    def __init__(
+        self,
+        tokens: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        normed: bool,
+        seed: int,
+    ) -> None:
+        torch.manual_seed(seed)
+        (self.heads, kv_heads), (dim, rotary), (dtype, cache_dtype) = heads, dims, dtypes
+        self.qkv = torch.randn(tokens, (self.heads + 2 * kv_heads) * dim + 5).to(dtype)[:, :-5]
+        angles = torch.randn(100, rotary // 2)
+        self.table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
+        self.positions = torch.randint(100, (tokens,))
+        self.slots = torch.randperm(4 * tokens)[:tokens]
+        self.slots[torch.rand(tokens) < 0.2] = -1
+        q_norm, k_norm = torch.randn(2, dim).to(dtype)
+        self.norms = HeadNorms(q_norm, k_norm, 1e-6) if normed else None
+        self.shape, self.cache_dtype = (tokens, 4, kv_heads, dim), cache_dtype
+
+    def run(self, by: ops.Ops, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries and both caches, which hold -7 where nothing was written."""
+        k_cache, v_cache = (torch.full(self.shape, -7.0).to(self.cache_dtype) for _ in range(2))
+        q = by.rotate_and_write(
+            self.qkv[tokens],
+            self.table,
+            self.positions[tokens],
+            self.slots[tokens],
+            k_cache,
+            v_cache,
+            heads=self.heads,
+            norms=self.norms,
+        )
+        return q, k_cache, v_cache
+
+
+@st.composite
+def some_heads(draw: st.DrawFn) -> Heads:
+    dtype = draw(TYPES)
+    return Heads(
+        draw(st.integers(1, 20)),
+        draw(st.sampled_from([(1, 1), (3, 1), (6, 2)])),
+        draw(st.sampled_from([(8, 8), (64, 64), (80, 32), (12, 6), (20, 20)])),
+        (dtype, draw(st.sampled_from([dtype, torch.bfloat16]))),
+        draw(st.booleans()),
+        draw(SEEDS),
+    )
+
+
+@given(case=some_heads(), threads=THREADS)
+@settings(max_examples=50)
+def test_rotate_and_write(case: Heads, threads: int) -> None:
+    """A slot beside the right one, padding written, the wrong half turned, what lies behind the rotation
+    lost, a head normed that should not be."""
+    with on_threads(threads):
+        ours = case.run(OURS, slice(None))
+    for result, expected in zip(ours, case.run(EXPECTED, slice(None)), strict=True):
+        torch.testing.assert_close(
+            result, expected, atol=(loose := 1e-5 if result.dtype == torch.float32 else 0.05), rtol=loose
+        )
+
+
+@given(case=some_heads(), threads=THREADS, size=SIZES, dtype=TYPES)
+@settings(max_examples=30)
+def test_a_row_has_the_same_bits_in_any_batch(
+    case: Heads, threads: int, size: int, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(9, 2 * size).to(dtype), torch.randn(2 * size).to(dtype)
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda x: OURS.norm(x, weight, 1e-5),
+        lambda x: OURS.add_norm(x, x.clone(), weight, 1e-5),
+        OURS.silu_mul,
+    ]
+    together = [operation(x) for operation in operations]
+    queries = case.run(OURS, slice(None))[0]
+    with on_threads(threads):
+        for operation, expected in zip(operations, together, strict=True):
+            assert torch.equal(operation(x[7:8])[0], expected[7])
+        assert torch.equal(case.run(OURS, slice(0, 1))[0][0], queries[0])
+
+
+def test_an_8_bit_cache_is_left_to_torch() -> None:
+    case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), False, 0)
+    for ours, expected in zip(case.run(OURS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
+        assert torch.equal(ours.float(), expected.float())
+
+
+@given(
+    rows=st.integers(1, 5), size=st.sampled_from([1, 7, 500, 4096, 4097, 49152]), threads=THREADS, seed=SEEDS
+)
+@settings(max_examples=40)
+def test_argmax_is_the_first_of_the_largest(rows: int, size: int, threads: int, seed: int) -> None:
+    """Few different values, so that equals are everywhere."""
+    torch.manual_seed(seed)
+    x = torch.randint(-4, 4 if seed % 2 else 1 << 30, (rows, size)).float()
+    with on_threads(threads):
+        ours = argmax(x)
+    assert ours.tolist() == [row.index(max(row)) for row in x.tolist()]
+
+
+@pytest.mark.parametrize("places", [[0], [3, 9], [49151], [5000, 4095], [20, 44]])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_argmax_of_what_is_not_finite(places: list[int], value: float) -> None:
+    """As torch: a NaN is larger than any number."""
+    x = torch.randn(1, 49152)
+    x[0, places] = value
+    assert argmax(x).tolist() == x.max(-1).indices.tolist()
+    assert argmax(torch.full((1, 9000), value)).tolist() == [0]
+
+
+def test_who_serves_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type that the kernels do not know handed to them."""
+    cpu = torch.device("cpu")
+    choose = ops.choose.__wrapped__
+    assert isinstance(choose(cpu, torch.float32), CPUOps) and isinstance(choose(cpu, torch.bfloat16), CPUOps)
+    assert isinstance(choose(cpu, torch.float16), Reference)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert isinstance(choose(cpu, torch.float32), Reference)
