@@ -14,6 +14,7 @@ IMPLEMENTATIONS = LazyTable(
     {
         "cpu": "quire.kernels.cpu:CPUOps",
         "reference": "quire.kernels.reference:Reference",
+        "triton": "quire.kernels.triton.ops:TritonOps",
     },
 )
 
@@ -78,4 +79,6 @@ def choose(device: torch.device, dtype: torch.dtype) -> Ops:
 def _name(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.library():
         return "cpu"
+    if device.type == "cuda":
+        return "triton"
     return "reference"

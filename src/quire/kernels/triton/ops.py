@@ -1,0 +1,271 @@
+"""The operations between a model's products on a GPU: `kernels/reference.py` with one kernel for each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.ops import HeadNorms
+from quire.kernels.triton.launch import follow, overlap
+
+_GATHERED = 2048
+"""Numbers per program where rows are only copied or multiplied."""
+_FEW_TOKENS = 64
+"""Up to here a program takes few heads of a token, so that there are enough programs."""
+
+
+@triton.jit
+def _embed(
+    out: tl.tensor,
+    ids: tl.tensor,
+    table: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    follow(OVERLAP)
+    token, id = tl.program_id(0).to(tl.int64), tl.load(ids + tl.program_id(0)).to(tl.int64)
+    tl.store(out + token * size + at, tl.load(table + id * size + at, mask=at < size), mask=at < size)
+
+
+@triton.jit
+def _norm(
+    out: tl.tensor,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    at = tl.arange(0, BLOCK)
+    exists = at < size
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(weight + at, mask=exists, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    values = tl.load(x + row * stride + at, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(residual + row * size + at, mask=exists, other=0.0).to(tl.float32)
+        rounded = values.to(residual.dtype.element_ty)
+        tl.store(residual + row * size + at, rounded, mask=exists)
+        values = rounded.to(tl.float32)
+    mean = tl.sum(values * values, 0) / size
+    values = (values * tl.rsqrt(mean + eps)).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + at, (values * scale).to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _silu_mul(
+    out: tl.tensor,
+    x: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    follow(OVERLAP)
+    gate = tl.load(x + row * stride + at, mask=at < size, other=0.0)
+    up = tl.load(x + row * stride + size + at, mask=at < size, other=0.0)
+    tl.store(out + row * size + at, silu_times(gate, up), mask=at < size)
+
+
+@triton.jit
+def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up, each step rounded as torch does."""
+    wide = gate.to(tl.float32)
+    return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up
+
+
+@triton.jit
+def _put(
+    at: tl.tensor,
+    values: tl.tensor,
+    dims: tl.tensor,
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    own: tl.tensor,
+    slot: tl.tensor,
+    is_q: tl.tensor,
+    is_k: tl.tensor,
+    is_v: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    SCALED: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """Store the part `dims` of some heads: queries to `q`, keys and values to their slot."""
+    narrow = values.to(q.dtype.element_ty)
+    tl.store(q + own[:, None] + dims[None, :], narrow, mask=is_q[:, None] & at)
+    keys, stored = narrow, narrow
+    if SCALED:
+        wide = narrow.to(tl.float32)
+        keys = tl.clamp(wide / k_scale, -LIMIT, LIMIT)
+        stored = tl.clamp(wide / v_scale, -LIMIT, LIMIT)
+    kind = k_cache.dtype.element_ty
+    tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & at)
+    tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & at)
+
+
+@triton.jit
+def _rotate_and_write(
+    q: tl.tensor,
+    qkv: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    stride: tl.tensor,
+    block_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens, heads / HEADS). A head is a left and a right half that turn, and a rest that does not."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_q, is_v = head < Q_HEADS, (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    left, rest = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+    right = left + HALF
+    known = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
+    turns, stays = known & (left < HALF)[None, :], known & (rest < DIM)[None, :]
+    follow(OVERLAP)
+    position, slot = tl.load(positions + token), tl.load(slots + token + 0 * head)
+    is_k, is_v = is_k & (slot >= 0), is_v & (slot >= 0)
+    heads = qkv + token * stride + head[:, None] * DIM
+    a = tl.load(heads + left[None, :], mask=turns, other=0.0).to(tl.float32)
+    b = tl.load(heads + right[None, :], mask=turns, other=0.0).to(tl.float32)
+    c = tl.load(heads + rest[None, :], mask=stays, other=0.0).to(tl.float32)
+    moved = (head < Q_HEADS + KV_HEADS)[:, None]
+    if NORMED:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+        factor = tl.rsqrt(squares / DIM + eps)[:, None]
+        a = _scaled(a, factor, q_weight, k_weight, left, left < HALF, is_q, moved, q.dtype.element_ty)
+        b = _scaled(b, factor, q_weight, k_weight, right, left < HALF, is_q, moved, q.dtype.element_ty)
+        c = _scaled(c, factor, q_weight, k_weight, rest, rest < DIM, is_q, moved, q.dtype.element_ty)
+    angles = table + position * (2 * HALF) + left
+    cos = tl.load(angles, mask=left < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + HALF, mask=left < HALF, other=0.0).to(tl.float32)[None, :]
+    cos, sin = tl.where(moved, cos, 1.0), tl.where(moved, sin, 0.0)
+    own = (token * Q_HEADS + head) * DIM
+    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+    place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * DIM
+    _put(turns, a * cos - b * sin, left, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+    _put(turns, b * cos + a * sin, right, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+    if DIM > 2 * HALF:
+        _put(stays, c, rest, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+
+
+@triton.jit
+def _scaled(
+    x: tl.tensor,
+    factor: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    dims: tl.tensor,
+    exist: tl.tensor,
+    is_q: tl.tensor,
+    moved: tl.tensor,
+    kind: tl.constexpr,
+) -> tl.tensor:
+    """The part `dims` of query and key heads under their norms; values as they are."""
+    for_q = tl.load(q_weight + dims, mask=exist, other=0.0).to(tl.float32)[None, :]
+    for_k = tl.load(k_weight + dims, mask=exist, other=0.0).to(tl.float32)[None, :]
+    normed = (x * factor).to(kind).to(tl.float32) * tl.where(is_q[:, None], for_q, for_k)
+    return tl.where(moved, normed.to(kind).to(tl.float32), x)
+
+
+class TritonOps:
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        size = table.shape[1]
+        out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
+        if len(ids):
+            ahead = overlap()
+            grid = (len(ids), triton.cdiv(size, _GATHERED))
+            _embed[grid](out, ids, table, size, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+        return _normed(rows, rows, weight, eps, add=False).view(x.shape)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(x, residual, weight, eps, add=True)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[1] // 2
+        out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
+        if len(gate_up):
+            ahead = overlap()
+            grid = (len(gate_up), triton.cdiv(size, _GATHERED))
+            stride = gate_up.stride(0)
+            _silu_mul[grid](out, gate_up, size, stride, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        table: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        norms: HeadNorms | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        _, block_size, kv_heads, dim = k_cache.shape
+        num_tokens, half = len(qkv), table.shape[1] // 2
+        q = torch.empty(num_tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+        if not num_tokens:
+            return q
+        few = 2 if num_tokens <= _FEW_TOKENS else 8
+        scaled, ahead = k_cache.element_size() == 1, overlap()
+        q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
+        _rotate_and_write[(num_tokens, triton.cdiv(heads + 2 * kv_heads, few))](
+            q, qkv, table, positions, slots, k_cache, v_cache, q_weight, k_weight, eps, k_scale, v_scale,
+            qkv.stride(0), k_cache.stride(0), k_cache.stride(1), Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+            HALF=half, BLOCK_SIZE=block_size, NORMED=norms is not None, SCALED=scaled,
+            LIMIT=torch.finfo(k_cache.dtype).max if scaled else 0.0, HEADS=few,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=1 if few == 2 else 4,
+        )  # fmt: skip
+        return q
+
+
+def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool) -> Tensor:
+    num_rows, size = x.shape
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    if num_rows:
+        block, ahead = triton.next_power_of_2(size), overlap()
+        _norm[(num_rows,)](
+            out, x, residual, weight, size, x.stride(0), eps, ADD=add, BLOCK=block, OVERLAP=ahead,
+            launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
+        )  # fmt: skip
+    return out
