@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quire.config.model import ArchFacts
 from quire.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 
 def human(num_bytes: float) -> str:

@@ -13,7 +13,8 @@ from quire.attention.batch import Batch
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
-from quire.worker.prepare import prepare
+from quire.worker.device import Draw, batch_of
+from quire.worker.sheet import fill, host_arrays, shape_of, size_of, tensors
 from quire.worker.slots import Slots
 
 CPU = torch.device("cpu")
@@ -23,6 +24,15 @@ MAX_LEN = 96
 def make_slots(block_size: int, max_rows: int = 8) -> Slots:
     sampling = SamplingRows(max_rows, 97, CPU)
     return Slots(max_rows=max_rows, max_len=MAX_LEN, block_size=block_size, sampling=sampling)
+
+
+def prepare(plan: StepPlan, slots: Slots) -> Batch:
+    shape = shape_of(plan, 0)
+    memory = torch.zeros(size_of(shape), dtype=torch.uint8)
+    arrays = host_arrays(memory, shape)
+    fill(arrays, plan, slots, np.empty(0, np.int64), np.empty(0, np.int32))
+    tables = torch.from_numpy(slots.block_tables)
+    return batch_of(tensors(memory, shape), tables, plan.num_tokens, arrays["seq_lens"])
 
 
 class SideBySide(SymbolicWorker):
@@ -35,12 +45,13 @@ class SideBySide(SymbolicWorker):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.slots.apply(plan)
-        batch = prepare(plan, self.slots, CPU)
+        batch = prepare(plan, self.slots)
         before = {row: state.num_computed for row, state in self.rows.items()}
         before |= {new.row: new.num_computed for new in plan.admitted}
         result = super().run(plan)
         self.check_batch(plan, batch, before)
-        self.slots.advance(plan, result.token_ids)
+        self.slots.learn(*Draw.of(plan, self.slots), result.token_ids)
+        self.slots.advance(plan)
         for row, state in self.rows.items():
             self.check_row(row, state)
         counts = np.bincount(plan.block_rows) if len(plan.block_rows) else [0]
@@ -152,7 +163,7 @@ def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
     slots.apply(plan_of([admission(3, list(range(30)), list(range(1, 9)))]))
     plan = plan_of([admission(3, [50, 51], [40])], released=(3,))
     slots.apply(plan)
-    batch = prepare(plan, slots, CPU)
+    batch = prepare(plan, slots)
     assert batch.token_ids.tolist() == [50, 51] and batch.block_tables[3, 0] == 40
     assert slots.num_tokens[3] == 2 and slots.num_blocks[3] == 1
 
@@ -161,7 +172,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     slots = make_slots(4)
     plan = plan_of([admission(1, list(range(60, 70)), [5, 6, 7], num_computed=8)])
     slots.apply(plan)
-    batch = prepare(plan, slots, CPU)
+    batch = prepare(plan, slots)
     assert batch.token_ids.tolist() == [68, 69] and batch.positions.tolist() == [8, 9]
     assert batch.slots.tolist() == [28, 29] and batch.seq_lens.tolist() == [10]
 
@@ -172,6 +183,6 @@ def test_indices_are_wide(name: str) -> None:
     slots = make_slots(16)
     plan = plan_of([admission(0, [1, 2], [2**31 - 1])])
     slots.apply(plan)
-    batch = prepare(plan, slots, CPU)
+    batch = prepare(plan, slots)
     assert getattr(batch, name).dtype == torch.int64
     assert batch.slots.tolist() == [(2**31 - 1) * 16, (2**31 - 1) * 16 + 1]

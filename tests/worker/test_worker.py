@@ -57,12 +57,12 @@ def test_prompts_chunks_and_decodes_in_one_step(tiny: tuple[Path, Any]) -> None:
     prompts = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
     tables = {3: [17, 4], 1: [9], 0: [30, 2]}
     new = [admission(row, prompts[row], tables[row]) for row in (3, 1, 0)]
-    first = worker.run(plan([3, 1, 0], [5, 2, 7], [True, True, False], admitted=new))
+    first = worker.submit(plan([3, 1, 0], [5, 2, 7], [True, True, False], admitted=new)).wait()
     expected = {row: int(run_hf(hf, prompts[row])[-1].argmax()) for row in prompts}
     assert first.token_ids.tolist() == [expected[3], expected[1]]
     assert sorted(first.logprobs) == [1, 3]
     grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([61], np.int32)}
-    second = worker.run(plan([3, 1, 0], [1, 1, 4], [True, True, True], **grown))
+    second = worker.submit(plan([3, 1, 0], [1, 1, 4], [True, True, True], **grown)).wait()
     after = [int(run_hf(hf, [*prompts[row], expected[row]])[-1].argmax()) for row in (3, 1)]
     assert second.token_ids.tolist() == [*after, expected[0]]
 
@@ -72,8 +72,8 @@ def test_prompt_logprobs_cover_each_position_once(tiny: tuple[Path, Any]) -> Non
     worker = start(path)
     prompt = list(range(40, 51))
     new = [admission(2, prompt, [30, 2, 61], prompt_logprobs=1)]
-    found = worker.run(plan([2], [6], [False], admitted=new)).prompt_logprobs[2]
-    found += worker.run(plan([2], [5], [True])).prompt_logprobs[2]
+    found = worker.submit(plan([2], [6], [False], admitted=new)).wait().prompt_logprobs[2]
+    found += worker.submit(plan([2], [5], [True])).wait().prompt_logprobs[2]
     rows = torch.log_softmax(run_hf(hf, prompt), -1)
     assert [entry.token_ids[0] for entry in found] == prompt[1:]
     for entry, row in zip(found, rows, strict=False):
@@ -85,19 +85,19 @@ def test_a_row_used_again_forgets_what_the_last_request_wanted(tiny: tuple[Path,
     path, _ = tiny
     worker = start(path)
     asking = [admission(2, [5, 6], [3], prompt_logprobs=1, bad_words=[])]
-    assert 2 in worker.run(plan([2], [2], [True], admitted=asking)).prompt_logprobs
+    assert 2 in worker.submit(plan([2], [2], [True], admitted=asking)).wait().prompt_logprobs
     silent = [admission(2, [5, 6], [3])]
-    assert worker.run(plan([2], [2], [True], admitted=silent, released=[2])).prompt_logprobs == {}
+    assert worker.submit(plan([2], [2], [True], admitted=silent, released=[2])).wait().prompt_logprobs == {}
 
 
 def test_the_cache_has_room_for_what_start_promised(tiny: tuple[Path, Any]) -> None:
     path, _ = tiny
     worker = start(path, num_gpu_blocks_override=70)
     last = [admission(0, [5, 6, 7], [69])]
-    assert len(worker.run(plan([0], [3], [True], admitted=last)).token_ids) == 1
+    assert len(worker.submit(plan([0], [3], [True], admitted=last)).wait().token_ids) == 1
 
 
 def test_a_run_before_start_is_our_bug(tiny: tuple[Path, Any]) -> None:
     worker = Worker(configure({"model": str(tiny[0]), "dtype": "float32"}))
     with pytest.raises(AssertionError, match="start"):
-        worker.run(plan([0], [1], [True]))
+        worker.submit(plan([0], [1], [True])).wait()

@@ -348,9 +348,13 @@ def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) ->
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
         own["prefix_caching_hash_algo"] = "sha256"
     kv_dtype = own.get("kv_cache_dtype", "auto")
-    if kv_dtype not in ("auto", dtype):
+    if kv_dtype == "fp8":
+        kv_dtype = "fp8_e4m3"
+    known = ("auto", dtype, "fp8_e4m3") if machine.device == "cuda" else ("auto", dtype)
+    if kv_dtype not in known:
         raise ConfigError(
-            f"kv_cache_dtype={kv_dtype!r} is not supported yet; use 'auto', which is {dtype!r} here"
+            f"kv_cache_dtype={kv_dtype!r} is not supported on this {machine.device}; "
+            f"known: {', '.join(known)} ('auto' is {dtype!r} here)"
         )
     sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & own.keys()
     if machine.device == "cpu" and not sized:
@@ -361,7 +365,7 @@ def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) ->
             )
         own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
     own.setdefault("gpu_memory_utilization", 0.92)
-    return CacheSection(**{**own, "kv_cache_dtype": dtype})
+    return CacheSection(**{**own, "kv_cache_dtype": dtype if kv_dtype == "auto" else kv_dtype})
 
 
 def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:

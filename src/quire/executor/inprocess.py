@@ -2,8 +2,8 @@
 
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
-from quire.data.plan import StepPlan, StepResult
-from quire.executor import Done, Pending
+from quire.data.plan import StepPlan
+from quire.executor import Pending
 from quire.worker.worker import Worker
 
 
@@ -16,7 +16,4 @@ class InProcessExecutor:
         return self._worker.start()
 
     def submit(self, plan: StepPlan) -> Pending:
-        return Done(self.run(plan))
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return self._worker.run(plan)
+        return self._worker.submit(plan)

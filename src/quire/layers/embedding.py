@@ -40,4 +40,4 @@ class Head(nn.Module):
         self.table: _Table = tied or _Table(vocab, hidden, scope)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table.method.apply(self.table, x).float()
+        return self.table.method.apply(self.table, x)

@@ -84,6 +84,6 @@ class Llama(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab] float32."""
+        """[N, hidden] -> [N, vocab]."""
         out: Tensor = self.head(hidden)
         return out

@@ -3,12 +3,32 @@
 A draw reads its own row only, so it never depends on the batch around it, on preemption or on arrival order.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.sampling.transfer import take_rows, to_device
+
+
+class Draws(NamedTuple):
+    """What picks of N rows depend on beside their logits, on the device."""
+
+    temperature: Tensor
+    """[N] float32; 0 takes the best"""
+    top_k: Tensor
+    """[N] int32, 0 is off"""
+    top_p: Tensor
+    """[N] float32"""
+    min_p: Tensor
+    """[N] float32"""
+    seeds: Tensor
+    """[N] int64"""
+    positions: Tensor
+    """[N] int64, where in their sequences the new tokens will stand"""
+
 
 _BLOCK = 512
 """Tokens per block of the inverse CDF: sums per block first, then one block is looked at."""

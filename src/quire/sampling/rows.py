@@ -118,6 +118,8 @@ class SamplingRows:
         """Where the logits are that these rows change; the state itself stays on the host."""
         self.flags = np.zeros(max_rows, np.int32)
         self.temperature = np.ones(max_rows, np.float32)
+        self.pick_temperature = np.zeros(max_rows, np.float32)
+        """The same, but 0 for rows that take the best."""
         self.top_k = np.zeros(max_rows, np.int64)
         """0 is off."""
         self.top_p = np.ones(max_rows, np.float64)
@@ -144,6 +146,7 @@ class SamplingRows:
         flags = 0 if params.greedy else RANDOM
         self.seed[row] = seed % 2**64
         self.temperature[row] = params.temperature or 1.0
+        self.pick_temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab else 0
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

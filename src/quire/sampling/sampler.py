@@ -1,5 +1,8 @@
 """Sampler: one token for each row of a batch, each as its request asked, without a loop over requests."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -8,7 +11,7 @@ from torch import Tensor
 from quire.data.plan import RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import adjust
-from quire.sampling.draw import draw, floors, uniform
+from quire.sampling.draw import Draws, draw, floors, uniform
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, RANDOM, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
@@ -16,15 +19,36 @@ from quire.sampling.transfer import take_rows, to_device
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
+@dataclass(slots=True)
+class Sampled:
+    """A `StepResult` whose tokens are still on the device."""
+
+    token_ids: Tensor
+    """[N] int64"""
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+
+    def result(self, token_ids: Ints) -> StepResult:
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
+
+
 class Sampler:
     """Applies what the rows asked for, in vLLM's order, and picks: the best, or by chance."""
 
-    def __init__(self, vocab: int, device: torch.device, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self,
+        vocab: int,
+        device: torch.device,
+        logprobs_mode: str = "raw_logprobs",
+        pick: Callable[[Tensor, Draws], Tensor] | None = None,
+    ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"unknown logprobs_mode {logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}")
         self.vocab = vocab
         self.device = device
         self.mode = logprobs_mode
+        self.pick = pick
+        """A kernel that picks from logits; without it torch does."""
         self.raw = logprobs_mode.startswith("raw")
 
     def __call__(
@@ -35,21 +59,30 @@ class Sampler:
         tokens: Ints,
         num_tokens: Ints,
         prompt_lens: Ints,
-    ) -> StepResult:
-        """Sample from `logits` [N, V] float32 for `rows` [N]. The logits are used up: they change in place.
+        picked: Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> Sampled:
+        """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
-        num_tokens counts what is known before this draw and is thus the position of the new token.
+        num_tokens counts what is there before this draw and is thus the position of the new token. `picked`
+        are picks that `self.pick` made of the logits as they are: good for rows that ask for nothing special.
         """
-        assert logits.shape == (len(rows), self.vocab) and logits.dtype == torch.float32
+        assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
-            return StepResult(np.empty(0, np.int32))
+            return Sampled(torch.empty(0, dtype=torch.int64))
+        if picked is not None and not np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED):
+            return Sampled(picked)
+        logits = logits.float()
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
         adjust(logits, rows, state, tokens, num_tokens, prompt_lens)
-        picked = self._pick(logits, rows, state, num_tokens)
-        sampled = StepResult(picked.to(torch.int32).cpu().numpy())
+        if self.pick is not None and draws is not None and self.raw:
+            picked = self.pick(logits, draws)
+        else:
+            picked = self._pick(logits, rows, state, num_tokens)
+        sampled = Sampled(picked)
         if len(asking):
             seen = logits.index_select(0, index) if raw is None else raw
             found = self._logprobs(seen, picked.index_select(0, index), rows[asking], state)

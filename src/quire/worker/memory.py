@@ -1,4 +1,6 @@
-"""How much memory the cache may take on this device, right now."""
+"""How much memory a model needs on this device beside its cache, and what that leaves for the cache."""
+
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -7,6 +9,36 @@ from quire.capacity import CacheRoom, human
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes."""
+
+    weights: int
+    activations: int
+    """The peak of the largest step."""
+    graphs: int = 0
+    other: int = 0
+    """Taken by the device's own libraries, and by others on it."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.graphs + self.other
+
+
+def table(needs: Needs, kv_bytes: int, num_tokens: int, longest: int) -> str:
+    """What the memory is used for, one line each."""
+    parts = {
+        "weights": needs.weights,
+        "activations": needs.activations,
+        "graphs": needs.graphs,
+        "libraries and others": needs.other,
+        "KV cache": kv_bytes,
+    }
+    lines = [f"  {name:<21}{human(size):>12}" for name, size in parts.items() if size]
+    fit = f"{num_tokens:,} tokens fit, {num_tokens / longest:.2f} requests of {longest:,}"
+    return "Memory:\n" + "\n".join(lines) + f"   {fit}"
 
 
 def free_bytes(machine: Machine) -> int:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import StepPlan
 from quire.sampling.logprobs import prompt_logprobs
+from quire.sampling.sampler import Sampled
 from quire.worker.slots import Slots
 
 
@@ -17,7 +18,7 @@ class Part(Protocol):
     def begin(self, plan: StepPlan) -> None:
         """The rows are up to date; nothing is computed yet."""
 
-    def end(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
         """`hidden` has a row per token of the plan; the rows still stand where the plan began."""
 
 
@@ -39,7 +40,7 @@ class PromptLogprobs:
             if new.params.prompt_logprobs is not None:
                 self._wanted[new.row] = new.params.prompt_logprobs
 
-    def end(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+    def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
         if not self._wanted:
             return
         slots, starts = self.slots, np.cumsum(plan.num_tokens) - plan.num_tokens
@@ -51,6 +52,9 @@ class PromptLogprobs:
                 next_ids = torch.from_numpy(
                     slots.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
                 )
-                result.prompt_logprobs[row] = prompt_logprobs(
-                    self.head, states, next_ids.to(hidden.device), self._wanted[row], self.mode
+                sampled.prompt_logprobs[row] = prompt_logprobs(
+                    self._wide_head, states, next_ids.to(hidden.device), self._wanted[row], self.mode
                 )
+
+    def _wide_head(self, states: Tensor) -> Tensor:
+        return self.head(states).float()

@@ -1,50 +1,33 @@
 """The runner: one step on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from quire.attention.backend import AttentionBackend
-from quire.attention.batch import Batch
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import StepPlan
 from quire.sampling.sampler import Sampler
+from quire.worker.device import Device, Pending
 from quire.worker.parts import Part
-from quire.worker.prepare import prepare
 from quire.worker.slots import Slots
 
 
 class Runner:
-    def __init__(
-        self,
-        *,
-        forward: Callable[[Batch], Tensor],
-        head: Callable[[Tensor], Tensor],
-        attention: AttentionBackend,
-        slots: Slots,
-        sampler: Sampler,
-        parts: Sequence[Part],
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.head = head
-        self.attention = attention
+    def __init__(self, *, device: Device, slots: Slots, sampler: Sampler, parts: Sequence[Part]) -> None:
+        self.device = device
         self.slots = slots
         self.sampler = sampler
         self.parts = parts
-        self.device = device
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> Pending:
         self.slots.apply(plan)
         for part in self.parts:
             part.begin(plan)
-        batch = prepare(plan, self.slots, self.device)
-        self.attention.plan(batch)
-        hidden = self.forward(batch)
-        logits = self.head(hidden[batch.logit_tokens])
-        result = self.sampler(logits, plan.rows[plan.samples], self.slots.sampling, *self.slots.history)
+        done = self.device.prepare(plan, self.slots)()
+        asked = (plan.rows[plan.samples], self.slots.sampling, *self.slots.history)
+        sampled = self.sampler(done.logits, *asked, done.picked, done.draws)
         for part in self.parts:
-            part.end(plan, hidden, result)
-        self.slots.advance(plan, result.token_ids)
-        return result
+            part.end(plan, done.hidden, sampled)
+        pending = self.device.land(plan, sampled, self.slots)
+        self.slots.advance(plan)
+        return pending

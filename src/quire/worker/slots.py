@@ -1,9 +1,14 @@
 """Slots: the worker's permanent row per request. A plan carries only what changes."""
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.plan import Admission, Ints, StepPlan
 from quire.sampling.rows import SamplingRows
+
+Wide = NDArray[np.int64]
 
 
 class Slots:
@@ -16,26 +21,34 @@ class Slots:
         self.block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), np.int32)
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
+        self.num_known: Ints = np.zeros(max_rows, np.int32)
+        """How many of them have a value here; one that was just drawn may be on the device only."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
+        self.admitted_in: Ints = np.zeros(max_rows, np.int32)
+        """The step in which the row was given to its request."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """What the sampler looks back at."""
+        self.block_changes: list[tuple[Wide, Ints]] = []
+        """What the last plan changed in `block_tables`: places in the flat table, and block ids."""
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows to the state that the plan starts from."""
+        self.block_changes = []
         for row in plan.released:
             self.sampling.release(row)
         for admission in plan.admitted:
-            self._admit(admission)
+            self._admit(admission, plan.step)
         self._append_blocks(plan.block_rows, plan.block_ids)
 
-    def _admit(self, new: Admission) -> None:
+    def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
         self.tokens[row, :length] = new.token_ids
-        self.num_tokens[row] = length
+        self.num_tokens[row] = self.num_known[row] = length
+        self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
-        self.block_tables[row, : len(new.block_ids)] = new.block_ids
+        self._set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
         self.num_blocks[row] = len(new.block_ids)
         self.sampling.admit(row, new.params, prompt_len=new.prompt_len, seed=new.seed, stop_ids=new.stop_ids)
 
@@ -46,12 +59,23 @@ class Slots:
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         counts = np.diff(starts, append=len(rows)).astype(np.int32)
         place = np.arange(len(rows)) - np.repeat(starts, counts)
-        self.block_tables[rows, self.num_blocks[rows] + place] = block_ids
+        self._set_blocks(rows, self.num_blocks[rows] + place, block_ids)
         self.num_blocks[rows[starts]] += counts
 
-    def advance(self, plan: StepPlan, token_ids: Ints) -> None:
-        """The plan has been computed, and `token_ids` were drawn for the rows that sample."""
+    def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints | list[int]) -> None:
+        ids = np.asarray(block_ids, np.int32)
+        places = rows.astype(np.int64) * self.block_tables.shape[1] + columns
+        self.block_tables.reshape(-1)[places] = ids
+        self.block_changes.append((places, ids))
+
+    def advance(self, plan: StepPlan) -> None:
+        """The plan is launched: its tokens count as computed, and each row that samples has one more."""
         self.num_computed[plan.rows] += plan.num_tokens
-        rows = plan.rows[plan.samples]
-        self.tokens[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+        self.num_tokens[plan.rows[plan.samples]] += 1
+
+    def learn(self, step: int, rows: Ints, places: Ints, token_ids: Ints) -> None:
+        """The tokens that `step` drew for `rows` stand at `places`. A row may have a new owner by now."""
+        mine = self.admitted_in[rows] <= step
+        rows, places = rows[mine], places[mine]
+        self.tokens[rows, places] = token_ids[mine]
+        self.num_known[rows] = places + 1

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec, choose
-from quire.capacity import CacheRoom, CacheSize, activation_bytes, human, kv_bytes_per_block, size_cache
+from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
 from quire.config.engine import EngineConfig
-from quire.data.plan import StepPlan, StepResult
-from quire.errors import EngineDead
+from quire.data.plan import StepPlan
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.memory import cache_room
+from quire.worker.device import Device, Host, Model, Pending, device_failures
+from quire.worker.memory import cache_room, table
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.runner import Runner
 from quire.worker.slots import Slots
@@ -54,51 +54,38 @@ class Worker:
             parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
         )
         log.info("Loaded %s of weights in %.2f s", human(weights), time.monotonic() - started)
-        size = self._make_cache(model, weights)
-        sampling = SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device)
         slots = Slots(
             max_rows=config.scheduler.max_num_seqs,
-            max_len=size.max_model_len,
+            max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=sampling,
+            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
         )
         head: Callable[[Tensor], Tensor] = cast(Any, model).logits
+        device = open_device(Model(model, head, backend), slots, self.device)
+        size = self._make_cache(model, device, weights)
+        device.warm_up(config)
         parts: list[Part] = [PromptLogprobs(head, slots, config.model.logprobs_mode)]
-        self._runner = Runner(
-            forward=model,
-            head=head,
-            attention=backend,
-            slots=slots,
-            sampler=Sampler(facts.vocab, self.device, config.model.logprobs_mode),
-            parts=parts,
-            device=self.device,
-        )
+        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick)
+        self._runner = Runner(device=device, slots=slots, sampler=sampler, parts=parts)
         return size
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
-        try:
-            return self._runner.run(plan)
-        except torch.AcceleratorError as error:  # the device's state is lost, and with it every request
-            raise EngineDead(f"the device failed: {error}") from error
+        with device_failures():
+            return self._runner.submit(plan)
 
-    def _make_cache(self, model: nn.Module, weights: int) -> CacheSize:
+    def _make_cache(self, model: nn.Module, device: Device, weights: int) -> CacheSize:
         config, facts = self.config, self.config.checkpoint.facts
-        block_size = config.cache.block_size
-        activations = activation_bytes(
-            facts,
-            config.model.dtype,
-            num_tokens=config.scheduler.max_num_batched_tokens,
-            num_seqs=config.scheduler.max_num_seqs,
-        )
-        room: CacheRoom = cache_room(config.cache, config.machine, other_bytes=weights + activations)
+        block_size, kv_dtype = config.cache.block_size, config.cache.kv_cache_dtype
+        self._bind(model, num_blocks=1)
+        needs = device.needs(config, weights)
         size = size_cache(
             facts,
-            kv_dtype=config.model.dtype,
+            kv_dtype=kv_dtype,
             block_size=block_size,
             max_model_len=config.model.max_model_len,
             auto_fit=config.model.auto_fit,
-            room=room,
+            room=cache_room(config.cache, config.machine, other_bytes=needs.total),
             useful_tokens=config.scheduler.max_num_seqs * config.model.max_model_len,
         )
         if size.max_model_len < config.model.max_model_len:
@@ -107,16 +94,24 @@ class Worker:
                 config.model.max_model_len,
                 size.max_model_len,
             )
-        shape = (size.num_blocks, block_size, facts.kv_heads, facts.head_dim)
-        for layer in attention_layers(model):
-            layer.bind(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
-        num_tokens = (size.num_blocks - 1) * block_size
-        log.info(
-            "KV cache: %s, %d tokens in %d blocks; %.2f requests of %d tokens fit at once",
-            human(size.num_blocks * kv_bytes_per_block(facts, config.model.dtype, block_size)),
-            num_tokens,
-            size.num_blocks - 1,
-            num_tokens / size.max_model_len,
-            size.max_model_len,
-        )
+        self._bind(model, size.num_blocks)
+        kv_bytes = size.num_blocks * kv_bytes_per_block(facts, kv_dtype, block_size)
+        log.info("%s", table(needs, kv_bytes, (size.num_blocks - 1) * block_size, size.max_model_len))
         return size
+
+    def _bind(self, model: nn.Module, num_blocks: int) -> None:
+        """Give every layer a cache of this many blocks."""
+        cache, facts = self.config.cache, self.config.checkpoint.facts
+        kept_as = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
+        shape = (num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
+        for layer in attention_layers(model):
+            layer.bind(*(torch.empty(shape, dtype=kept_as, device=self.device) for _ in range(2)))
+
+
+def open_device(model: Model, slots: Slots, device: torch.device) -> Device:
+    if device.type == "cpu":
+        return Host(model, slots)
+    from quire.kernels.triton.sampling import sample
+    from quire.worker.cuda import Cuda
+
+    return Cuda(model, slots, lambda logits, draws: sample(logits, *draws), device)

@@ -1,0 +1,178 @@
+"""A CUDA device: rows that live there, steps that nobody waits for, decodes as captured graphs."""
+
+from collections.abc import Callable
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.engine import EngineConfig
+from quire.data.plan import Ints, StepPlan, StepResult
+from quire.sampling.draw import Draws
+from quire.sampling.sampler import Sampled
+from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
+from quire.worker.graphs import Graph, Graphs, ladder
+from quire.worker.memory import Needs
+from quire.worker.sheet import Shape, blank, draws_of, fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.slots import Slots, Wide
+
+_IN_FLIGHT = 3
+"""Host buffers of each kind: one more than there are steps under way."""
+_GRAPH_BYTES = 8 << 20
+"""What the driver keeps for a graph, about."""
+_CAPTURE_S = 30.0
+
+
+class Cuda:
+    """Block tables and last tokens are by row, on the device; the row behind all others is padding."""
+
+    def __init__(
+        self, model: Model, slots: Slots, pick: Callable[[Tensor, Draws], Tensor], device: torch.device
+    ) -> None:
+        max_rows, width = slots.block_tables.shape
+        self.model = model
+        self.pick = pick
+        self.device = device
+        self.block_tables = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        self.graphs = Graphs(self.compute, self.block_tables)
+        self._pinned = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
+        self._landings = cycle(
+            [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(_IN_FLIGHT)]
+        )
+        self._picked: Tensor | None = None
+
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        """Measured: the largest step is run, and the largest that will be captured."""
+        limits = config.scheduler
+        activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs)
+        sizes = [] if config.model.enforce_eager else ladder(limits.max_num_seqs)
+        graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return Needs(weights, activations, graphs, other=total - free - weights)
+
+    @torch.inference_mode()
+    def _peak(self, num_tokens: int, num_seqs: int) -> int:
+        """Bytes that a step takes beyond what was there before."""
+        num_seqs = min(num_seqs, num_tokens)
+        shape = Shape(num_tokens, num_seqs, num_seqs, 0)
+        memory = torch.zeros(size_of(shape), dtype=torch.uint8)
+        arrays = host_arrays(memory, shape)
+        lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
+        lens[: num_tokens % num_seqs] += 1
+        blank(arrays, 0, len(self.block_tables) - 1, 0, 0)
+        np.cumsum(lens, out=arrays["query_starts"][1:])
+        arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
+        arrays["seq_lens"][:] = lens
+        sheet = tensors(memory.to(self.device), shape)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.compute(batch_of(sheet, self.block_tables, lens, lens), sheet)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig) -> None:
+        if not config.model.enforce_eager:
+            self.graphs.capture(config.scheduler.max_num_seqs, seconds=_CAPTURE_S)
+
+    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
+        places, ids = _joined(slots.block_changes)
+        graph = self.graphs.find(plan)
+        if graph is None:
+            return self._eager(plan, slots, places, ids)
+        return self._replay(graph, plan, slots, places, ids)
+
+    def _replay(
+        self, graph: Graph, plan: StepPlan, slots: Slots, places: Wide, ids: Ints
+    ) -> Callable[[], Computed]:
+        if len(ids) > graph.shape.blocks:
+            self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
+            places, ids = places[:0], ids[:0]
+        graph.load(plan, slots, places, ids)
+
+        def run() -> Computed:
+            done = graph.replay(len(plan.rows))
+            self._picked = done.picked
+            return done
+
+        return run
+
+    def _eager(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> Callable[[], Computed]:
+        shape = shape_of(plan, len(ids))
+        memory = next(self._pinned).take(size_of(shape))
+        fill(host_arrays(memory, shape), plan, slots, places, ids)
+        sheet = tensors(memory.to(self.device, non_blocking=True), shape)
+        seq_lens = slots.num_computed[plan.rows] + plan.num_tokens
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
+        return lambda: self.compute(batch, sheet)
+
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+        """All that a step does on the device, inside a captured graph and outside."""
+        self._set_blocks(sheet["block_places"], sheet["block_ids"])
+        sources = sheet["sources"]
+        batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
+        self.model.attention.plan(batch)
+        hidden = self.model.forward(batch)
+        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        logits, draws = self.model.head(wanted), draws_of(sheet)
+        picked = self._picked = self.pick(logits, draws)
+        self.last_tokens.index_copy_(0, sheet["logit_rows"], picked)
+        return Computed(hidden, logits, picked, draws)
+
+    def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
+        self.block_tables.view(-1).index_copy_(0, places, ids)
+
+    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
+        draw = Draw.of(plan, slots)
+        if len(draw.rows) and sampled.token_ids is not self._picked:
+            # Some row asked for more than a plain pick.
+            rows = torch.from_numpy(draw.rows.astype(np.int64)).to(self.device)
+            self.last_tokens.index_copy_(0, rows, sampled.token_ids)
+        landing = next(self._landings)[: len(draw.rows)]
+        landing.copy_(sampled.token_ids, non_blocking=True)
+        return Landing(torch.cuda.current_stream().record_event(), landing, sampled, draw, slots)
+
+
+class Landing:
+    """Drawn tokens on their way to the host."""
+
+    def __init__(
+        self, landed: torch.Event, tokens: Tensor, sampled: Sampled, draw: Draw, slots: Slots
+    ) -> None:
+        self._landed = landed
+        self._tokens = tokens
+        self._sampled = sampled
+        self._draw = draw
+        self._slots = slots
+
+    def wait(self) -> StepResult:
+        with device_failures():
+            self._landed.synchronize()
+        token_ids = self._tokens.numpy().astype(np.int32)
+        self._slots.learn(*self._draw, token_ids)
+        return self._sampled.result(token_ids)
+
+
+class _Pinned:
+    """Host memory that the device reads by itself; grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        if len(self._memory) < size:
+            self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        return self._memory[:size]
+
+
+def _joined(changes: list[tuple[Wide, Ints]]) -> tuple[Wide, Ints]:
+    if len(changes) == 1:
+        return changes[0]
+    if not changes:
+        return np.empty(0, np.int64), np.empty(0, np.int32)
+    places, ids = zip(*changes, strict=True)
+    return np.concatenate(places), np.concatenate(ids)

@@ -1,0 +1,159 @@
+"""Device: where a step is computed. How plans become tensors, and how drawn tokens come back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.attention.batch import Batch
+from quire.capacity import activation_bytes
+from quire.config.engine import EngineConfig
+from quire.data.plan import Ints, StepPlan, StepResult
+from quire.errors import EngineDead
+from quire.sampling.draw import Draws
+from quire.sampling.sampler import Sampled
+from quire.worker.memory import Needs
+from quire.worker.sheet import Arrays, Shape, fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.slots import Slots
+
+_MAX_SHEETS = 256
+_NO_PLACES, _NO_IDS = np.empty(0, np.int64), np.empty(0, np.int32)
+
+
+class Computed(NamedTuple):
+    hidden: Tensor
+    """[T, hidden]"""
+    logits: Tensor
+    """[N, vocab], a row for each sequence that samples"""
+    picked: Tensor | None = None
+    """[N], where tokens are picked in passing"""
+    draws: Draws | None = None
+
+
+class Pending(Protocol):
+    def wait(self) -> StepResult: ...
+
+
+@contextmanager
+def device_failures() -> Iterator[None]:
+    """The device's state is lost with such an error, and with it every request."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise EngineDead(f"the device failed: {error}") from error
+
+
+class Device(Protocol):
+    @property
+    def pick(self) -> Callable[[Tensor, Draws], Tensor] | None:
+        """How tokens are picked in passing."""
+
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        """Memory of the largest step. The layers have some small cache by now."""
+
+    def warm_up(self, config: EngineConfig) -> None:
+        """The cache is there: get ready for the first request."""
+
+    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
+        """The step, ready to run."""
+
+    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
+        """Bring the drawn tokens back; called before the rows advance."""
+
+
+@dataclass(slots=True)
+class Model:
+    """A model's two halves and its attention."""
+
+    forward: Callable[[Batch], Tensor]
+    head: Callable[[Tensor], Tensor]
+    attention: AttentionBackend
+
+
+class Draw(NamedTuple):
+    """Which rows drew in a step, and where their tokens stand."""
+
+    step: int
+    rows: Ints
+    places: Ints
+
+    @staticmethod
+    def of(plan: StepPlan, slots: Slots) -> "Draw":
+        rows = plan.rows[plan.samples]
+        return Draw(plan.step, rows, slots.num_tokens[rows])
+
+
+def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:
+    names = ("token_ids", "positions", "slots", "query_starts", "seq_lens", "rows", "logit_tokens")
+    return Batch(
+        **{name: sheet[name] for name in names},
+        block_tables=block_tables,
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+    )
+
+
+class Host:
+    """The CPU. Steps are over when they return, so that every value is known before the next one."""
+
+    pick = None
+
+    def __init__(self, model: Model, slots: Slots) -> None:
+        self.model = model
+        self.block_tables = torch.from_numpy(slots.block_tables)
+        self._sheets: dict[Shape, tuple[Arrays, dict[str, Tensor]]] = {}
+
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        limits = config.scheduler
+        activations = activation_bytes(
+            config.checkpoint.facts,
+            config.model.dtype,
+            num_tokens=limits.max_num_batched_tokens,
+            num_seqs=limits.max_num_seqs,
+        )
+        return Needs(weights, activations)
+
+    def warm_up(self, config: EngineConfig) -> None:
+        """Nothing to do."""
+
+    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
+        arrays, sheet = self._sheet(shape_of(plan, 0))
+        fill(arrays, plan, slots, _NO_PLACES, _NO_IDS)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, arrays["seq_lens"])
+        return lambda: self._compute(batch)
+
+    def _compute(self, batch: Batch) -> Computed:
+        model = self.model
+        model.attention.plan(batch)
+        hidden = model.forward(batch)
+        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        return Computed(hidden, model.head(wanted))
+
+    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
+        token_ids = sampled.token_ids.to(torch.int32).numpy()
+        slots.learn(*Draw.of(plan, slots), token_ids)
+        return Landed(sampled.result(token_ids))
+
+    def _sheet(self, shape: Shape) -> tuple[Arrays, dict[str, Tensor]]:
+        """Steps of equal shape use the same memory."""
+        if shape not in self._sheets:
+            if len(self._sheets) >= _MAX_SHEETS:
+                self._sheets.clear()
+            memory = torch.zeros(size_of(shape), dtype=torch.uint8)
+            self._sheets[shape] = host_arrays(memory, shape), tensors(memory, shape)
+        return self._sheets[shape]
+
+
+class Landed:
+    """A step whose tokens are here."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result

@@ -1,0 +1,94 @@
+"""CUDA graphs of decode steps: everything from the tokens in to the tokens drawn, replayed by one call."""
+
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.data.plan import Ints, StepPlan
+from quire.logs import get_logger
+from quire.worker.device import Computed, batch_of
+from quire.worker.sheet import Shape, blank, fill, host_arrays, size_of, tensors
+from quire.worker.slots import Slots, Wide
+
+log = get_logger(__name__)
+
+_IN_FLIGHT = 3
+Compute = Callable[[Batch, dict[str, Tensor]], Computed]
+
+
+def ladder(largest: int) -> list[int]:
+    """The batch sizes that are captured: close together where one sequence more costs much."""
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32), *range(256, 513, 64)]
+    return sorted({min(size, largest) for size in sizes})
+
+
+class Graphs:
+    """One graph for each size of the ladder, all in one pool of memory."""
+
+    def __init__(self, compute: Compute, block_tables: Tensor) -> None:
+        self.compute = compute
+        self.block_tables = block_tables
+        self._by_size: dict[int, Graph] = {}
+        self._sizes: list[int] = []
+
+    def capture(self, largest: int, seconds: float) -> None:
+        """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
+        not done within `seconds` is done without."""
+        started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        for size in reversed(ladder(largest)):
+            self._by_size[size] = Graph(size, self.compute, self.block_tables, pool)
+            if time.monotonic() - started > seconds:
+                log.warning("Capturing graphs takes long: batches below %d run without", size)
+                break
+        self._sizes = sorted(self._by_size)
+
+    def find(self, plan: StepPlan) -> "Graph | None":
+        """The smallest graph for a plan of decodes."""
+        count = len(plan.rows)
+        if not self._sizes or count > self._sizes[-1] or count != plan.total_tokens or not plan.samples.all():
+            return None
+        return self._by_size[self._sizes[int(np.searchsorted(self._sizes, count))]]
+
+
+class Graph:
+    """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
+
+    def __init__(self, size: int, compute: Compute, block_tables: Tensor, pool: Any) -> None:
+        self.shape = Shape(size, size, size, 2 * size)
+        self.pad_row = len(block_tables) - 1
+        self._pad_place = self.pad_row * block_tables.shape[1]
+        memory = torch.empty((_IN_FLIGHT, size_of(self.shape)), dtype=torch.uint8, pin_memory=True)
+        self._hosts = cycle([(part, host_arrays(part, self.shape)) for part in memory])
+        self._memory = torch.empty(size_of(self.shape), dtype=torch.uint8, device=block_tables.device)
+        self._sheet = tensors(self._memory, self.shape)
+        host, arrays = next(self._hosts)
+        blank(arrays, 0, self.pad_row, 0, self._pad_place)
+        self._memory.copy_(host)
+        ones = np.ones(size, np.int32)
+        batch = batch_of(self._sheet, block_tables, ones, ones)
+        compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._done = compute(batch, self._sheet)
+
+    def load(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> None:
+        host, arrays = next(self._hosts)
+        blank(arrays, len(plan.rows), self.pad_row, len(ids), self._pad_place)
+        fill(arrays, plan, slots, places, ids)
+        self._memory.copy_(host, non_blocking=True)
+
+    def replay(self, count: int) -> Computed:
+        """What the first `count` sequences gave; valid until the next replay of any graph."""
+        self._graph.replay()
+        hidden, logits, picked, draws = self._done
+        assert picked is not None and draws is not None
+        return Computed(
+            hidden[:count], logits[:count], picked[:count], type(draws)(*(column[:count] for column in draws))
+        )

@@ -1,0 +1,148 @@
+"""Sheet: the arrays of one step in one piece of memory, so that a single copy takes them to the device."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.data.plan import Ints, StepPlan
+from quire.sampling.draw import Draws
+from quire.worker.slots import Slots, Wide
+
+_ALIGN = 64
+"""Bytes: kernels are compiled for aligned pointers, and every step must look the same to them."""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Shape(NamedTuple):
+    tokens: int
+    seqs: int
+    draws: int
+    blocks: int
+    """How many entries of the block tables change."""
+
+
+def _layout(shape: Shape) -> list[tuple[str, type, int]]:
+    tokens, seqs, draws, blocks = shape
+    return [
+        *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions", "slots")),
+        *((name, np.int64, draws) for name in ("logit_tokens", "logit_rows", "seeds", "draw_at")),
+        ("block_places", np.int64, blocks),
+        ("top_k", np.int32, draws),
+        *((name, np.float32, draws) for name in ("temperature", "top_p", "min_p")),
+        ("block_ids", np.int32, blocks),
+        ("query_starts", np.int32, seqs + 1),
+        *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
+    ]
+
+
+def _places(shape: Shape) -> tuple[dict[str, tuple[int, type, int]], int]:
+    """Offset, type and length of each array, and the size of all."""
+    at, places = 0, {}
+    for name, kind, length in _layout(shape):
+        places[name] = (at, kind, length)
+        at += -(-length * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
+    return places, max(at, _ALIGN)
+
+
+def size_of(shape: Shape) -> int:
+    return _places(shape)[1]
+
+
+def host_arrays(memory: Tensor, shape: Shape) -> Arrays:
+    """The arrays as views of `memory`, bytes on the host."""
+    raw = memory.numpy()
+    return {
+        name: raw[at : at + length * np.dtype(kind).itemsize].view(kind)
+        for name, (at, kind, length) in _places(shape)[0].items()
+    }
+
+
+def tensors(memory: Tensor, shape: Shape) -> dict[str, Tensor]:
+    """The same as tensors on the device of `memory`."""
+    types: dict[type, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+    return {
+        name: memory[at : at + length * np.dtype(kind).itemsize].view(types[kind])
+        for name, (at, kind, length) in _places(shape)[0].items()
+    }
+
+
+def shape_of(plan: StepPlan, num_block_changes: int) -> Shape:
+    return Shape(plan.total_tokens, len(plan.rows), int(plan.samples.sum()), num_block_changes)
+
+
+def fill(into: Arrays, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> None:
+    """Write one step. What the arrays have beyond its size stays as it is (see `blank`).
+
+    `places` and `ids` are the changes of the block tables, flat.
+    """
+    rows, lens = plan.rows, plan.num_tokens
+    num_seqs, computed = len(rows), slots.num_computed[rows]
+    if plan.total_tokens == num_seqs:  # decodes
+        row_of_token, positions = rows, computed.astype(np.int64)
+        into["query_starts"][: num_seqs + 1] = np.arange(num_seqs + 1, dtype=np.int32)
+    else:
+        starts = into["query_starts"]
+        starts[0] = 0
+        np.cumsum(lens, out=starts[1 : num_seqs + 1])
+        row_of_token = np.repeat(rows, lens)
+        positions = np.arange(len(row_of_token)) + np.repeat(computed - starts[:num_seqs], lens)
+    num_tokens = len(row_of_token)
+    blocks = slots.block_tables[row_of_token, positions // slots.block_size].astype(np.int64)
+    into["positions"][:num_tokens] = positions
+    into["slots"][:num_tokens] = blocks * slots.block_size + positions % slots.block_size
+    into["token_ids"][:num_tokens] = slots.tokens[row_of_token, positions]
+    unknown = positions >= slots.num_known[row_of_token]
+    into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
+    into["seq_lens"][:num_seqs] = computed + lens
+    into["rows"][:num_seqs] = rows
+    into["block_places"][: len(places)] = places
+    into["block_ids"][: len(ids)] = ids
+    _fill_draws(into, rows[plan.samples], into["query_starts"][1 : num_seqs + 1][plan.samples], slots)
+
+
+def _fill_draws(into: Arrays, rows: Ints, ends: Ints, slots: Slots) -> None:
+    count, state = len(rows), slots.sampling
+    into["logit_tokens"][:count] = ends - 1
+    into["logit_rows"][:count] = rows
+    into["seeds"][:count] = state.seed[rows].view(np.int64)
+    into["draw_at"][:count] = slots.num_tokens[rows]
+    into["temperature"][:count] = state.pick_temperature[rows]
+    for name in ("top_k", "top_p", "min_p"):
+        into[name][:count] = getattr(state, name)[rows]
+
+
+def blank(into: Arrays, first: int, pad_row: int, num_block_changes: int, pad_place: int) -> None:
+    """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks."""
+    for name, nothing in _NOTHING.items():
+        into[name][first:] = nothing
+    into["rows"][first:] = into["logit_rows"][first:] = pad_row
+    into["block_places"][num_block_changes:] = pad_place
+    into["block_ids"][num_block_changes:] = 0
+    into["query_starts"][:] = np.arange(len(into["query_starts"]), dtype=np.int32)
+    into["logit_tokens"][:] = np.arange(len(into["logit_tokens"]))
+
+
+_NOTHING: dict[str, float] = {
+    "token_ids": 0,
+    "sources": -1,
+    "positions": 0,
+    "slots": -1,
+    "seq_lens": 0,
+    "seeds": 0,
+    "draw_at": 0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+}
+
+
+def draws_of(sheet: dict[str, Tensor]) -> Draws:
+    return Draws(
+        **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
+        positions=sheet["draw_at"],
+    )
