@@ -42,7 +42,7 @@ def test_the_core_stays_small(file: str) -> None:
 
 def test_a_step_on_the_device_reads_in_one_glance() -> None:
     methods = class_of(ROOT / "worker/runner.py", "Runner").body
-    run = next(node for node in methods if isinstance(node, ast.FunctionDef) and node.name == "run")
+    run = next(node for node in methods if isinstance(node, ast.FunctionDef) and node.name == "submit")
     assert len(run.body) <= RUNNER_RUN_STATEMENTS
 
 

@@ -169,7 +169,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"distributed_executor_backend": "ray"},
         {"quantization": "awq"},
         {"quantization": "gguf"},
-        {"kv_cache_dtype": "fp8"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_model": "draft"},
@@ -183,6 +182,11 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
 def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         make(given)
+
+
+def test_an_8_bit_cache_is_refused_where_no_backend_reads_it() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e4m3' is not supported on this cpu; known: auto"):
+        make({"kv_cache_dtype": "fp8"})
 
 
 def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:

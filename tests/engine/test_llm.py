@@ -53,14 +53,14 @@ def check_idle(llm: LLM) -> None:
 def interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
     """Ctrl-C while the worker computes the given step from now."""
     executor, steps = llm.llm_engine.core.executor, itertools.count(1)
-    run = executor.run
+    submit = executor.submit
 
     def interrupted(plan: Any) -> Any:
         if next(steps) == at_step:
             raise KeyboardInterrupt
-        return run(plan)
+        return submit(plan)
 
-    monkeypatch.setattr(executor, "run", interrupted)
+    monkeypatch.setattr(executor, "submit", interrupted)
 
 
 # ---- prompts
