@@ -78,15 +78,18 @@ class Kernel:
 
     def __call__(self, job: ctypes.Structure, *tensors: Tensor) -> None:
         """Run on all threads; `tensors` are those whose memory the job points to."""
-        run((ctypes.c_void_p * 1)(self.address), (ctypes.c_void_p * 1)(ctypes.addressof(job)))
+        one = ctypes.c_void_p * 1
+        run(one(self.address), one(ctypes.addressof(job)), torch.get_num_threads())
         recorder = recording()
         if recorder is not None:
             recorder.add(self.address, job, tensors)
 
 
-def run(kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p]) -> None:
+def run(
+    kernels: ctypes.Array[ctypes.c_void_p], jobs: ctypes.Array[ctypes.c_void_p], num_threads: int
+) -> None:
     """The kernels one after the other, in one parallel region."""
-    _runner()(kernels, jobs, len(kernels), torch.get_num_threads())
+    _runner()(kernels, jobs, len(kernels), num_threads)
 
 
 @functools.cache
