@@ -57,17 +57,17 @@ class Partial(NamedTuple):
 
 @triton.jit
 def _fold(
-    acc: Any,
-    most: Any,
-    total: Any,
-    q: Any,
-    places: Any,
-    cache: Any,
-    kv_head: Any,
-    table: Any,
-    first: Any,
-    end: Any,
-    scores_by: Any,
+    acc: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    places: tl.tensor,
+    cache: tl.tuple,
+    kv_head: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    scores_by: tl.tuple,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -79,13 +79,15 @@ def _fold(
 
     The rows' queries stand at `places`. Without `MASKED` all of them see all these keys, in whole tiles.
     """
-    dims = tl.arange(0, acc.shape[1])
+    dims, key = tl.arange(0, acc.shape[1]), tl.arange(0, BLOCK_N)
+    # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
+    blocks = tl.load(table + (first + key) // BLOCK_SIZE, mask=first + key < end, other=0)
     for at in range(first, end, BLOCK_N):
-        keys = at + tl.arange(0, BLOCK_N)
+        keys = at + key
         exists = keys < end
-        slots = (
-            _slots(cache, table, keys, exists, MASKED, BLOCK_SIZE)[:, None] + kv_head * DIM + dims[None, :]
-        )
+        slots = blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
+        slots = slots[:, None] + kv_head * DIM + dims[None, :]
+        blocks = tl.load(table + (keys + BLOCK_N) // BLOCK_SIZE, mask=keys + BLOCK_N < end, other=0)
         k = _load(cache.k + slots, exists, dims, MASKED, DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         factor = scores_by.scale
@@ -108,19 +110,7 @@ def _fold(
 
 
 @triton.jit
-def _slots(
-    cache: Any, table: Any, keys: Any, exists: Any, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr
-) -> Any:
-    """Where these keys lie in the cache, in elements."""
-    if MASKED:
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=exists, other=0)
-    else:
-        blocks = tl.load(table + keys // BLOCK_SIZE)
-    return blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
-
-
-@triton.jit
-def _load(at: Any, exists: Any, dims: Any, MASKED: tl.constexpr, DIM: tl.constexpr) -> Any:
+def _load(at: tl.tensor, exists: tl.tensor, dims: tl.tensor, MASKED: tl.constexpr, DIM: tl.constexpr) -> Any:
     """[keys, dims] at these addresses, zeros where there are none."""
     if MASKED:
         return tl.load(at, mask=exists[:, None] & (dims[None, :] < DIM), other=0.0)
@@ -131,7 +121,9 @@ def _load(at: Any, exists: Any, dims: Any, MASKED: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def _rows(kv_head: Any, low: Any, high: Any, GROUP: tl.constexpr, BLOCK_M: tl.constexpr) -> Any:
+def _rows(
+    kv_head: tl.tensor, low: tl.tensor, high: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+) -> Any:
     """Of each row of a tile: its query in the tile, the place of that, its head, whether there is one."""
     row = tl.arange(0, BLOCK_M)
     query = row // GROUP
@@ -140,7 +132,7 @@ def _rows(kv_head: Any, low: Any, high: Any, GROUP: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
-def _start(sinks: Any, heads: Any, counts: Any, BLOCK_D: tl.constexpr) -> Any:
+def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
     """The rows before any key; where it `counts`, a sink is a key without a value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
     most = tl.full([heads.shape[0]], _NEVER, tl.float32)
@@ -152,21 +144,23 @@ def _start(sinks: Any, heads: Any, counts: Any, BLOCK_D: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _finish(out: Any, acc: Any, total: Any, v_scale: Any, at: Any, valid: Any) -> None:
+def _finish(
+    out: tl.tensor, acc: tl.tensor, total: tl.tensor, v_scale: tl.tensor, at: tl.tensor, valid: tl.tensor
+) -> None:
     result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def tiles(
-    out: Any,
-    q: Any,
-    q_stride: Any,
-    cache: Any,
-    seqs: Any,
-    work: Any,
-    sinks: Any,
-    scores_by: Any,
+    out: tl.tensor,
+    q: tl.tensor,
+    q_stride: tl.tensor,
+    cache: tl.tuple,
+    seqs: tl.tuple,
+    work: tl.tensor,
+    sinks: tl.tensor,
+    scores_by: tl.tuple,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -216,15 +210,15 @@ def tiles(
 
 @triton.jit
 def ranges(
-    out: Any,
-    q: Any,
-    q_stride: Any,
-    cache: Any,
-    seqs: Any,
-    work: Any,
-    sinks: Any,
-    scores_by: Any,
-    partial: Any,
+    out: tl.tensor,
+    q: tl.tensor,
+    q_stride: tl.tensor,
+    cache: tl.tuple,
+    seqs: tl.tuple,
+    work: tl.tensor,
+    sinks: tl.tensor,
+    scores_by: tl.tuple,
+    partial: tl.tuple,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -274,15 +268,15 @@ def ranges(
 
 @triton.jit
 def _merge(
-    partial: Any,
-    acc: Any,
-    most: Any,
-    total: Any,
-    valid: Any,
-    index: Any,
-    kv_head: Any,
-    part: Any,
-    parts: Any,
+    partial: tl.tuple,
+    acc: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    valid: tl.tensor,
+    index: tl.tensor,
+    kv_head: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:
     """Leave this range's part; whoever comes last gets the sum of all, the others nothing that is valid."""
