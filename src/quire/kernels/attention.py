@@ -96,7 +96,7 @@ def attend(
     """[T, heads, head_dim] queries of all sequences -> the same shape. Caches as the backends have them."""
     assert q.dtype in _TYPES and k_cache.dtype in _TYPES and k_cache.is_contiguous()
     q = _rows(q)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(q.shape)
     job = _Job(
         out.data_ptr(),
         q.data_ptr(),

@@ -52,7 +52,7 @@ class CPUOps:
     def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         assert x.dtype == weight.dtype
         x = x.contiguous()
-        out, size = torch.empty_like(x), x.shape[-1]
+        out, size = x.new_empty(x.shape), x.shape[-1]
         job = _NormJob(
             out.data_ptr(),
             x.data_ptr(),

@@ -19,7 +19,11 @@ log = get_logger(__name__)
 R = TypeVar("R")
 
 _ALIGN = 64
-_EMPTY = torch.ops.aten.empty.memory_format
+_EMPTIES: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, torch.dtype]]] = {
+    torch.ops.aten.empty.memory_format: lambda args: (args[0], torch.get_default_dtype()),
+    torch.ops.aten.new_empty.default: lambda args: (args[1], args[0].dtype),
+}
+"""The size, and the type unless it is named, that a call asks for."""
 _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 
 
@@ -104,8 +108,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _EMPTY and not kwargs.get("pin_memory") and _on_host(kwargs.get("device")):
-            return self.pool.take(tuple(args[0]), kwargs.get("dtype") or torch.get_default_dtype())
+        if func in _EMPTIES and not kwargs.get("pin_memory") and _on_host(kwargs.get("device")):
+            size, dtype = _EMPTIES[func](args)
+            return self.pool.take(tuple(size), kwargs.get("dtype") or dtype)
         result = func(*args, **kwargs)
         computes = func._schema.name not in _ALLOCATES and not (func.is_view and _same_memory(args, result))
         if computes and self.tape.refused is None:

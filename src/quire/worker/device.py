@@ -15,6 +15,7 @@ from quire.capacity import activation_bytes
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, StepPlan, StepResult
 from quire.errors import EngineDead
+from quire.kernels.tape import Tapes
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.memory import Needs
@@ -22,6 +23,8 @@ from quire.worker.sheet import Arrays, Shape, fill, host_arrays, shape_of, size_
 from quire.worker.slots import Slots
 
 _MAX_SHEETS = 256
+_MAX_TAPED = 64
+"""Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
 _NO_PLACES, _NO_IDS = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
@@ -107,6 +110,8 @@ class Host:
         self.model = model
         self.block_tables = torch.from_numpy(slots.block_tables)
         self._sheets: dict[Shape, tuple[Arrays, dict[str, Tensor]]] = {}
+        self._tapes = Tapes()
+        self._max_taped = _MAX_TAPED
 
     def needs(self, config: EngineConfig, weights: int) -> Needs:
         limits = config.scheduler
@@ -119,12 +124,15 @@ class Host:
         return Needs(weights, activations)
 
     def warm_up(self, config: EngineConfig) -> None:
-        """Nothing to do."""
+        if config.model.enforce_eager:
+            self._max_taped = 0
 
     def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
         arrays, sheet = self._sheet(shape_of(plan, 0))
         fill(arrays, plan, slots, _NO_PLACES, _NO_IDS)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, arrays["seq_lens"])
+        if plan.total_tokens == len(plan.rows) <= self._max_taped:
+            return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch))
         return lambda: self._compute(batch)
 
     def _compute(self, batch: Batch) -> Computed:
