@@ -13,7 +13,7 @@ from quire.data.plan import Ints, StepPlan, StepResult
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
-from quire.worker.graphs import Graph, Graphs, ladder
+from quire.worker.graphs import Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.sheet import Shape, blank, draws_of, fill, host_arrays, shape_of, size_of, tensors
 from quire.worker.slots import Slots, Wide
@@ -39,9 +39,7 @@ class Cuda:
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(self.compute, self.block_tables)
         self._pinned = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
-        self._landings = cycle(
-            [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(_IN_FLIGHT)]
-        )
+        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(_IN_FLIGHT)])
         self._picked: Tensor | None = None
 
     def needs(self, config: EngineConfig, weights: int) -> Needs:
@@ -134,14 +132,15 @@ class Cuda:
             self.last_tokens.index_copy_(0, rows, sampled.token_ids)
         landing = next(self._landings)[: len(draw.rows)]
         landing.copy_(sampled.token_ids, non_blocking=True)
-        return Landing(torch.cuda.current_stream().record_event(), landing, sampled, draw, slots)
+        landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        return Landing(landed, landing, sampled, draw, slots)
 
 
 class Landing:
     """Drawn tokens on their way to the host."""
 
     def __init__(
-        self, landed: torch.Event, tokens: Tensor, sampled: Sampled, draw: Draw, slots: Slots
+        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, draw: Draw, slots: Slots
     ) -> None:
         self._landed = landed
         self._tokens = tokens
@@ -150,8 +149,9 @@ class Landing:
         self._slots = slots
 
     def wait(self) -> StepResult:
-        with device_failures():
-            self._landed.synchronize()
+        if self._landed is not None:
+            with device_failures():
+                self._landed.synchronize()
         token_ids = self._tokens.numpy().astype(np.int32)
         self._slots.learn(*self._draw, token_ids)
         return self._sampled.result(token_ids)
@@ -165,7 +165,7 @@ class _Pinned:
 
     def take(self, size: int) -> Tensor:
         if len(self._memory) < size:
-            self._memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+            self._memory = pinned(2 * size)
         return self._memory[:size]
 
 

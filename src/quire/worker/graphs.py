@@ -28,6 +28,11 @@ def ladder(largest: int) -> list[int]:
     return sorted({min(size, largest) for size in sizes})
 
 
+def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Host memory that a CUDA device reads and writes by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
 class Graphs:
     """One graph for each size of the ladder, all in one pool of memory."""
 
@@ -63,7 +68,7 @@ class Graph:
         self.shape = Shape(size, size, size, 2 * size)
         self.pad_row = len(block_tables) - 1
         self._pad_place = self.pad_row * block_tables.shape[1]
-        memory = torch.empty((_IN_FLIGHT, size_of(self.shape)), dtype=torch.uint8, pin_memory=True)
+        memory = pinned(_IN_FLIGHT, size_of(self.shape))
         self._hosts = cycle([(part, host_arrays(part, self.shape)) for part in memory])
         self._memory = torch.empty(size_of(self.shape), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.shape)

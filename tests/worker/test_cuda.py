@@ -1,0 +1,140 @@
+"""The device whose results come late: its bookkeeping on the CPU, all of it on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import make_tiny, run_hf
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.core.local import configure
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, StepPlan
+from quire.sampling.draw import Draws
+from quire.worker.cuda import Cuda
+from quire.worker.device import Model
+from quire.worker.graphs import ladder
+from quire.worker.memory import Needs
+from quire.worker.sheet import Shape, blank, host_arrays, size_of
+from quire.worker.slots import Slots
+from quire.worker.worker import Worker
+
+PROMPTS = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
+TABLES = {3: [17, 4], 1: [9, 10], 0: [30, 2, 6]}
+NONE = np.empty(0, np.int32)
+
+
+class OnCPU(Cuda):
+    """Everything but the graphs."""
+
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        return Needs(weights, self._peak(16, 4))
+
+    def _peak(self, num_tokens: int, num_seqs: int) -> int:
+        return 1 << 20
+
+    def warm_up(self, config: EngineConfig) -> None: ...
+
+
+def best(logits: Tensor, draws: Draws) -> Tensor:
+    return logits.argmax(-1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
+    def open_device(model: Model, slots: Slots, device: torch.device) -> Cuda:
+        return OnCPU(model, slots, best, device)
+
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    given = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    made = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80}))
+    made.start()
+    return made
+
+
+def admission(row: int, token_ids: list[int], block_ids: list[int], **params: Any) -> Admission:
+    asked = SamplingParams(**({"temperature": 0} | params))
+    return Admission(row, str(row), token_ids, len(token_ids), 0, block_ids, asked, seed=0)
+
+
+def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
+    rows, nums = np.array(list(counts), np.int32), np.array(list(counts.values()), np.int32)
+    rest: dict[str, Any] = {"released": [], "admitted": [], "block_rows": NONE, "block_ids": NONE}
+    return StepPlan(
+        step=step, rows=rows, num_tokens=nums, samples=np.ones(len(rows), np.bool_), **(rest | changes)
+    )
+
+
+def greedy(hf: Any, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(run_hf(hf, ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_a_step_reads_the_tokens_of_the_one_before_from_the_device(tiny: Any, worker: Worker) -> None:
+    """The host plans on without knowing the values."""
+    new = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 1, 0)]
+    pending = [worker.submit(plan(1, {row: len(PROMPTS[row]) for row in (3, 1, 0)}, admitted=new))]
+    pending.append(worker.submit(plan(2, {3: 1, 1: 1, 0: 1})))
+    found = [pending.pop(0).wait().token_ids.tolist()]
+    pending.append(worker.submit(plan(3, {3: 1, 1: 1, 0: 1})))
+    found += [step.wait().token_ids.tolist() for step in pending]
+    for place, row in enumerate((3, 1, 0)):
+        assert [step[place] for step in found] == greedy(tiny[1], PROMPTS[row], 3)
+
+
+def test_a_late_token_does_not_land_in_a_row_with_a_new_owner(tiny: Any, worker: Worker) -> None:
+    first = worker.submit(plan(1, {1: 2}, admitted=[admission(1, [7, 8], [9])]))
+    second = worker.submit(plan(2, {1: 1}))
+    other = [20, 21, 22, 23, 24]
+    third = worker.submit(plan(3, {1: 5}, released=[1], admitted=[admission(1, other, [11, 12])]))
+    first.wait(), second.wait()
+    fourth = worker.submit(plan(4, {1: 1}))
+    found = [third.wait().token_ids.item(), fourth.wait().token_ids.item()]
+    assert found == greedy(tiny[1], other, 2)
+
+
+def test_rows_that_ask_for_more_than_a_pick_leave_their_token_for_the_next_step(
+    tiny: Any, worker: Worker
+) -> None:
+    """A biased row: what the kernel picked in passing is not what was drawn."""
+    prompt, forced = PROMPTS[3], 77
+    new = [admission(3, prompt, TABLES[3], logit_bias={forced: 100.0}), admission(1, PROMPTS[1], TABLES[1])]
+    first = worker.submit(plan(1, {3: 5, 1: 2}, admitted=new))
+    second = worker.submit(plan(2, {3: 1, 1: 1}))
+    assert first.wait().token_ids.tolist()[0] == second.wait().token_ids.tolist()[0] == forced
+    assert worker._runner is not None
+    assert worker._runner.slots.tokens[3, 5:7].tolist() == [forced, forced]
+    assert worker._runner.slots.tokens[1, 2:4].tolist() == greedy(tiny[1], PROMPTS[1], 2)
+
+
+def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> None:
+    prompt = list(range(40, 48))
+    steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
+    grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([61], np.int32)}
+    steps.append(worker.submit(plan(2, {0: 1}, **grown)))
+    assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])
+def test_the_ladder_ends_at_what_can_run(largest: int) -> None:
+    sizes = ladder(largest)
+    assert sizes[0] == 1 and sizes[-1] == min(largest, 512) and sizes == sorted(set(sizes))
+
+
+def test_padding_reads_and_writes_nothing() -> None:
+    shape = Shape(4, 4, 4, 8)
+    arrays = host_arrays(torch.full((size_of(shape),), 7, dtype=torch.uint8), shape)
+    blank(arrays, 1, 9, 2, 90)
+    assert arrays["slots"][1:].tolist() == [-1] * 3 and arrays["seq_lens"][1:].tolist() == [0] * 3
+    assert arrays["rows"][1:].tolist() == [9] * 3 and arrays["block_places"][2:].tolist() == [90] * 6
+    assert arrays["query_starts"].tolist() == [0, 1, 2, 3, 4]
