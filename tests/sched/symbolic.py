@@ -5,13 +5,18 @@ or a forgotten token shows at once; the next token is a function of the fingerpr
 nothing else.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput, StepPlan, StepResult
+from quire.data.plan import Admission, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.errors import EngineDead
+from quire.executor import Pending
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
@@ -38,11 +43,22 @@ def continuation(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def logprobs_of(token_ids: list[int], position: int) -> RowLogprobs:
+    """What the symbolic model thinks of the token at a position, told by everything before it."""
+    return RowLogprobs([token_ids[position]], [fingerprint_of(token_ids[:position]) % 1009 / 7], 1)
+
+
 @dataclass
 class Row:
     tokens: list[int]
     num_computed: int
     blocks: list[int]
+    prompt_len: int
+    params: SamplingParams
+
+    @classmethod
+    def of(cls, new: Admission) -> "Row":
+        return cls(list(new.token_ids), new.num_computed, list(new.block_ids), new.prompt_len, new.params)
 
 
 @dataclass
@@ -56,22 +72,30 @@ class SymbolicWorker:
         self.cache: list[int | None] = [None] * (self.num_blocks * self.block_size)
 
     def run(self, plan: StepPlan) -> StepResult:
-        for row in plan.released:
-            del self.rows[row]
+        for number in plan.released:
+            del self.rows[number]
         for new in plan.admitted:
             assert new.row not in self.rows, f"row {new.row} given to two requests"
-            self.rows[new.row] = Row(list(new.token_ids), new.num_computed, list(new.block_ids))
-        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
-            self.rows[row].blocks.append(block)
+            self.rows[new.row] = Row.of(new)
+        for number, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
+            self.rows[number].blocks.append(block)
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one plan"
+        result = StepResult(token_ids=np.empty(0, np.int32), logprobs={}, prompt_logprobs={})
         sampled = []
-        for row, count, samples in zip(plan.rows.tolist(), plan.num_tokens, plan.samples, strict=True):
-            fingerprint = self._compute(self.rows[row], int(count))
-            assert samples == (self.rows[row].num_computed == len(self.rows[row].tokens))
+        for number, count, samples in zip(plan.rows.tolist(), plan.num_tokens, plan.samples, strict=True):
+            row = self.rows[number]
+            chunk = range(row.num_computed + 1, min(row.num_computed + int(count) + 1, row.prompt_len))
+            fingerprint = self._compute(row, int(count))
+            assert samples == (row.num_computed == len(row.tokens))
             if samples:
                 sampled.append(fingerprint % VOCAB)
-                self.rows[row].tokens.append(sampled[-1])
-        return StepResult(token_ids=np.array(sampled, np.int32))
+                row.tokens.append(sampled[-1])
+                if row.params.logprobs is not None:
+                    result.logprobs[number] = logprobs_of(row.tokens, len(row.tokens) - 1)
+            if row.params.prompt_logprobs is not None and chunk:
+                result.prompt_logprobs[number] = [logprobs_of(row.tokens, at) for at in chunk]
+        result.token_ids = np.array(sampled, np.int32)
+        return result
 
     def _slot(self, row: Row, position: int) -> int:
         block = row.blocks[position // self.block_size]
@@ -93,11 +117,103 @@ class SymbolicWorker:
         return before
 
 
+class Done:
+    """A step that was over when it was submitted."""
+
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class Late:
+    """A step that has been submitted and not run: it runs when it, or one behind it, is waited for."""
+
+    def __init__(self, device: "Device", plan: StepPlan) -> None:
+        self.device, self.plan = device, plan
+        self.outcome: StepResult | Exception | None = None
+        self.is_behind_a_failure = False
+
+    def wait(self) -> StepResult:
+        while self.outcome is None:
+            self.device.run_next()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Device:
+    """The executor over a symbolic worker. A lazy one computes as late as it can: what the scheduler does
+    between submission and result must not reach a plan any more."""
+
+    def __init__(self, engine: "Engine", *, lazy: bool) -> None:
+        self.engine, self.lazy = engine, lazy
+        self.line: deque[Late] = deque()
+        self.refused = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is left to run, and the core has learnt of every failure."""
+        return not self.line and not self.refused
+
+    def start(self) -> Any:
+        raise AssertionError("never called")
+
+    def submit(self, plan: StepPlan) -> Pending:
+        try:
+            self.engine.check(plan)
+        except AssertionError as error:
+            raise EngineDead(str(error)) from error
+        self.engine.plans.append(plan)
+        if not self.lazy:
+            return self._run_now(plan)
+        self.line.append(Late(self, plan))
+        return self.line[-1]
+
+    def _run_now(self, plan: StepPlan) -> Pending:
+        if self.refused:
+            self.refused = False
+            raise EngineDead("a step behind one that was refused")
+        try:
+            return Done(self._run(plan))
+        except RuntimeError:
+            self.refused = True
+            raise
+
+    def run_next(self) -> None:
+        step = self.line.popleft()
+        try:
+            step.outcome = self._run(step.plan)
+        except EngineDead as error:
+            step.outcome = error
+            if step.is_behind_a_failure:  # whatever it does, nobody looks at it
+                step.outcome = RuntimeError(str(error))
+        except Exception as error:
+            step.outcome = error
+            for later in self.line:
+                later.is_behind_a_failure = True
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """A wrong plan ends the test, not a request."""
+        try:
+            return self.engine.worker.run(plan)
+        except (AssertionError, KeyError) as error:
+            raise EngineDead(f"{error!r} in {plan}") from error
+
+
 class Engine:
-    """Scheduler and symbolic worker, stepped by hand, with the invariants checked after every step."""
+    """Core, scheduler and symbolic worker, stepped by hand, with the invariants checked in every step."""
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, share: bool = True, **limits: object
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        share: bool = True,
+        depth: int = 1,
+        lazy: bool = False,
+        **limits: Any,
     ) -> None:
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         self.kv = KVManager(
@@ -107,13 +223,16 @@ class Engine:
             share_prefixes=share,
         )
         self.scheduler = Scheduler(kv=self.kv, **limits)
+        self.device = Device(self, lazy=lazy)
+        self.core = EngineCore(self.device, self.scheduler, depth=depth)
         self.worker = SymbolicWorker(num_blocks, block_size)
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.plans: list[StepPlan] = []
         self.steps: list[StepOutput] = []
+        self.seen: list[Request] = []
 
-    def add(self, id: str, prompt: list[int], count: int = 4, **fields: object) -> Request:
+    def add(self, id: str, prompt: list[int], count: int = 4, **fields: Any) -> Request:
         params = fields.pop("params", None) or SamplingParams(max_tokens=count)
         request = Request(
             id=id,
@@ -124,24 +243,32 @@ class Engine:
             seed=0,
             **fields,
         )
-        self.scheduler.add(request)
+        self.core.add(request)
+        self.seen.append(request)
         self.outputs[id] = []
         return request
 
     def step(self) -> StepOutput:
-        plan = self.scheduler.plan()
-        self.check(plan)
-        output = self.scheduler.update(plan, self.worker.run(plan))
+        output = self.core.step()
+        if not len(self.core.pipeline):
+            self.device.refused = False  # the core has learnt of it
         for id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            assert id not in self.reasons, f"a token for {id}, which has ended"
             self.outputs[id].append(token_id)
         self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
-        self.plans.append(plan)
         self.steps.append(output)
+        if self.device.is_quiet:
+            self.check_index()
         return output
+
+    def abort(self, id: str) -> bool:
+        finished = self.core.abort([id])
+        self.reasons |= {id: finish.reason for id, finish in finished.items()}
+        return id in finished
 
     def run(self, max_steps: int = 5000) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.core.has_work:
                 return
             self.step()
         raise AssertionError(f"requests still unfinished after {max_steps} steps")
@@ -149,17 +276,52 @@ class Engine:
     def check(self, plan: StepPlan) -> None:
         """What must hold in every step."""
         scheduler, kv = self.scheduler, self.kv
+        assert len(plan.rows) and plan.num_tokens.all(), "a step without work"
         assert plan.total_tokens <= scheduler.budget
         assert len(scheduler.running) <= len(scheduler.running.requests)
+        assert len(scheduler.in_flight) <= self.core.pipeline.depth
         users: dict[int, int] = {}
         for row in scheduler.running.order.tolist():
             for block in kv.tables[row]:
                 users[block.id] = users.get(block.id, 0) + 1
             reach = int(scheduler.running.num_computed[row])
             held = len(kv.tables[row]) * kv.block_size
-            planned = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)).get(row, 0)
-            assert held >= reach + planned, "tokens without a block"
-            assert held - (reach + planned) < kv.block_size, "more than one partly filled block"
+            assert held >= reach, "tokens without a block"
+            assert held - reach < kv.block_size, "more than one partly filled block"
+            self.check_row(row, row in plan.rows)
         for block in kv.pool.blocks[1:]:
             assert block.num_users == users.get(block.id, 0), f"{block} has {users.get(block.id, 0)} users"
         assert kv.pool.num_free == kv.pool.num_usable - len(users)
+
+    def check_row(self, row: int, planned: bool) -> None:
+        running = self.scheduler.running
+        num_tokens, num_known = int(running.num_tokens[row]), int(running.num_known[row])
+        assert num_tokens <= running.limit[row], "a token behind the limit"
+        assert num_tokens - num_known <= self.core.pipeline.depth
+        if planned and running.needs_value[row]:
+            assert num_tokens - num_known <= 1, "drawn before the token in front was known"
+
+    def check_index(self) -> None:
+        """Whatever can be found holds what its key says. Only while nothing is left to run."""
+        running, kv, worker = self.scheduler.running, self.kv, self.worker
+        for request in self.seen:
+            tokens = request.tokens
+            if request.row >= 0:
+                tokens = running.tokens[request.row, : running.num_known[request.row]].tolist()
+            prints = [START]
+            for token_id in tokens:
+                prints.append(extend(prints[-1], token_id))
+            for n, key in enumerate(request.block_keys):
+                block = kv.pool.find(key)
+                if block is not None:
+                    first = n * kv.block_size
+                    written = worker.cache[block.id * kv.block_size : (block.id + 1) * kv.block_size]
+                    assert written == prints[first + 1 : first + 1 + kv.block_size], f"{block} holds a lie"
+
+    def check_empty(self) -> None:
+        """Nobody is here, and nothing was left behind."""
+        assert not self.core.has_work and not self.scheduler.in_flight
+        assert self.kv.pool.num_free == self.kv.pool.num_usable, "blocks leaked"
+        assert all(block.num_users == 0 for block in self.kv.pool.blocks[1:])
+        assert all(not request for request in self.scheduler.running.requests)
+        self.check_index()

@@ -102,11 +102,11 @@ def test_any_sequence_of_operations_keeps_the_books(
             held.append(block)
         elif operation == "share" and contents:
             key = contents[sorted(contents)[n % len(contents)]]
-            block = pool.find(key)
-            if block is not None:
-                assert contents[block.id] == key
-                pool.share([block])
-                held.append(block)
+            found = pool.find(key)
+            if found is not None:
+                assert contents[found.id] == key
+                pool.share([found])
+                held.append(found)
         elif operation == "release" and held:
             pool.release([held.pop(n % len(held))])
         assert pool.num_free == pool.num_usable - len({block.id for block in held})

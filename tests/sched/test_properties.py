@@ -1,100 +1,229 @@
-"""What must hold for any traffic. The invariants of every step are checked inside `Engine.check`."""
+"""What must hold for any traffic, with one step at a time and with several in flight. The invariants of every
+step are checked inside `Engine.check` and `Engine.check_index`."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import Engine, continuation
+from symbolic import Engine, continuation, logprobs_of
 
 from quire.data.params import SamplingParams
 
+
+@dataclass(frozen=True)
+class Arrival:
+    family: int
+    """Which common prefix."""
+    length: int
+    count: int
+    pause: int
+    """Steps before the next arrival."""
+    priority: int
+    eos_at: int | None
+    """The token of the output that is the end of the sequence, if it comes that far."""
+    logprobs: bool
+    prompt_logprobs: bool
+    needs_value: bool
+
+
 TRAFFIC = st.lists(
-    st.tuples(
-        st.integers(0, 2),  # which common prefix
-        st.integers(1, 30),  # prompt length
-        st.integers(1, 12),  # output length
-        st.integers(0, 6),  # steps before the next arrival
-        st.integers(0, 3),  # priority
+    st.builds(
+        Arrival,
+        family=st.integers(0, 2),
+        length=st.integers(1, 30),
+        count=st.integers(1, 12),
+        pause=st.integers(0, 6),
+        priority=st.integers(0, 3),
+        eos_at=st.none() | st.integers(0, 11),
+        logprobs=st.booleans(),
+        prompt_logprobs=st.sampled_from([False, False, False, True]),
+        needs_value=st.sampled_from([False, False, False, True]),
     ),
     min_size=1,
     max_size=14,
 )
-LIMITS = st.fixed_dictionaries(
-    {
-        "num_blocks": st.integers(13, 40),
-        "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(6, 40),
-        "long_prefill_token_threshold": st.sampled_from([0, 3, 7]),
-        "policy": st.sampled_from(["fcfs", "priority"]),
-        "share": st.booleans(),
-        "reserve_full_prompt": st.booleans(),
-        "watermark": st.sampled_from([0.0, 0.1]),
-    }
-)
+LIMITS: dict[str, st.SearchStrategy[Any]] = {
+    "num_blocks": st.integers(13, 40),
+    "max_num_seqs": st.integers(1, 6),
+    "max_num_batched_tokens": st.integers(6, 40),
+    "long_prefill_token_threshold": st.sampled_from([0, 3, 7]),
+    "policy": st.sampled_from(["fcfs", "priority"]),
+    "share": st.booleans(),
+    "reserve_full_prompt": st.booleans(),
+    "watermark": st.sampled_from([0.0, 0.1]),
+}
+ONE_BY_ONE = st.fixed_dictionaries(LIMITS)
+OVERLAPPED = st.fixed_dictionaries(LIMITS | {"depth": st.sampled_from([2, 2, 3]), "lazy": st.booleans()})
 
 
-def make_prompt(family: int, length: int, own: int) -> list[int]:
+def make_prompt(number: int, arrival: Arrival) -> list[int]:
     """Three quarters common to the family, the rest the request's own."""
-    common = [(family * 31 + 5 * i) % 97 for i in range(length)]
-    return common[: 3 * length // 4] + [(own * 13 + i) % 97 for i in range(length - 3 * length // 4)]
+    length = arrival.length
+    common = [(arrival.family * 31 + 5 * i) % 97 for i in range(length)]
+    return common[: 3 * length // 4] + [(number * 13 + i) % 97 for i in range(length - 3 * length // 4)]
 
 
-def drive(traffic: list[tuple[int, int, int, int, int]], limits: dict, *, at_once: bool = False) -> Engine:
+def answer(number: int, arrival: Arrival) -> tuple[list[int], int]:
+    """What the request must say, and the id that ends it."""
+    said = continuation(make_prompt(number, arrival), arrival.count)
+    if arrival.eos_at is None or arrival.eos_at >= arrival.count:
+        return said, -1
+    eos_id = said[arrival.eos_at]
+    return said[: said.index(eos_id) + 1], eos_id
+
+
+def add(engine: Engine, number: int, arrival: Arrival) -> None:
+    params = SamplingParams(
+        max_tokens=arrival.count,
+        logprobs=0 if arrival.logprobs else None,
+        prompt_logprobs=1 if arrival.prompt_logprobs else None,
+    )
+    params.bad_words_token_ids = [[1, 2]] if arrival.needs_value else None
+    engine.add(
+        str(number),
+        make_prompt(number, arrival),
+        arrival.count,
+        priority=arrival.priority,
+        params=params,
+        eos_id=answer(number, arrival)[1],
+    )
+
+
+def drive(traffic: list[Arrival], limits: dict[str, Any], *, at_once: bool = False) -> Engine:
     engine = Engine(**limits)
-    for number, (family, length, count, pause, priority) in enumerate(traffic):
-        params = SamplingParams(max_tokens=count, prompt_logprobs=1 if number % 5 == 4 else None)
-        engine.add(str(number), make_prompt(family, length, number), count, priority=priority, params=params)
-        for _ in range(0 if at_once else pause):
-            engine.step() if engine.scheduler.has_work else None
+    for number, arrival in enumerate(traffic):
+        add(engine, number, arrival)
+        for _ in range(0 if at_once else arrival.pause):
+            engine.step() if engine.core.has_work else None
     engine.run()
     return engine
 
 
+def check_answers(engine: Engine, traffic: list[Arrival], aborted: Set[str] = frozenset()) -> None:
+    for number, arrival in enumerate(traffic):
+        said, (expected, _) = engine.outputs[str(number)], answer(number, arrival)
+        assert said == (expected[: len(said)] if str(number) in aborted else expected)
+        check_logprobs(engine, number, arrival, str(number) in aborted)
+    engine.check_empty()
+
+
+def check_logprobs(engine: Engine, number: int, arrival: Arrival, aborted: bool) -> None:
+    """Each position once, in order, and those of this very request."""
+    id, prompt = str(number), make_prompt(number, arrival)
+    tokens = prompt + engine.outputs[id]
+    of_prompt = [found for step in engine.steps for found in step.prompt_logprobs.get(id, [])]
+    wanted = [logprobs_of(tokens, at) for at in range(1, len(prompt))] if arrival.prompt_logprobs else []
+    assert of_prompt == (wanted[: len(of_prompt)] if aborted else wanted)
+    of_output = [step.logprobs[id] for step in engine.steps if id in step.logprobs]
+    wanted = [logprobs_of(tokens, at) for at in range(len(prompt), len(tokens))] if arrival.logprobs else []
+    assert of_output == wanted
+
+
+def check_stats(engine: Engine, traffic: list[Arrival]) -> None:
+    """Every prompt and every token is counted once, in the step that it belongs to."""
+    stats = [step.stats for step in engine.steps]
+    assert sum(step.num_prompt_tokens for step in stats) == sum(arrival.length for arrival in traffic)
+    assert [step.num_sampled_tokens for step in stats] == [len(step.token_ids) for step in engine.steps]
+    assert sum(step.num_preempted for step in stats) == engine.scheduler.num_preemptions
+    first_runs = [id for step in engine.steps for id in step.admitted]
+    assert sorted(first_runs) == sorted(engine.outputs)
+
+
 @settings(max_examples=150)
-@given(TRAFFIC, LIMITS)
-def test_every_admitted_request_finishes_with_its_own_tokens(traffic: list, limits: dict) -> None:
+@given(TRAFFIC, ONE_BY_ONE)
+def test_every_admitted_request_finishes_with_its_own_tokens(
+    traffic: list[Arrival], limits: dict[str, Any]
+) -> None:
     engine = drive(traffic, limits)
-    for number, (family, length, count, _, _) in enumerate(traffic):
-        assert engine.outputs[str(number)] == continuation(make_prompt(family, length, number), count)
-    assert engine.kv.pool.num_free == engine.kv.pool.num_usable, "blocks leaked"
-    assert all(block.num_users == 0 for block in engine.kv.pool.blocks[1:])
-    assert all(not row for row in engine.scheduler.running.requests)
+    check_answers(engine, traffic)
+    check_stats(engine, traffic)
+
+
+@settings(max_examples=400)
+@given(TRAFFIC, OVERLAPPED)
+def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[str, Any]) -> None:
+    engine = drive(traffic, limits)
+    check_answers(engine, traffic)
+    check_stats(engine, traffic)
+
+
+@settings(max_examples=100)
+@given(TRAFFIC, OVERLAPPED)
+def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
+    traffic: list[Arrival], limits: dict[str, Any]
+) -> None:
+    """With room for all and nothing to share, each token is computed once, and behind an end of sequence
+    only what was in flight. What ends by length wastes nothing."""
+    engine = drive(traffic, limits | {"num_blocks": 400, "share": False})
+    needed = sum(
+        arrival.length + len(answer(number, arrival)[0]) - 1 for number, arrival in enumerate(traffic)
+    )
+    ends = sum(answer(number, arrival)[1] >= 0 for number, arrival in enumerate(traffic))
+    assert needed <= engine.worker.num_computed <= needed + ends * (limits["depth"] - 1)
 
 
 @settings(max_examples=60)
-@given(TRAFFIC, LIMITS)
-def test_outputs_do_not_depend_on_when_requests_arrive(traffic: list, limits: dict) -> None:
+@given(TRAFFIC, ONE_BY_ONE | OVERLAPPED)
+def test_outputs_do_not_depend_on_when_requests_arrive(
+    traffic: list[Arrival], limits: dict[str, Any]
+) -> None:
     assert drive(traffic, limits).outputs == drive(traffic, limits, at_once=True).outputs
 
 
-@settings(max_examples=60)
-@given(TRAFFIC, LIMITS, st.data())
-def test_aborts_at_any_moment_hurt_nobody_else(traffic: list, limits: dict, data: st.DataObject) -> None:
+@settings(max_examples=200)
+@given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
+def test_aborts_at_any_moment_hurt_nobody_else(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
     engine = Engine(**limits)
-    for number, (family, length, count, _, priority) in enumerate(traffic):
-        engine.add(str(number), make_prompt(family, length, number), count, priority=priority)
-    aborted = set()
-    while engine.scheduler.has_work:
-        if data.draw(st.integers(0, 3)) == 0:
+    for number, arrival in enumerate(traffic):
+        add(engine, number, arrival)
+    aborted: set[str] = set()
+    while engine.core.has_work:
+        what = data.draw(st.integers(0, 7))
+        if what < 2:
             victim = str(data.draw(st.integers(0, len(traffic) - 1)))
-            aborted |= set(engine.scheduler.abort([victim]))
-        if engine.scheduler.has_work:
-            engine.step()
-    for number, (family, length, count, _, _) in enumerate(traffic):
-        expected = continuation(make_prompt(family, length, number), count)
-        said = engine.outputs[str(number)]
-        assert said == (expected[: len(said)] if str(number) in aborted else expected)
-    assert engine.kv.pool.num_free == engine.kv.pool.num_usable
+            aborted |= {victim} if engine.abort(victim) else set()
+        elif what == 2:
+            engine.core.reset_prefix_cache()
+        engine.step()
+    check_answers(engine, traffic, aborted)
 
 
 @settings(max_examples=60)
-@given(TRAFFIC, LIMITS)
-def test_a_running_decode_never_skips_a_step_unless_preempted(traffic: list, limits: dict) -> None:
+@given(TRAFFIC, OVERLAPPED, st.data())
+def test_after_clear_the_engine_is_as_new(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
+    """Steps in flight that nobody waits for still run, in front of those that come later."""
+    engine = Engine(**limits)
+    for number, arrival in enumerate(traffic):
+        add(engine, number, arrival)
+    for _ in range(data.draw(st.integers(1, 8))):
+        engine.step()
+    engine.core.clear()
+    engine.check_empty()
+    engine.steps, engine.reasons = [], {}
+    for number, arrival in enumerate(traffic):
+        add(engine, number, arrival)
+    engine.run()
+    check_answers(engine, traffic)
+
+
+@settings(max_examples=60)
+@given(TRAFFIC, ONE_BY_ONE)
+def test_a_running_decode_never_skips_a_step_unless_preempted(
+    traffic: list[Arrival], limits: dict[str, Any]
+) -> None:
     """Continuous batching: once a request decodes, every step gives it a token."""
     limits = limits | {
         "max_num_batched_tokens": max(limits["max_num_batched_tokens"], limits["max_num_seqs"])
     }
     engine = Engine(**limits)
-    for number, (family, length, count, _, priority) in enumerate(traffic):
-        engine.add(str(number), make_prompt(family, length, number), count, priority=priority)
+    for number, arrival in enumerate(traffic):
+        add(engine, number, arrival)
     while engine.scheduler.has_work:
         running = engine.scheduler.running
         decoding = {

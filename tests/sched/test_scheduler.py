@@ -1,12 +1,14 @@
 """The scheduler's rules, one by one, without a device."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from symbolic import Engine, continuation
 
 from quire.data.params import RepetitionDetectionParams, SamplingParams
 from quire.data.plan import StepOutput, StepPlan, StepResult
-from quire.sched import scheduler
+from quire.sched import victims
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -129,7 +131,7 @@ def test_preempted_requests_come_back_with_the_same_tokens() -> None:
 
 def test_preemption_warns_with_count_and_remedies_but_not_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(scheduler.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(victims.log, "warning", lambda text, *values: said.append(text % values))
     engine = Engine(num_blocks=9, max_num_seqs=8)
     for i in range(4):
         engine.add(str(i), prompt(8, 20 * i), count=20)
@@ -238,7 +240,7 @@ def test_abort_frees_running_and_waiting_requests() -> None:
 def test_stops() -> None:
     said = continuation(prompt(5), 12)
     assert len(set(said[:4])) == 4
-    cases = {
+    cases: dict[str, Any] = {
         "eos": ({"eos_id": said[2]}, {}, 3, ("stop", None)),
         "stop id": ({}, {"stop_token_ids": [said[3]]}, 4, ("stop", said[3])),
         "length": ({}, {}, 12, ("length", None)),
@@ -257,7 +259,7 @@ def test_repetition_ends_a_request() -> None:
         def run(self, plan: StepPlan) -> StepResult:
             return StepResult(token_ids=np.full(int(plan.samples.sum()), 5, np.int32))
 
-    engine = Engine()
+    engine = Engine(share=False)
     engine.worker = Parrot()  # type: ignore[assignment]
     detection = RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=1, min_count=4)
     engine.add("a", prompt(5), count=50, params=SamplingParams(max_tokens=50, repetition_detection=detection))

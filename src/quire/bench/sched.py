@@ -2,13 +2,15 @@
 is idle."""
 
 import argparse
+import itertools
 import random
 import time
+from collections import deque
 
 import numpy as np
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepResult
+from quire.data.plan import StepPlan, StepResult
 from quire.data.request import Request
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
@@ -36,22 +38,27 @@ def add_requests(scheduler: Scheduler, lengths: list[tuple[int, int]], seed: int
         )
 
 
-def measure(num_running: int, num_steps: int, *, prefix_caching: bool) -> np.ndarray:
-    """Seconds of plan() and of update() in each step in which all requests decode: [steps, 2]."""
+def measure(num_running: int, num_steps: int, *, prefix_caching: bool, depth: int = 1) -> np.ndarray:
+    """Seconds of plan() and of update() in each step in which all requests decode: [steps, 2]. With a depth
+    of 2 the next step is planned before the last one is updated."""
     scheduler = make_scheduler(num_running, prefix_caching=prefix_caching)
     draw = random.Random(1)
     add_requests(scheduler, [(draw.randint(100, 1024), 2 * num_steps) for _ in range(num_running)])
     tokens = np.random.default_rng(0)
     times: list[tuple[float, float]] = []
+    in_flight: deque[tuple[StepPlan, float]] = deque()
     while len(times) < num_steps:
-        begin = time.perf_counter()
-        plan = scheduler.plan()
-        planned = time.perf_counter()
+        while len(in_flight) < depth:
+            begin = time.perf_counter()
+            planned = scheduler.plan()
+            assert planned is not None
+            in_flight.append((planned, time.perf_counter() - begin))
+        plan, plan_s = in_flight.popleft()
         result = StepResult(token_ids=tokens.integers(0, 50_000, int(plan.samples.sum()), dtype=np.int32))
-        run = time.perf_counter()
+        begin = time.perf_counter()
         scheduler.update(plan, result)
         if plan.total_tokens == num_running == len(plan.rows):
-            times.append((planned - begin, time.perf_counter() - run))
+            times.append((plan_s, time.perf_counter() - begin))
     return np.array(times)
 
 
@@ -69,9 +76,10 @@ def measure_waste(num_requests: int = 512) -> float:
     held = used = 0
     while scheduler.has_work:
         plan = scheduler.plan()
+        assert plan is not None
         rows = scheduler.running.order
         held += int(scheduler.kv.num_blocks[rows].sum()) * scheduler.kv.block_size
-        used += int(scheduler.running.num_computed[rows].sum()) + plan.total_tokens
+        used += int(scheduler.running.num_computed[rows].sum())
         scheduler.update(
             plan, StepResult(token_ids=draw.integers(0, 50_000, int(plan.samples.sum()), dtype=np.int32))
         )
@@ -80,18 +88,26 @@ def measure_waste(num_requests: int = 512) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-running", type=int, default=1024, help="requests that decode in every step")
+    parser.add_argument(
+        "--num-running",
+        type=int,
+        nargs="+",
+        default=[256, 1024],
+        help="requests that decode in every step; one table each",
+    )
     parser.add_argument("--num-steps", type=int, default=400)
     args = parser.parse_args()
-    print(f"{args.num_running} running requests, {args.num_steps} decode steps; milliseconds a step")
-    print(f"{'prefix caching':>14} {'plan':>8} {'update':>8} {'both':>8} {'p99':>8}")
-    for prefix_caching in (True, False):
-        times = measure(args.num_running, args.num_steps, prefix_caching=prefix_caching) * 1e3
-        both = times.sum(axis=1)
-        print(
-            f"{'on' if prefix_caching else 'off':>14} {times[:, 0].mean():8.3f} {times[:, 1].mean():8.3f} "
-            f"{both.mean():8.3f} {np.percentile(both, 99):8.3f}"
-        )
+    for num_running in args.num_running:
+        print(f"{num_running} running requests, {args.num_steps} decode steps; median milliseconds a step")
+        print(f"{'overlapped':>10} {'prefix caching':>14} {'plan':>8} {'update':>8} {'both':>8} {'p99':>8}")
+        for depth, prefix_caching in itertools.product((1, 2), (True, False)):
+            times = measure(num_running, args.num_steps, prefix_caching=prefix_caching, depth=depth) * 1e3
+            both = times.sum(axis=1)
+            print(
+                f"{'yes' if depth > 1 else 'no':>10} {'on' if prefix_caching else 'off':>14} "
+                f"{np.median(times[:, 0]):8.3f} {np.median(times[:, 1]):8.3f} {np.median(both):8.3f} "
+                f"{np.percentile(both, 99):8.3f}"
+            )
     print(
         f"KV cache waste on a ShareGPT-like mix: {measure_waste():.2%} of the allocated slots hold no token"
     )

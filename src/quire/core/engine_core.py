@@ -5,27 +5,28 @@ from collections.abc import Iterable
 
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
+from quire.core.pipeline import Pipeline
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.dist.process import calm_threads
-from quire.errors import EngineDead
 from quire.executor import EXECUTORS, Executor
-from quire.logs import get_logger
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
-log = get_logger(__name__)
-
 
 class EngineCore:
-    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
-        self.executor = executor
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, depth: int = 1) -> None:
         self.scheduler = scheduler
+        self.pipeline = Pipeline(executor, depth)
+
+    @property
+    def executor(self) -> Executor:
+        return self.pipeline.executor
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or len(self.pipeline) > 0
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -34,15 +35,13 @@ class EngineCore:
         return self.scheduler.abort(request_ids)
 
     def step(self) -> StepOutput:
-        plan = self.scheduler.plan()
-        try:
-            result = self.executor.submit(plan).wait()
-        except EngineDead:
-            raise
-        except Exception:
-            log.exception(
-                "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
-            )
+        """The output of the oldest step, once those behind it are on their way."""
+        while self.pipeline.has_room and (plan := self.scheduler.plan()) is not None:
+            self.pipeline.submit(plan)
+        if not len(self.pipeline):
+            return StepOutput([], [], at=time.monotonic())
+        plan, result = self.pipeline.next()
+        if result is None:
             return StepOutput([], [], finished=self.scheduler.fail(plan), at=time.monotonic())
         return self.scheduler.update(plan, result)
 
@@ -65,6 +64,8 @@ class EngineCore:
         Blocks are findable from the plan on that fills them, and a broken step may have filled none.
         """
         scheduler = self.scheduler
+        self.pipeline.clear()
+        scheduler.forget_flights()
         scheduler.abort(list(scheduler.requests))
         scheduler.reset_prefix_cache()
 
@@ -74,7 +75,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
     calm_threads()
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
-    return EngineCore(executor, build_scheduler(config, cache)), cache
+    depth = 2 if config.scheduler.async_scheduling else 1
+    return EngineCore(executor, build_scheduler(config, cache), depth=depth), cache
 
 
 def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:

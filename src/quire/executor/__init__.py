@@ -14,16 +14,6 @@ class Pending(Protocol):
         """Blocks until the step is done; raises what the step raised."""
 
 
-class Done:
-    """A step that was over when it was submitted."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
-
-
 class Executor(Protocol):
     def start(self) -> CacheSize: ...
 

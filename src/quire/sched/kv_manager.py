@@ -1,6 +1,7 @@
 """KVManager: which blocks each row holds, and which prefixes can be shared."""
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class KVManager:
         self.tables: list[list[Block]] = [[] for _ in range(max_rows)]
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
         self.num_indexed: Ints = np.zeros(max_rows, np.int32)
+        self._fresh: list[Block] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -88,11 +90,17 @@ class KVManager:
                 self._hash(request, running.tokens[row], end)
             for block, key in zip(table[first:end], request.block_keys[first:end], strict=True):
                 self.pool.remember(block, key)
+            self._fresh.extend(table[first:end])
         self.num_indexed[rows] = np.maximum(num_indexed, num_full)
 
-    def forget(self, row: int, num_computed: int) -> None:
-        """Whatever lies behind the first `num_computed` tokens of a row was not written after all."""
-        for block in self.tables[row][num_computed // self.block_size :]:
+    def take_fresh(self) -> list[Block]:
+        """The blocks that were indexed since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """These were not written after all."""
+        for block in blocks:
             self.pool.forget(block)
 
     def free(self, row: int) -> None:

@@ -2,6 +2,7 @@
 operations."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.plan import Ints
 from quire.data.request import Request
@@ -19,13 +20,22 @@ class Running:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
+        """Those in flight counted in: it is known that they come, but not yet what they are."""
+        self.num_known: Ints = np.zeros(max_rows, np.int32)
+        """Tokens with a value."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
+        """Those in flight counted in."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
         """No stop before the sequence has this many tokens."""
         self.watched = np.zeros(max_rows, np.bool_)
         """Whether a token needs a closer look than eos and length: stop ids, repetition."""
+        self.needs_value = np.zeros(max_rows, np.bool_)
+        """Whether the host must know a token before the next can be drawn."""
+        self.admission: Ints = np.zeros(max_rows, np.int64)
+        """A number that is the row's until it is released; then 0."""
+        self._num_admissions = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -48,19 +58,48 @@ class Running:
         self.tokens[row, : len(request.tokens)] = request.tokens
         self.prompt_len[row] = request.prompt_len
         self.num_cached[row] = request.num_cached
-        self.num_tokens[row] = len(request.tokens)
+        self.num_tokens[row] = self.num_known[row] = len(request.tokens)
         self.num_computed[row] = num_computed
         self.limit[row] = request.limit
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
+        self.needs_value[row] = any(len(word) > 1 for word in params.bad_words_token_ids or ())
+        self._num_admissions += 1
+        self.admission[row] = self._num_admissions
         self.order = np.append(self.order, np.int32(row))
         return row
 
+    def pending(self) -> Ints:
+        """How many tokens each row of `order` can compute now. A token in flight can be computed without
+        its value, unless it is the last one anyway or the host wants to see it first."""
+        rows = self.order
+        num_tokens = self.num_tokens[rows]
+        pending: Ints = num_tokens - self.num_computed[rows]
+        unknown = num_tokens > self.num_known[rows]
+        if unknown.any():
+            pending[unknown & ((num_tokens >= self.limit[rows]) | self.needs_value[rows])] = 0
+        return pending
+
+    def launch(self, rows: Ints, num_tokens: Ints) -> NDArray[np.bool_]:
+        """`rows` compute so many tokens. Returns which of them get a new one; its value follows."""
+        samples: NDArray[np.bool_] = num_tokens == self.num_tokens[rows] - self.num_computed[rows]
+        self.num_computed[rows] += num_tokens
+        self.num_tokens[rows] += samples
+        return samples
+
+    def fill(self, rows: Ints, token_ids: Ints) -> None:
+        """The oldest unknown token of each row has come."""
+        num_known = self.num_known[rows]
+        self.tokens[rows, num_known] = token_ids
+        self.num_known[rows] = num_known + 1
+
     def release(self, row: int) -> Request:
+        """The row's request, with all tokens that are known."""
         request = self.request(row)
-        request.tokens.extend(self.tokens[row, len(request.tokens) : self.num_tokens[row]].tolist())
+        request.tokens.extend(self.tokens[row, len(request.tokens) : self.num_known[row]].tolist())
         self.requests[row], request.row = None, -1
+        self.admission[row] = 0
         self.order = self.order[self.order != row]
         self._free_rows.append(row)
         return request

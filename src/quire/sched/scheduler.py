@@ -3,6 +3,10 @@
 There are no phases. A request has tokens, and a number of them is computed; a step gives each request some
 of the difference. Decoding, a prompt, a chunk of one, a prefix hit, a preempted request coming back: all
 the same subtraction.
+
+Values come late. A plan counts as computed once it is made, and the next may be made before its result is in:
+that a row gets a token is known then, and which one is not. So whatever depends on values (stops, outputs,
+what the prefix cache may find) happens in `update`, or to the tokens that are known.
 """
 
 import time
@@ -11,33 +15,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.params import find_repetition
 from quire.data.plan import Admission, Finish, FirstRun, Ints, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
 from quire.data.stats import StepStats
-from quire.logs import get_logger
 from quire.sched.blocks import Block
+from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import KVManager
 from quire.sched.queues import LINES, WaitingLine
 from quire.sched.running import Running
-
-log = get_logger(__name__)
-
-WARN_INTERVAL_S = 10.0
-
-
-def choose_victim(running: Running, policy: str) -> int:
-    """The row to preempt: of the latest quarter of admissions the one whose recomputation costs least.
-
-    Never the oldest unless it is alone, so that somebody always gets through; under the priority policy
-    only rows of the least urgent priority are considered.
-    """
-    candidates = running.order[1:] if len(running) > 1 else running.order
-    if policy == "priority":
-        urgency = np.array([running.request(row).priority for row in running.order.tolist()])
-        candidates = running.order[urgency == urgency.max()]
-    latest = candidates[-max(1, len(candidates) // 4) :]
-    return int(latest[np.argmin(running.num_computed[latest])])
+from quire.sched.stops import why_stopped
+from quire.sched.victims import PreemptionWarning, choose_victim
 
 
 class Scheduler:
@@ -65,11 +52,11 @@ class Scheduler:
         self.waiting: WaitingLine = LINES[policy]()
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self._released: list[int] = []
-        self._admitted: dict[str, FirstRun] = {}
-        self._stats = StepStats()
+        self.in_flight: deque[Flight] = deque()
+        """Plans without a result, oldest first."""
+        self._notes = Notes()
         self._step = 0
-        self._next_warning = 0.0
+        self._warn = PreemptionWarning()
         self._suspects: deque[Request] = deque()
         """Requests of a failed step that have not yet run alone."""
 
@@ -96,52 +83,70 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         del self.requests[request.id]
+        for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
+            notes.admitted.pop(request.id, None)
         if request in self._suspects:
             self._suspects.remove(request)
         return Finish(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row)
-        self._released.append(row)
+        self._notes.released.append(row)
         return self.running.release(row)
 
     # ---- before a step
 
-    def plan(self) -> StepPlan:
-        """Spend the token budget: on running requests first, then on waiting ones if none had to give way."""
-        self._stats = StepStats()
-        chunks, new_blocks = self._continue_running()
+    def plan(self) -> StepPlan | None:
+        """Spend the token budget: on running requests first, then on waiting ones if none had to give way.
+        None if nothing can run before the next result is in."""
+        num_preemptions = self.num_preemptions
+        continued = self._continue_running()
+        if continued is None:
+            return None
+        chunks, new_blocks = continued
         block_rows, block_ids = self.kv.grow(self.running.order, new_blocks)
         self._index(self.running.order, chunks)
-        admitted = [] if self._stats.num_preempted else self._admit_waiting(self.budget - int(chunks.sum()))
+        admitted: list[tuple[Admission, int]] = []
+        if self.num_preemptions == num_preemptions:
+            admitted = self._admit_waiting(self.budget - int(chunks.sum()))
         rows = self.running.order
         num_tokens = np.concatenate([chunks, [chunk for _, chunk in admitted]]).astype(np.int32)
         if not num_tokens.all():
             rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
-        released, self._released = self._released, []
+        if not len(rows):
+            return None
         self._step += 1
-        pending = self.running.num_tokens[rows] - self.running.num_computed[rows]
-        return StepPlan(
+        notes, self._notes = self._notes, Notes()
+        starts = self.running.num_computed[rows]
+        plan = StepPlan(
             step=self._step,
-            released=released,
+            released=notes.released,
             admitted=[admission for admission, _ in admitted],
             block_rows=block_rows,
             block_ids=block_ids,
             rows=rows,
             num_tokens=num_tokens,
-            samples=num_tokens == pending,
+            samples=self.running.launch(rows, num_tokens),
         )
+        self.in_flight.append(Flight(plan, notes, starts, self.running.admission[rows], self.kv.take_fresh()))
+        return plan
 
-    def _continue_running(self) -> tuple[Ints, Ints]:
-        """Tokens and new blocks for each running row; requests are preempted until the blocks suffice."""
+    def _continue_running(self) -> tuple[Ints, Ints] | None:
+        """Tokens and new blocks for each running row; requests are preempted until the blocks suffice. That,
+        and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect runs
+        alone."""
         running, kv = self.running, self.kv
+        if self._suspects and self.in_flight:
+            return None
         while True:
             rows = running.order
-            chunks = self._share_budget(running.num_tokens[rows] - running.num_computed[rows])
+            chunks = self._share_budget(running.pending())
             reach = running.num_computed[rows] + chunks
             new_blocks = np.maximum(-(-reach // kv.block_size) - kv.num_blocks[rows], 0)
             if new_blocks.sum() <= kv.pool.num_free:
                 return chunks, new_blocks
+            if self.in_flight:
+                return None
             self._preempt(choose_victim(running, self.policy))
 
     def _share_budget(self, pending: Ints) -> Ints:
@@ -155,10 +160,11 @@ class Scheduler:
         return chunks
 
     def _index(self, rows: Ints, chunks: Ints) -> None:
-        """Make blocks findable in the very step that fills them: who shares them reads after the write."""
+        """Make blocks findable in the very step that fills them, if it is known with what: who shares them
+        reads after the write."""
         if self.kv.share_prefixes:
-            num_full = (self.running.num_computed[rows] + chunks) // self.kv.block_size
-            self.kv.index(self.running, rows, num_full)
+            reach = np.minimum(self.running.num_computed[rows] + chunks, self.running.num_known[rows])
+            self.kv.index(self.running, rows, reach // self.kv.block_size)
 
     def _admit_waiting(self, budget: int) -> list[tuple[Admission, int]]:
         """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
@@ -206,9 +212,10 @@ class Scheduler:
         num_computed = len(hits) * self.kv.block_size
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
-            self._admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
-            self._stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
-            self._stats.prefix_hits += num_computed
+            notes = self._notes
+            notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
+            notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
+            notes.stats.prefix_hits += num_computed
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hits, num_computed + chunk)
         self._index(np.array([row]), np.array([chunk]))
@@ -228,40 +235,29 @@ class Scheduler:
         request = self._vacate(row)
         request.num_preemptions += 1
         self.waiting.push_front(request)
-        self._stats.num_preempted += 1
+        self._notes.stats.num_preempted += 1
         self.num_preemptions += 1
-        if time.monotonic() >= self._next_warning:
-            self._next_warning = time.monotonic() + WARN_INTERVAL_S
-            log.warning(
-                "Request %s is preempted by recomputation because there is not enough KV cache space. "
-                "This can affect the end-to-end performance. Increase gpu_memory_utilization or "
-                "tensor_parallel_size, or decrease max_num_seqs or max_num_batched_tokens. "
-                "total_cumulative_preemption_cnt=%d",
-                request.id,
-                self.num_preemptions,
-            )
+        self._warn(request.id, self.num_preemptions)
 
     # ---- after a step
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Append what was sampled, end what is done."""
-        running = self.running
-        stats = self._count(plan)
-        prompt_logprobs = self._fresh_prompt_logprobs(result)
-        running.num_computed[plan.rows] += plan.num_tokens
-        sampled = plan.rows[plan.samples]
-        running.tokens[sampled, running.num_tokens[sampled]] = result.token_ids
-        running.num_tokens[sampled] += 1
+        """The values of the oldest plan in flight: append what was sampled, end what is done."""
+        running, flight = self.running, self.in_flight.popleft()
+        assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
+        landed = flight.landed(running, result)
+        sampled, result = landed.sampled, landed.result
+        stats = self._count(flight, sampled)
+        running.fill(sampled, result.token_ids)
         output = StepOutput(
             request_ids=[running.ids[row] for row in sampled.tolist()],
             token_ids=result.token_ids.tolist(),
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
-            prompt_logprobs=prompt_logprobs,
-            admitted=self._admitted,
+            prompt_logprobs=self._fresh_prompt_logprobs(landed),
+            admitted=flight.notes.admitted,
             at=time.monotonic(),
             stats=stats,
         )
-        self._admitted = {}
         self._end_finished(sampled, result.token_ids, output)
         if self._suspects and len(sampled):
             self._acquit(int(sampled[0]))
@@ -271,26 +267,39 @@ class Scheduler:
 
     def _end_finished(self, rows: Ints, token_ids: Ints, output: StepOutput) -> None:
         """Look closely only at rows that may be done."""
-        running, length = self.running, self.running.num_tokens[rows]
+        running, length = self.running, self.running.num_known[rows]
         suspect = (
             (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
         )
         for row in rows[suspect & (length >= running.min_len[rows])].tolist():
             request = running.request(row)
-            if (why := self._why_stopped(request)) is not None:
+            why = why_stopped(request, running.tokens[row, : running.num_known[row]])
+            if why is not None:
                 output.finished[request.id] = self._finish(request, *why)
 
     def fail(self, plan: StepPlan) -> dict[str, Finish]:
-        """The step broke: nothing of it counts. A request that was alone in it ends as an error; several go
-        back to the line, and are run one by one, so that only those end that fail by themselves."""
-        suspects = [self.running.request(row) for row in plan.rows.tolist()]
+        """The oldest step in flight broke: nothing of it counts, nor of those behind it. A request that was
+        alone in it ends as an error; several go back to the line, and are run one by one, so that only those
+        end that fail by themselves."""
+        flight = self.in_flight[0]
+        assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
+        alive = self.running.admission[plan.rows] == flight.admissions
+        suspects = [self.running.request(row) for row in plan.rows[alive].tolist()]
+        self.forget_flights()
         for row in self.running.order[::-1].tolist():
-            self.kv.forget(row, int(self.running.num_computed[row]))
             self.waiting.push_front(self._vacate(row))
-        if len(suspects) == 1:
-            return {suspects[0].id: self._finish(suspects[0], "error")}
+        if len(plan.rows) == 1:
+            return {request.id: self._finish(request, "error") for request in suspects}
         self._suspects.extend(request for request in suspects if request not in self._suspects)
         return {}
+
+    def forget_flights(self) -> None:
+        """No result will come. Blocks are findable from the plan on that fills them: these are not filled."""
+        for flight in self.in_flight:
+            self.kv.forget(flight.indexed)
+            self._notes.admitted |= flight.notes.admitted
+        self.kv.forget(self.kv.take_fresh())
+        self.in_flight.clear()
 
     def _acquit(self, row: int) -> None:
         """The first suspect has computed a token alone. It makes way for the next."""
@@ -298,39 +307,23 @@ class Scheduler:
             self._suspects.popleft()
             self.waiting.push_front(self._vacate(row))
 
-    def _why_stopped(self, request: Request) -> tuple[str, int | str | None] | None:
-        params, length = request.params, self.running.num_tokens[request.row]
-        tokens = self.running.tokens[request.row, :length]
-        token_id = int(tokens[-1])
-        if token_id == request.eos_id:
-            return "stop", None
-        if params.stop_token_ids and token_id in params.stop_token_ids:
-            return "stop", token_id
-        if length >= request.limit:
-            return "length", None
-        repetition = params.repetition_detection
-        if repetition is not None and find_repetition(tokens[request.prompt_len :].tolist(), repetition):
-            return "repetition", "repetition_detected"
-        return None
-
-    def _fresh_prompt_logprobs(self, result: StepResult) -> dict[str, list[RowLogprobs]]:
+    def _fresh_prompt_logprobs(self, landed: Landed) -> dict[str, list[RowLogprobs]]:
         """By request id, without the positions that a preempted request computes for the second time."""
         fresh = {}
-        for row, positions in result.prompt_logprobs.items():
+        for row, positions in landed.result.prompt_logprobs.items():
             request = self.running.request(row)
-            new = positions[max(request.num_prompt_logprobs - int(self.running.num_computed[row]), 0) :]
+            new = positions[max(request.num_prompt_logprobs - landed.starts[row], 0) :]
             request.num_prompt_logprobs += len(new)
             fresh[request.id] = new
         return fresh
 
-    def _count(self, plan: StepPlan) -> StepStats:
-        stats = self._stats
-        sampled = plan.rows[plan.samples]
-        first = sampled[self.running.prompt_len[sampled] == self.running.num_tokens[sampled]]
-        stats.num_prompt_tokens = int(self.running.prompt_len[first].sum())
-        stats.num_cached_tokens = int(self.running.num_cached[first].sum())
-        stats.num_computed_tokens = plan.total_tokens
-        stats.num_sampled_tokens = int(plan.samples.sum())
+    def _count(self, flight: Flight, sampled: Ints) -> StepStats:
+        stats, running = flight.notes.stats, self.running
+        first = sampled[running.prompt_len[sampled] == running.num_known[sampled]]
+        stats.num_prompt_tokens = int(running.prompt_len[first].sum())
+        stats.num_cached_tokens = int(running.num_cached[first].sum())
+        stats.num_computed_tokens = flight.plan.total_tokens
+        stats.num_sampled_tokens = len(sampled)
         return stats
 
     def reset_prefix_cache(self) -> bool:

@@ -1,0 +1,78 @@
+"""The steps on their way to and from the executor."""
+
+from collections import deque
+
+from quire.data.plan import StepPlan, StepResult
+from quire.errors import EngineDead
+from quire.executor import Executor, Pending
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class Refused:
+    """A step that failed when it was submitted."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepResult:
+        raise self._error
+
+
+class Pipeline:
+    """Holds up to `depth` steps. With 2 a device has its next step before it is done with the last; where the
+    host itself computes there is nothing to gain from more than 1."""
+
+    def __init__(self, executor: Executor, depth: int) -> None:
+        self.executor = executor
+        self.depth = depth
+        self._steps: deque[tuple[StepPlan, Pending]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_room(self) -> bool:
+        """None behind a step that was refused: it would begin where that one should have ended."""
+        refused = bool(self._steps) and isinstance(self._steps[-1][1], Refused)
+        return len(self._steps) < self.depth and not refused
+
+    def submit(self, plan: StepPlan) -> None:
+        self._steps.append((plan, self._launch(plan)))
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        try:
+            return self.executor.submit(plan)
+        except EngineDead:
+            raise
+        except Exception as error:
+            return Refused(error)
+
+    def next(self) -> tuple[StepPlan, StepResult | None]:
+        """The oldest step, when it is done. If it failed there is no result, and none of those behind it."""
+        plan, pending = self._steps.popleft()
+        try:
+            return plan, pending.wait()
+        except EngineDead:
+            raise
+        except Exception:
+            log.exception(
+                "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
+            )
+        self._drain()
+        return plan, None
+
+    def _drain(self) -> None:
+        while self._steps:
+            _, pending = self._steps.popleft()
+            try:
+                pending.wait()
+            except EngineDead:
+                raise
+            except Exception as error:
+                log.debug("The step behind it failed, too: %s", error)
+
+    def clear(self) -> None:
+        """Nobody waits for what is on its way."""
+        self._steps.clear()

@@ -1,0 +1,45 @@
+"""Preemption: who gives way when the blocks run out, and the warning about it."""
+
+import time
+
+import numpy as np
+
+from quire.logs import get_logger
+from quire.sched.running import Running
+
+log = get_logger(__name__)
+
+WARN_INTERVAL_S = 10.0
+
+
+def choose_victim(running: Running, policy: str) -> int:
+    """The row to preempt: of the latest quarter of admissions the one whose recomputation costs least.
+
+    Never the oldest unless it is alone, so that somebody always gets through; under the priority policy
+    only rows of the least urgent priority are considered.
+    """
+    candidates = running.order[1:] if len(running) > 1 else running.order
+    if policy == "priority":
+        urgency = np.array([running.request(row).priority for row in running.order.tolist()])
+        candidates = running.order[urgency == urgency.max()]
+    latest = candidates[-max(1, len(candidates) // 4) :]
+    return int(latest[np.argmin(running.num_computed[latest])])
+
+
+class PreemptionWarning:
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, request_id: str, num_preemptions: int) -> None:
+        """Said at most once in `WARN_INTERVAL_S`."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + WARN_INTERVAL_S
+        log.warning(
+            "Request %s is preempted by recomputation because there is not enough KV cache space. "
+            "This can affect the end-to-end performance. Increase gpu_memory_utilization or "
+            "tensor_parallel_size, or decrease max_num_seqs or max_num_batched_tokens. "
+            "total_cumulative_preemption_cnt=%d",
+            request_id,
+            num_preemptions,
+        )

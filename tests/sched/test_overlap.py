@@ -1,0 +1,191 @@
+"""Steps in flight, one rule at a time."""
+
+from typing import Any
+
+import pytest
+from symbolic import Engine, continuation
+
+from quire.data.params import SamplingParams
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + 7 * i) % 97 for i in range(length)]
+
+
+def overlapped(**limits: Any) -> Engine:
+    return Engine(**({"depth": 2, "lazy": True} | limits))
+
+
+def test_the_next_step_is_submitted_before_the_last_is_waited_for() -> None:
+    engine = overlapped()
+    engine.add("a", prompt(5), count=6)
+    engine.step()
+    assert [len(engine.plans), len(engine.device.line), len(engine.steps)] == [2, 1, 1]
+    engine.step()
+    assert [len(engine.plans), len(engine.device.line), len(engine.steps)] == [3, 1, 2]
+
+
+def test_one_step_at_a_time_waits_for_each() -> None:
+    engine = Engine(depth=1, lazy=True)
+    engine.add("a", prompt(5), count=6)
+    engine.step()
+    assert [len(engine.plans), len(engine.device.line)] == [1, 0]
+
+
+def test_a_request_that_ends_by_length_costs_no_step_more() -> None:
+    engine = overlapped()
+    engine.add("a", prompt(5), count=6)
+    engine.run()
+    assert [plan.total_tokens for plan in engine.plans] == [5, 1, 1, 1, 1, 1]
+
+
+def test_the_end_of_a_sequence_costs_one_step_more_and_work_ends_after_it() -> None:
+    said = continuation(prompt(5), 6)
+    engine = overlapped()
+    engine.add("a", prompt(5), count=6, eos_id=said[2])
+    while "a" not in engine.reasons:
+        engine.step()
+    assert engine.core.has_work and not engine.scheduler.has_work
+    assert engine.step().request_ids == []
+    assert not engine.core.has_work
+    assert engine.outputs["a"] == said[: said.index(said[2]) + 1]
+    assert len(engine.plans) == said.index(said[2]) + 2
+
+
+def test_a_row_that_needs_its_value_runs_every_second_step_and_others_in_all() -> None:
+    engine = overlapped(share=False)
+    params = SamplingParams(max_tokens=5)
+    params.bad_words_token_ids = [[3], [4, 5]]
+    engine.add("slow", prompt(5), count=5, params=params)
+    engine.add("fast", prompt(5, 40), count=5)
+    engine.run()
+    assert [len(plan.rows) for plan in engine.plans] == [2, 1, 2, 1, 2, 1, 1]
+    assert engine.outputs["slow"] == continuation(prompt(5), 5)
+
+
+def test_a_single_banned_token_needs_no_value() -> None:
+    engine = overlapped()
+    params = SamplingParams(max_tokens=5)
+    params.bad_words_token_ids = [[3], [4]]
+    engine.add("a", prompt(5), count=5, params=params)
+    engine.step()
+    assert len(engine.plans) == 2
+
+
+def test_a_request_that_comes_while_a_step_runs_joins_the_next_plan() -> None:
+    engine = overlapped()
+    engine.add("a", prompt(5), count=8)
+    engine.step()
+    engine.add("b", prompt(6, 30), count=2)
+    engine.step()
+    assert [new.request_id for new in engine.plans[2].admitted] == ["b"]
+    assert "b" not in engine.steps[1].admitted
+    assert "b" in engine.step().admitted
+
+
+def test_a_row_freed_by_an_abort_can_be_taken_while_its_last_step_runs() -> None:
+    """The token of the request that is gone must not reach the one that has its row now."""
+    engine = overlapped(max_num_seqs=1)
+    engine.add("a", prompt(5), count=8)
+    engine.step()
+    assert engine.abort("a")
+    engine.add("b", prompt(6, 30), count=3)
+    assert engine.step().request_ids == []
+    engine.run()
+    assert engine.outputs["b"] == continuation(prompt(6, 30), 3)
+    assert len(engine.outputs["a"]) == 1
+
+
+def test_an_aborted_id_can_come_again_at_once() -> None:
+    """What is in flight belongs to the request before: neither its token nor its first run counts."""
+    engine = overlapped(max_num_seqs=2)
+    engine.add("x", prompt(5), count=8)
+    engine.step()
+    assert engine.abort("x")
+    engine.add("y", prompt(9, 50), count=1)
+    engine.step()
+    assert engine.abort("y")
+    del engine.reasons["y"]
+    engine.add("y", prompt(6, 30), count=3)
+    engine.run()
+    assert engine.outputs["y"] == continuation(prompt(6, 30), 3)
+    (run,) = [step.admitted["y"] for step in engine.steps if "y" in step.admitted]
+    assert run.queued_at == engine.seen[-1].queued_at
+
+
+def test_preemption_waits_for_the_values_in_flight() -> None:
+    """Who is preempted has all its tokens: nothing is in flight at that moment."""
+    engine = overlapped(num_blocks=9)
+    for i in range(4):
+        engine.add(str(i), prompt(8, 20 * i), count=20)
+    preempt = engine.scheduler._preempt
+
+    def watched(row: int) -> None:
+        assert not engine.scheduler.in_flight
+        preempt(row)
+
+    engine.scheduler._preempt = watched  # type: ignore[method-assign]
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert all(engine.outputs[str(i)] == continuation(prompt(8, 20 * i), 20) for i in range(4))
+
+
+def test_generated_blocks_are_found_once_their_values_are_known() -> None:
+    engine = overlapped()
+    engine.add("a", prompt(6), count=10)
+    engine.run()
+    engine.add("b", prompt(6) + engine.outputs["a"], count=1)
+    assert {id: run.num_cached for id, run in engine.step().admitted.items()} == {"b": 12}
+
+
+def test_generated_blocks_of_a_running_request_are_shared() -> None:
+    engine = overlapped()
+    engine.add("a", prompt(6), count=30)
+    for _ in range(12):
+        engine.step()
+    engine.add("b", prompt(6) + engine.outputs["a"], count=2)
+    engine.step()
+    assert engine.step().admitted["b"].num_cached == 16
+    engine.run()
+    assert engine.outputs["b"] == continuation(prompt(6), 30)[12:14]
+
+
+def test_the_only_survivor_of_a_failed_step_was_not_alone_in_it() -> None:
+    """A request must not end as an error because its neighbour was aborted meanwhile."""
+    engine = overlapped()
+    run = engine.worker.run
+    engine.add("good", prompt(5), count=4)
+    engine.add("bad", prompt(5, 40), count=4)
+    engine.step()
+
+    def broken(plan: object) -> None:
+        engine.worker.run = run  # type: ignore[method-assign]
+        raise RuntimeError("once")
+
+    engine.worker.run = broken  # type: ignore[method-assign, assignment]
+    engine.abort("bad")
+    engine.run()
+    assert engine.reasons == {"bad": "abort", "good": "length"}
+    assert engine.outputs["good"] == continuation(prompt(5), 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_without_work_a_step_brings_nothing(depth: int) -> None:
+    engine = overlapped(depth=depth)
+    assert engine.step().request_ids == [] and engine.plans == []
+
+
+def test_the_prefix_cache_can_be_reset_behind_the_last_request() -> None:
+    said = continuation(prompt(18), 6)
+    engine = overlapped()
+    engine.add("a", prompt(18), count=6, eos_id=said[2])
+    engine.step()
+    assert not engine.core.reset_prefix_cache()
+    while "a" not in engine.reasons:
+        engine.step()
+    assert engine.core.has_work and engine.core.reset_prefix_cache()
+    engine.add("b", prompt(18), count=6)
+    engine.step()
+    assert engine.step().admitted["b"].num_cached == 0
+    engine.run()
+    assert engine.outputs["b"] == said
