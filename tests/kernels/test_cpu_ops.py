@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import native, ops
-from quire.kernels.cpu import CPUOps, argmax
+from quire.kernels.cpu import CPUOps
 from quire.kernels.ops import HeadNorms
 from quire.kernels.reference import Reference
 
@@ -165,29 +165,6 @@ def test_an_8_bit_cache_is_left_to_torch() -> None:
     case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), False, 0)
     for ours, expected in zip(case.run(OURS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
         assert torch.equal(ours.float(), expected.float())
-
-
-@given(
-    rows=st.integers(1, 5), size=st.sampled_from([1, 7, 500, 4096, 4097, 49152]), threads=THREADS, seed=SEEDS
-)
-@settings(max_examples=40)
-def test_argmax_is_the_first_of_the_largest(rows: int, size: int, threads: int, seed: int) -> None:
-    """Few different values, so that equals are everywhere."""
-    torch.manual_seed(seed)
-    x = torch.randint(-4, 4 if seed % 2 else 1 << 30, (rows, size)).float()
-    with on_threads(threads):
-        ours = argmax(x)
-    assert ours.tolist() == [row.index(max(row)) for row in x.tolist()]
-
-
-@pytest.mark.parametrize("places", [[0], [3, 9], [49151], [5000, 4095], [20, 44]])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_argmax_of_what_is_not_finite(places: list[int], value: float) -> None:
-    """As torch: a NaN is larger than any number."""
-    x = torch.randn(1, 49152)
-    x[0, places] = value
-    assert argmax(x).tolist() == x.max(-1).indices.tolist()
-    assert argmax(torch.full((1, 9000), value)).tolist() == [0]
 
 
 def test_who_serves_what(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU, and the largest logit."""
+"""The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from quire.kernels.reference import Reference
 
 TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
-_VOCAB = 4096
 """As in fused.c."""
 
 _embed = Kernel("quire_embed")
@@ -24,8 +23,6 @@ _RotateJob = structure(
     "num_tokens stride heads kv_heads head_dim rotary_dim bf16 cache_bf16",
     "eps",
 )
-_argmax = Kernel("quire_argmax")
-_ArgmaxJob = structure("out x found", "num_rows size stride")
 
 
 class CPUOps:
@@ -134,14 +131,3 @@ class CPUOps:
         weights = () if norms is None else (norms.q, norms.k)
         _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
         return out
-
-
-def argmax(x: Tensor) -> Tensor:
-    """[N, V] float32 -> [N] int64: the first of the largest; a NaN is larger than any number, as in torch."""
-    assert x.dtype == torch.float32 and x.stride(1) == 1
-    num_rows, size = x.shape
-    out = torch.empty(num_rows, dtype=torch.int64)
-    found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.int64)
-    job = _ArgmaxJob(out.data_ptr(), x.data_ptr(), found.data_ptr(), num_rows, size, x.stride(0))
-    _argmax(job, out, x, found)
-    return out

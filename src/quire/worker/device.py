@@ -19,7 +19,7 @@ from quire.kernels.tape import Tapes
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.memory import Needs
-from quire.worker.sheet import Arrays, Shape, fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.sheet import Arrays, Shape, draws_of, fill, host_arrays, shape_of, size_of, tensors
 from quire.worker.slots import Slots
 
 _MAX_SHEETS = 256
@@ -104,10 +104,11 @@ def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, s
 class Host:
     """The CPU. Steps are over when they return, so that every value is known before the next one."""
 
-    pick = None
-
-    def __init__(self, model: Model, slots: Slots) -> None:
+    def __init__(
+        self, model: Model, slots: Slots, pick: Callable[[Tensor, Draws], Tensor] | None = None
+    ) -> None:
         self.model = model
+        self.pick = pick
         self.block_tables = torch.from_numpy(slots.block_tables)
         self._sheets: dict[Shape, tuple[Arrays, dict[str, Tensor]]] = {}
         self._tapes = Tapes()
@@ -132,15 +133,17 @@ class Host:
         fill(arrays, plan, slots, _NO_PLACES, _NO_IDS)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, arrays["seq_lens"])
         if plan.total_tokens == len(plan.rows) <= self._max_taped:
-            return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch))
-        return lambda: self._compute(batch)
+            return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch, sheet))
+        return lambda: self._compute(batch, sheet)
 
-    def _compute(self, batch: Batch) -> Computed:
+    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
         model = self.model
         model.attention.plan(batch)
         hidden = model.forward(batch)
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        return Computed(hidden, model.head(wanted))
+        logits, draws = model.head(wanted), draws_of(sheet)
+        picked = self.pick(logits, draws) if self.pick is not None and len(logits) else None
+        return Computed(hidden, logits, picked, draws)
 
     def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
         token_ids = sampled.token_ids.to(torch.int32).numpy()

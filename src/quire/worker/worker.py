@@ -11,6 +11,8 @@ from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
 from quire.config.engine import EngineConfig
 from quire.data.plan import StepPlan
+from quire.kernels import native
+from quire.kernels.pick import pick
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
@@ -110,7 +112,9 @@ class Worker:
 
 def open_device(model: Model, slots: Slots, device: torch.device) -> Device:
     if device.type == "cpu":
-        return Host(model, slots)
+        if native.library() is None:
+            return Host(model, slots)
+        return Host(model, slots, lambda logits, draws: pick(logits, *draws))
     from quire.kernels.triton.sampling import sample
     from quire.worker.cuda import Cuda
 

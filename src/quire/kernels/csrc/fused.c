@@ -8,10 +8,9 @@
 
 #define MAX_HEAD_DIM 1024
 #define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
-#define VOCAB 4096  /* logits that are searched at a time; they fit in the first cache */
 
-/* Structures have the same fields, in the same order, as in cpu.py. All tensors of a job but the cache, the ids and
- * the logits are of one type. */
+/* Structures have the same fields, in the same order, as in cpu.py. All tensors of a job but the cache and the ids
+ * are of one type. */
 
 typedef struct {
     void *out;
@@ -159,60 +158,4 @@ void quire_rotate_and_write(const RotateJob *job)
         rotate_and_write(job, 1);
     else
         rotate_and_write(job, 0);
-}
-
-typedef struct {
-    int64_t *out; /* [rows] */
-    const float *x;
-    int64_t *found; /* [rows, pieces of VOCAB] */
-    int64_t num_rows, size, stride;
-} ArgmaxJob;
-
-INLINE int beats(float x, float best) { return x > best || (x != x && best == best); }
-
-/* The first place of the largest of x[0..count); a NaN is larger than any number. */
-static long place_of_largest(const float *x, long count)
-{
-    vf most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, bad = {0};
-    long i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) {
-            vf at = load(x + i + j * LANES);
-            most[j] = pick(at > most[j], at, most[j]);
-            bad = pick(at != at, at, bad);
-        }
-    float best = -INFINITY;
-    for (int j = 0; j < 4; j++)
-        for (int k = 0; k < LANES; k++)
-            best = most[j][k] > best ? most[j][k] : best;
-    int any_nan = lanes_sum(bad) != 0;
-    for (; i < count; i++) {
-        best = x[i] > best ? x[i] : best;
-        any_nan |= x[i] != x[i];
-    }
-    for (i = 0; i < count; i++)
-        if (any_nan ? x[i] != x[i] : x[i] == best)
-            return i;
-    return 0;
-}
-
-void quire_argmax(const ArgmaxJob *job)
-{
-    long pieces = (job->size + VOCAB - 1) / VOCAB;
-#pragma omp for schedule(static)
-    for (long task = 0; task < job->num_rows * pieces; task++) {
-        long row = task / pieces, first = task % pieces * VOCAB;
-        long count = first + VOCAB < job->size ? VOCAB : job->size - first;
-        job->found[task] = first + place_of_largest(job->x + row * job->stride + first, count);
-    }
-#pragma omp for schedule(static)
-    for (long row = 0; row < job->num_rows; row++) {
-        const float *x = job->x + row * job->stride;
-        const int64_t *found = job->found + row * pieces;
-        long best = found[0];
-        for (long i = 1; i < pieces; i++)
-            if (beats(x[found[i]], x[best]))
-                best = found[i];
-        job->out[row] = best;
-    }
 }

@@ -1,0 +1,280 @@
+/* One token for each row of logits: the best, or one by chance. `sampling/draw.py` says the same in torch.
+ *
+ * What is picked for a row depends on that row alone, and not on the number of threads.
+ */
+#include <math.h>
+#include <omp.h>
+
+#include "simd.h"
+
+#define VOCAB 4096 /* logits that are searched at a time; they fit in the first cache */
+#define BLOCK 512  /* weights that are summed before one block is looked at */
+#define STEPS 64   /* places of the histogram per unit of a logit */
+#define PLACES 2048
+
+/* The same fields, in the same order, as in pick.py. */
+typedef struct {
+    int64_t *out; /* [rows] */
+    const void *x; /* [rows, size] */
+    int64_t *found; /* [rows, pieces of VOCAB] */
+    void *memory;   /* of each thread: quire_pick_room(size) bytes */
+    const float *temperature; /* NULL: all rows take the best, as do rows with 0 */
+    const int32_t *top_k; /* 0: all */
+    const float *top_p, *min_p;
+    const int64_t *seeds, *positions;
+    int64_t num_rows, size, stride, bf16;
+} PickJob;
+
+/* Of one thread. */
+typedef struct {
+    double sums[PLACES]; /* of the weights of a place of the histogram, later of a block */
+    int64_t counts[PLACES];
+    float *logits, *weights, *some; /* [size] each */
+} Scratch;
+
+int64_t quire_pick_room(int64_t size) { return (int64_t)sizeof(Scratch) + (3 * (size + LANES) * 4 + 63) / 64 * 64; }
+
+static int beats(float x, float best) { return x > best || (x != x && best == best); }
+
+/* The first place of the largest of `count` numbers; a NaN is larger than any number. */
+INLINE long place_of_largest(const void *x, int bf16, long at, long count)
+{
+    vf most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, bad = {0};
+    long i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            vf now = take(x, bf16, at + i + j * LANES, LANES);
+            most[j] = pick(now > most[j], now, most[j]);
+            bad = pick(now != now, now, bad);
+        }
+    float best = -INFINITY;
+    for (int j = 0; j < 4; j++)
+        for (int k = 0; k < LANES; k++)
+            best = most[j][k] > best ? most[j][k] : best;
+    int any_nan = lanes_sum(bad) != 0;
+    for (; i < count; i++) {
+        float now = take(x, bf16, at + i, 1)[0];
+        best = now > best ? now : best;
+        any_nan |= now != now;
+    }
+    for (i = 0; i < count; i++) {
+        float now = take(x, bf16, at + i, 1)[0];
+        if (any_nan ? now != now : now == best)
+            return i;
+    }
+    return 0;
+}
+
+/* splitmix64's finaliser, and a number in [0, 1) from a seed and a position. */
+static uint64_t mixed(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+static double uniform(int64_t seed, int64_t position)
+{
+    uint64_t counter = mixed((uint64_t)seed) + 0x9E3779B97F4A7C15u * ((uint64_t)position + 1);
+    return (double)(mixed(counter) >> 11) * 0x1p-53;
+}
+
+/* Largest first; equals may change places, they are only values. */
+static void sift(float *x, long at, long count)
+{
+    for (long child; (child = 2 * at + 1) < count; at = child) {
+        if (child + 1 < count && x[child + 1] < x[child])
+            child++;
+        if (x[at] <= x[child])
+            return;
+        float kept = x[at];
+        x[at] = x[child];
+        x[child] = kept;
+    }
+}
+
+static void sort_falling(float *x, long count)
+{
+    for (long at = count / 2; at-- > 0;)
+        sift(x, at, count);
+    for (long last = count - 1; last > 0; last--) {
+        float least = x[0];
+        x[0] = x[last];
+        x[last] = least;
+        sift(x, 0, last);
+    }
+}
+
+/* Further from the peak never comes before nearer. */
+INLINE long place_of(float logit, float peak)
+{
+    float at = (peak - logit) * STEPS;
+    return at < PLACES - 1 ? (long)at : PLACES - 1;
+}
+
+/* The values of a place of the histogram that are not below `floor`, into scratch->some. */
+static long collect(Scratch *scratch, long size, float peak, long place, float floor)
+{
+    long count = 0;
+    for (long i = 0; i < size; i++) {
+        float logit = scratch->logits[i];
+        scratch->some[count] = logit;
+        count += logit >= floor && place_of(logit, peak) == place;
+    }
+    return count;
+}
+
+static void count_places(Scratch *scratch, long size, float peak)
+{
+    memset(scratch->sums, 0, sizeof scratch->sums);
+    memset(scratch->counts, 0, sizeof scratch->counts);
+    for (long i = 0; i < size; i++) {
+        long place = place_of(scratch->logits[i], peak);
+        scratch->counts[place]++;
+        scratch->sums[place] += scratch->weights[i];
+    }
+}
+
+/* The k-th largest. */
+static float kth(Scratch *scratch, long size, float peak, long k)
+{
+    long place = 0, before = 0;
+    for (; before + scratch->counts[place] < k; place++)
+        before += scratch->counts[place];
+    sort_falling(scratch->some, collect(scratch, size, peak, place, -INFINITY));
+    return scratch->some[k - before - 1];
+}
+
+static float weight_of(float logit, float peak) { return exp_one(logit - peak); }
+
+/* The last of the smallest set of best tokens that holds `share` of the weight of those not below `floor`. */
+static float nucleus(Scratch *scratch, long size, float peak, double share, float floor)
+{
+    long last = place_of(floor, peak), place = 0;
+    double total = 0, so_far = 0;
+    if (floor > -INFINITY) { /* it cuts its place in two */
+        long count = collect(scratch, size, peak, last, floor);
+        scratch->sums[last] = 0;
+        for (long i = 0; i < count; i++)
+            scratch->sums[last] += weight_of(scratch->some[i], peak);
+    }
+    for (long i = 0; i <= last; i++)
+        total += scratch->sums[i];
+    for (; place < last && so_far + scratch->sums[place] < share * total; place++)
+        so_far += scratch->sums[place];
+    long count = collect(scratch, size, peak, place, floor);
+    sort_falling(scratch->some, count);
+    for (long i = 0; i < count; i++) {
+        so_far += weight_of(scratch->some[i], peak);
+        if (so_far >= share * total)
+            return scratch->some[i];
+    }
+    return count ? scratch->some[count - 1] : floor;
+}
+
+/* The least logit that min_p, then top_k, then top_p leave. */
+static float floor_of(const PickJob *job, long row, Scratch *scratch, float peak)
+{
+    long k = job->top_k[row], size = job->size;
+    float floor = peak + logf(job->min_p[row]);
+    if (k <= 0 && !(job->top_p[row] < 1))
+        return floor;
+    count_places(scratch, size, peak);
+    if (k > 0 && k < size) {
+        float least = kth(scratch, size, peak, k);
+        floor = least > floor ? least : floor;
+    }
+    if (job->top_p[row] < 1) {
+        float least = nucleus(scratch, size, peak, job->top_p[row], floor);
+        floor = least > floor ? least : floor;
+    }
+    return floor;
+}
+
+static long at_most(long left) { return left < BLOCK ? left : BLOCK; }
+
+static double sum_of(const float *x, long count)
+{
+    double sums[4] = {0};
+    for (long i = 0; i < count; i++)
+        sums[i % 4] += x[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* By chance, where `best` is the place of the largest logit. */
+INLINE long draw(const PickJob *job, long row, long best, Scratch *scratch, int bf16)
+{
+    long size = job->size, at = row * job->stride, blocks = (size + BLOCK - 1) / BLOCK;
+    float scale = job->temperature[row], peak = take(job->x, bf16, at + best, 1)[0] / scale;
+    if (!(fabsf(peak) < INFINITY))
+        return best;
+    for (long i = 0; i < size; i += LANES) {
+        vf logit = take(job->x, bf16, at + i, size - i) / scale;
+        put(scratch->logits, 0, i, size - i, logit);
+        put(scratch->weights, 0, i, size - i, exp_lanes(logit - peak));
+    }
+    float floor = floor_of(job, row, scratch, peak);
+    for (long i = 0; i < size; i += LANES) {
+        vf logit = take(scratch->logits, 0, i, size - i), weight = take(scratch->weights, 0, i, size - i);
+        put(scratch->weights, 0, i, size - i, pick(logit < floor, splat(0), weight));
+    }
+    double total = 0, before = 0;
+    for (long block = 0; block < blocks; block++)
+        total += scratch->sums[block] = sum_of(scratch->weights + block * BLOCK, at_most(size - block * BLOCK));
+    double target = uniform(job->seeds[row], job->positions[row]) * total;
+    long last = best;
+    for (long block = 0; block < blocks; block++) {
+        if (before + scratch->sums[block] <= target) {
+            before += scratch->sums[block];
+            continue;
+        }
+        double inside = 0;
+        for (long i = block * BLOCK; i < block * BLOCK + at_most(size - block * BLOCK); i++) {
+            if (scratch->weights[i] == 0)
+                continue;
+            last = i;
+            inside += scratch->weights[i];
+            if (before + inside > target)
+                return i;
+        }
+        return last; /* rounding: the sum of the block came out larger */
+    }
+    return last;
+}
+
+INLINE void pick_rows(const PickJob *job, int bf16)
+{
+    long pieces = (job->size + VOCAB - 1) / VOCAB;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * pieces; task++) {
+        long row = task / pieces, first = task % pieces * VOCAB;
+        long count = first + VOCAB < job->size ? VOCAB : job->size - first;
+        job->found[task] = first + place_of_largest(job->x, bf16, row * job->stride + first, count);
+    }
+    char *own = (char *)job->memory + omp_get_thread_num() * quire_pick_room(job->size);
+    Scratch *scratch = (Scratch *)own;
+#pragma omp for schedule(dynamic, 1)
+    for (long row = 0; row < job->num_rows; row++) {
+        const int64_t *found = job->found + row * pieces;
+        long at = row * job->stride, best = found[0];
+        for (long i = 1; i < pieces; i++)
+            if (beats(take(job->x, bf16, at + found[i], 1)[0], take(job->x, bf16, at + best, 1)[0]))
+                best = found[i];
+        if (job->temperature && job->temperature[row] > 0) {
+            long padded = (job->size + LANES - 1) / LANES * LANES;
+            scratch->logits = (float *)(own + sizeof(Scratch));
+            scratch->weights = scratch->logits + padded;
+            scratch->some = scratch->weights + padded;
+            best = draw(job, row, best, scratch, bf16);
+        }
+        job->out[row] = best;
+    }
+}
+
+void quire_pick(const PickJob *job)
+{
+    if (job->bf16)
+        pick_rows(job, 1);
+    else
+        pick_rows(job, 0);
+}
