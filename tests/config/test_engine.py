@@ -185,7 +185,9 @@ def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]
 
 
 def test_an_8_bit_cache_is_refused_where_no_backend_reads_it() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e4m3' is not supported on this cpu; known: auto"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype='fp8_e4m3' is not supported on this cpu; known: auto"
+    ):
         make({"kv_cache_dtype": "fp8"})
 
 
@@ -195,6 +197,13 @@ def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
         {**off, "tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto", "task": "generate"}
     )
     make({"quantization": "gguf"}, checkpoint=checkpoint(format="gguf"))
+
+
+def test_packed_weights_stay_packed_on_a_cpu() -> None:
+    packed = checkpoint(format="gguf")
+    assert make({}, checkpoint=packed).model.quantization == "gguf"
+    assert make({"quantization": "none"}, checkpoint=packed).model.quantization == "none"
+    assert make({}, checkpoint=packed, machine=cuda(80, "A100", (8, 0))).model.quantization == "none"
 
 
 def test_none_means_not_given_for_every_field() -> None:

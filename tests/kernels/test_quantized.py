@@ -1,97 +1,165 @@
-"""Packed products: the layout against the gguf package, the kernel against torch, bits that stay the same."""
+"""Packed weights: values and products against the gguf package, and bits that stay the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.quantized import PACKINGS, linear, linear_reference, pack, unpack_rows
+from quire.kernels.linear import Matrix, Product
+from quire.kernels.quantized import TYPES, Lookup, interleaves, pack, product_reference, unpack_reference
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
-KINDS = sorted(PACKINGS)
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+KINDS = sorted(TYPES)
+LAYOUTS = [False, True] if interleaves() else [False]
+HALVES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+"""Where the float16 numbers of a block lie, if not only at its start."""
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
-    values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-    return torch.from_numpy(quantize(values, GGMLQuantizationType[kind]))
+    """Random bytes, with scales of a sensible size: every code and every small scale occurs."""
+    form, rng = TYPES[kind], np.random.default_rng(seed)
+    blocks = columns // form.stored_columns
+    content = rng.integers(0, 256, (rows, blocks, form.stored_bytes), dtype=np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        scales = (rng.standard_normal((rows, blocks, 1)) * 0.05).astype(np.float16)
+        content[:, :, at : at + 2] = scales.view(np.uint8)
+    return torch.from_numpy(content.reshape(rows, -1))
 
 
+def relative_error(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_comes_back_out_of_the_layout(kind: str) -> None:
-    """Rows, columns, scales or minima that change places while packing."""
-    file = stored(kind, 24, 96, 0)
-    ids = torch.tensor([3, 23, 0, 8, 3])
-    expected = torch.from_numpy(dequantize(file.numpy(), GGMLQuantizationType[kind]))[ids]
-    assert torch.equal(unpack_rows(pack(file, PACKINGS[kind]), ids, PACKINGS[kind]), expected)
+def test_every_row_comes_back_exactly(kind: str, interleaved: bool) -> None:
+    """Rows, columns, scales or minima that change places; a value that is rounded once more."""
+    file = stored(kind, 29, 768, 0)
+    ids = torch.tensor([3, 28, 0, 8, 3, 15, 16])
+    lookup = Lookup(pack(file, kind, interleaved=interleaved))
+    expected = unpack_reference(file, kind)[ids]
+    assert torch.equal(lookup(ids, torch.float32), expected)
+    assert torch.equal(lookup(ids, torch.bfloat16), expected.bfloat16())
 
 
-@needs_native
 @given(
-    kind=st.sampled_from(KINDS),
-    rows=st.integers(1, 200),
-    groups=st.integers(1, 20),
-    blocks=st.integers(1, 6),
-    threads=st.sampled_from([1, 2, 3]),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
+    interleaved=st.sampled_from(LAYOUTS),
+    num_rows=st.integers(1, 150),
+    rows=st.integers(1, 60),
+    supers=st.integers(1, 9),
+    num_threads=st.sampled_from([1, 2, 3]),
+    with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60)
-def test_matches_torch_on_random_shapes(
-    kind: str, rows: int, groups: int, blocks: int, threads: int, seed: int
+@settings(max_examples=100, deadline=None)
+def test_matches_float64_on_random_shapes(
+    kinds: list[str],
+    interleaved: bool,
+    num_rows: int,
+    rows: int,
+    supers: int,
+    num_threads: int,
+    with_bias: bool,
+    seed: int,
 ) -> None:
-    packed = pack(stored(kind, groups * 8, blocks * 32, seed), PACKINGS[kind])
-    x = torch.randn(rows, blocks * 32, generator=torch.Generator().manual_seed(seed))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        ours = linear(x, packed, PACKINGS[kind])
-    finally:
-        torch.set_num_threads(before)
-    # One code of x more or less where a value lies halfway between two.
-    torch.testing.assert_close(ours, linear_reference(x, packed, PACKINGS[kind]), atol=0.1, rtol=0)
-    assert (ours - linear_reference(x, packed, PACKINGS[kind])).abs().mean() < 1e-3
+    columns = supers * max(TYPES[kind].stored_columns for kind in kinds)
+    files = [stored(kind, rows + i, columns, seed + i) for i, kind in enumerate(kinds)]
+    matrices = [pack(file, kind, interleaved=interleaved) for file, kind in zip(files, kinds, strict=True)]
+    bias = random(sum(map(len, files)), seed=seed) if with_bias else None
+    x = random(num_rows, columns, seed=seed)
+    with threads(num_threads):
+        ours = Product(matrices, bias)(x)
+    expected = product_reference(x, list(zip(files, kinds, strict=True)), bias)
+    assert relative_error(ours, expected) < 3e-4
+    if len(ours) * ours.shape[1] > 1000:
+        assert relative_error(ours, expected) < (2e-4 if interleaved else 1e-6)
 
 
-@needs_native
+@pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_codes_do_not_overflow(kind: str) -> None:
-    """Sums in 16 bits that wrap or saturate where all codes are at their limits."""
-    packing = PACKINGS[kind]
-    file = torch.full(
-        (8, 64 // 32 * packing.block_bytes), 0x80 if packing.bits == 8 else 0xFF, dtype=torch.uint8
-    )
-    blocks = file.view(8, -1, packing.block_bytes)
-    blocks[..., : packing.head_bytes] = (
-        torch.tensor([1.0], dtype=torch.float16).view(torch.uint8).repeat(packing.head_bytes // 2)
-    )
-    packed = pack(file, packing)
-    for sign in (1.0, -1.0):
-        x = torch.full((5, 64), sign)
-        torch.testing.assert_close(linear(x, packed, packing), linear_reference(x, packed, packing))
+def test_the_same_bits_alone_in_a_batch_and_with_other_threads(kind: str, interleaved: bool) -> None:
+    product = Product([pack(stored(kind, 45, 2304, 1), kind, interleaved=interleaved)])
+    x = random(131, 2304, seed=2)
+    together = product(x)
+    for start, end in ((0, 1), (130, 131), (3, 5), (62, 65), (60, 64), (10, 15), (7, 90)):
+        assert torch.equal(product(x[start:end]), together[start:end])
+    for number in (1, 3):
+        with threads(number):
+            assert torch.equal(product(x), together)
+            assert torch.equal(product(x[:1]), together[:1])
 
 
-@needs_native
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_alone_and_in_a_batch(kind: str) -> None:
-    packed = pack(stored(kind, 40, 160, 1), PACKINGS[kind])
-    x = torch.randn(71, 160)
-    together = linear(x, packed, PACKINGS[kind])
-    for row in (0, 1, 63, 64, 70):
-        assert torch.equal(linear(x[row : row + 1], packed, PACKINGS[kind])[0], together[row])
+def test_in_float_packed_and_unpacked_weights_give_the_same_bits(kind: str) -> None:
+    file = stored(kind, 45, 1280, 1)
+    packed = Product([pack(file, kind, interleaved=False)])
+    plain = Product([Matrix.plain(unpack_reference(file, kind).contiguous())])
+    for num_rows in (1, 3, 50):
+        x = random(num_rows, 1280, seed=num_rows)
+        assert torch.equal(packed(x), plain(x))
 
 
-@needs_native
+@pytest.mark.parametrize("interleaved", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_give_zero_and_nan_stays_in_its_row(kind: str) -> None:
+def test_the_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None:
+    """Sums of whole numbers that leave their range where all codes are at their limits."""
+    form = TYPES[kind]
+    for byte in (0xFF, 0x80, 0x7F, 0x00):
+        file = torch.full((8, 2, form.stored_bytes), byte, dtype=torch.uint8)
+        for at in HALVES.get(kind, (0,)):
+            file[:, :, at : at + 2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+        flat = file.flatten(1)
+        product = Product([pack(flat, kind, interleaved=interleaved)])
+        for value in (1.0, -1.0, 3e-20):
+            x = torch.full((5, 2 * form.stored_columns), value)
+            ours, expected = product(x), product_reference(x, [(flat, kind)])
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=abs(value) * 1e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+@pytest.mark.parametrize("interleaved", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_give_zero_and_nan_stays_in_its_row(kind: str, interleaved: bool, num_rows: int) -> None:
     """Division by a scale of 0; a broken request that spoils its neighbours, or that looks healthy."""
-    packed = pack(stored(kind, 8, 64, 2), PACKINGS[kind])
-    x = torch.zeros(4, 64)
-    x[1, 40] = torch.nan
-    x[2, 3] = torch.inf
-    out = linear(x, packed, PACKINGS[kind])
-    assert out[1].isnan().all() and not out[2].isfinite().any()
-    assert not out[0].any() and not out[3].any()
+    product = Product([pack(stored(kind, 12, 512, 2), kind, interleaved=interleaved)])
+    assert not product(torch.zeros(num_rows, 512)).any()
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x = random(num_rows, 512, seed=3)
+        x[num_rows // 2, 40] = broken
+        out = product(x)
+        assert not out[num_rows // 2].isfinite().any()
+        assert out.isfinite().all(dim=1).sum() == num_rows - 1
+
+
+@pytest.mark.parametrize("interleaved", LAYOUTS)
+def test_bfloat16_activations_are_widened_exactly(interleaved: bool) -> None:
+    product = Product([pack(stored("Q4_1", 40, 96, 5), "Q4_1", interleaved=interleaved)], torch.ones(40))
+    for num_rows in (1, 3, 70):
+        x = random(num_rows, 96, seed=4, dtype=torch.bfloat16)
+        assert torch.equal(product(x), product(x.float()).bfloat16())

@@ -8,7 +8,6 @@ import torch
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged, write_gguf
 
 from quire.kernels import native
-from quire.kernels.quantized import PACKINGS
 from quire.quant.gguf import Packed, choose
 from quire.quant.plain import Plain
 
@@ -22,15 +21,18 @@ needs_native = pytest.mark.skipif(native.library() is None, reason="the native k
     [
         ([("Q4_1", 16, 64)], True),
         ([("Q4_0", 16, 64), ("Q4_0", 8, 64)], True),
-        ([("Q4_0", 16, 64), ("Q8_0", 8, 64)], False),
-        ([("Q6_K", 16, 256)], False),
+        ([("Q4_0", 16, 64), ("Q8_0", 8, 64)], True),
+        ([("Q4_K", 16, 256), ("Q4_K", 8, 256), ("Q6_K", 8, 256)], True),
+        ([("Q8_0", 13, 64)], True),
         ([("F32", 16, 64)], False),
-        ([("Q8_0", 12, 64)], False),
+        ([("Q4_0", 16, 64), ("F16", 8, 64)], False),
+        ([("IQ4_XS", 16, 256)], False),
+        ([("Q8_0", 64)], False),
         ([], False),
     ],
 )
 def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
-    """A layer of mixed types, or of a type without a kernel, taken for packed bytes."""
+    """A layer with a type that has no kernel, taken for packed bytes."""
     assert isinstance(choose(parts, CPU), Packed if packed else Plain)
 
 
@@ -41,7 +43,7 @@ def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytes
 
 
 @needs_native
-@pytest.mark.parametrize("kind", sorted(PACKINGS))
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -63,4 +65,4 @@ def test_logits_match_the_model_it_was_written_from(
     prompts = random_prompts(17, 10)
     for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(hf_model, ids)
-        assert (ours - expected).norm() / expected.norm() < 0.06
+        assert (ours - expected).norm() / expected.norm() < 1e-3

@@ -298,7 +298,7 @@ def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, 
             f" {checkpoint.format!r}; leave it out"
         )
     if quantization is None and checkpoint.format == "gguf":
-        quantization = "none"
+        quantization = "gguf" if machine.device == "cpu" else "none"
     asked_len = values.get("max_model_len")
     auto_fit = asked_len in ("auto", -1)
     length = checkpoint.derived_max_len if asked_len is None or auto_fit else asked_len

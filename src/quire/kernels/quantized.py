@@ -1,101 +1,111 @@
-"""Products with packed weights in C (`csrc/quantized.c`), their layout, and the reference in torch."""
+"""Packed weights: their forms, their repacking and their rows in C (`csrc/quantized*.c`)."""
 
-import ctypes
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.native import bind
-
-GROUP = 8
-"""Rows that lie side by side."""
-BLOCK = 32
-"""Columns that share a scale."""
+from quire.kernels import native
+from quire.kernels.linear import BLOCK, GROUP, Matrix, linear_reference
+from quire.kernels.native import Kernel, structure
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """A ggml type: a block is a scale, perhaps a minimum (float16 each), and 32 codes of some bits."""
+class Form(NamedTuple):
+    """How a ggml type is kept; the numbers as in linear.h and quantized_pack.c."""
 
-    number: int
-    """As in quantized.c."""
+    type: int
+    form: int
     bits: int
-    minimum: bool
-
-    @property
-    def head_bytes(self) -> int:
-        return 4 if self.minimum else 2
+    """Of a code. Types of 5 and 6 bits take 8."""
+    head_bytes: int
+    """Of the scales and minima of 32 columns."""
+    stored_bytes: int
+    """Of a block of the file."""
+    stored_columns: int = BLOCK
 
     @property
     def block_bytes(self) -> int:
         return self.head_bytes + BLOCK * self.bits // 8
 
 
-PACKINGS = {
-    "Q4_0": Packing(0, bits=4, minimum=False),
-    "Q4_1": Packing(1, bits=4, minimum=True),
-    "Q8_0": Packing(2, bits=8, minimum=False),
+TYPES = {
+    "Q4_0": Form(0, 2, 4, 2, 18),
+    "Q4_1": Form(1, 3, 4, 4, 20),
+    "Q5_0": Form(2, 4, 8, 2, 22),
+    "Q5_1": Form(3, 6, 8, 8, 24),
+    "Q8_0": Form(4, 4, 8, 2, 34),
+    "Q2_K": Form(5, 7, 4, 16, 84, 256),
+    "Q3_K": Form(6, 7, 4, 16, 110, 256),
+    "Q4_K": Form(7, 5, 4, 8, 144, 256),
+    "Q5_K": Form(8, 6, 8, 8, 176, 256),
+    "Q6_K": Form(9, 8, 8, 8, 210, 256),
 }
 
 
-def pack(stored: Tensor, packing: Packing) -> Tensor:
-    """[rows, bytes] as in a GGUF file -> [rows / 8, blocks, bytes], for each group and block:
-    8 scales, 8 minima, then 4 codes of each of the 8 rows in turn."""
-    rows = len(stored)
-    blocks = stored.view(rows // GROUP, GROUP, -1, packing.block_bytes).transpose(1, 2)
-    head = blocks[..., : packing.head_bytes].unflatten(-1, (-1, 2)).transpose(2, 3).flatten(2)
-    codes = blocks[..., packing.head_bytes :].unflatten(-1, (-1, 4)).transpose(2, 3).flatten(2)
-    return torch.cat((head, codes), -1)
-
-
-def unpack_rows(packed: Tensor, ids: Tensor, packing: Packing) -> Tensor:
-    """Rows `ids` of the matrix as float32."""
-    heads, codes = packed.split(
-        [packing.head_bytes * GROUP, packed.shape[-1] - packing.head_bytes * GROUP], -1
-    )
-    group, row = ids // GROUP, ids % GROUP
-    # [groups, blocks, scale or minimum, rows, 2] and [groups, blocks, steps, rows, 4]
-    head = heads.unflatten(-1, (-1, GROUP, 2))[group, :, :, row].contiguous().view(torch.float16).float()
-    code = codes.unflatten(-1, (-1, GROUP, 4))[group, :, :, row].flatten(2)
-    if packing.bits == 8:
-        values = code.view(torch.int8).float()
-    else:
-        values = torch.cat((code & 15, code >> 4), -1).float() - (0 if packing.minimum else 8)
-    values = values * head[:, :, 0]
-    return (values + head[:, :, 1] if packing.minimum else values).flatten(1)
+_pack = Kernel("quire_pack")
+_PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
+_rows = Kernel("quire_rows")
+_RowsJob = structure("out ids matrix", "num_ids out_bf16")
 
 
 @functools.cache
-def _linear() -> Callable[..., None]:
-    pointers, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 3
-    return bind("quire_linear", *pointers, *sizes, ctypes.c_int32, ctypes.c_int32)
+def interleaves() -> bool:
+    """Whether this CPU multiplies interleaved weights in whole numbers; else in float, row by row."""
+    library = native.library()
+    return library is not None and bool(library.quire_can_dot())
 
 
-def linear(x: Tensor, packed: Tensor, packing: Packing) -> Tensor:
-    """[T, size_in] times the packed matrix, as float32; x is rounded to 8 bits in blocks of 32."""
-    x = x.float().contiguous()
-    size_out = len(packed) * GROUP
-    out = torch.empty(len(x), size_out)
-    _linear()(
-        out.data_ptr(),
-        x.data_ptr(),
+def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
+    """[rows, bytes] as in a GGUF file, repacked."""
+    form = TYPES[kind]
+    rows, from_row_bytes = stored.shape
+    columns = from_row_bytes // form.stored_bytes * form.stored_columns
+    row_bytes = columns // BLOCK * form.block_bytes
+    kept_rows = -(-rows // GROUP) * GROUP if interleaved else rows
+    packed = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
+    stored = stored.contiguous()
+    job = _PackJob(
         packed.data_ptr(),
-        len(x),
-        x.shape[1],
-        size_out,
-        packing.number,
-        torch.get_num_threads(),
+        stored.data_ptr(),
+        form.type,
+        form.form,
+        rows,
+        columns,
+        interleaved,
+        from_row_bytes,
     )
-    return out
+    _pack(job, packed, stored)
+    return Matrix(packed, form.form, rows, columns, interleaved, row_bytes)
 
 
-def linear_reference(x: Tensor, packed: Tensor, packing: Packing) -> Tensor:
-    """The same in torch, with the same rounding of x."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
-    rounded = torch.where(scale > 0, blocks / scale, 0).round() * scale
-    rows = unpack_rows(packed, torch.arange(len(packed) * GROUP), packing)
-    return rounded.flatten(1) @ rows.T
+class Lookup:
+    """Rows of a packed matrix, as exact as the file has them."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self._in_c = torch.tensor(matrix.in_c())
+
+    def __call__(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T] int64 -> [T, columns]."""
+        assert ids.dtype == torch.int64 and ids.is_contiguous()
+        out = torch.empty(len(ids), self.matrix.columns, dtype=dtype)
+        job = _RowsJob(
+            out.data_ptr(), ids.data_ptr(), self._in_c.data_ptr(), len(ids), dtype == torch.bfloat16
+        )
+        _rows(job, out, ids, self.matrix.data, self._in_c)
+        return out
+
+
+def unpack_reference(stored: Tensor, kind: str) -> Tensor:
+    """[rows, bytes] as in a GGUF file -> [rows, columns] float32."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(stored.numpy(), GGMLQuantizationType[kind]))
+
+
+def product_reference(x: Tensor, parts: Sequence[tuple[Tensor, str]], bias: Tensor | None = None) -> Tensor:
+    """`Product` over parts given as (bytes of the file, type)."""
+    return linear_reference(x, torch.cat([unpack_reference(*part) for part in parts]), bias)

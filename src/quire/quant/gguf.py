@@ -1,30 +1,30 @@
-"""GGUF weights that stay packed: multiplied block by block, on a CPU with native kernels."""
+"""GGUF weights that stay packed, on a CPU with native kernels."""
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import native
-from quire.kernels.quantized import BLOCK, GROUP, PACKINGS, Packing, linear, pack, unpack_rows
-from quire.quant.method import LinearMethod, add_bias, row_parts
+from quire.kernels.linear import Product
+from quire.kernels.quantized import TYPES, Lookup, interleaves, pack
+from quire.quant.method import LinearMethod, add_bias
 from quire.quant.plain import Plain
 
 
 def choose(parts: list[tuple[str | int, ...]], device: torch.device) -> LinearMethod:
-    """For a layer of parts given as (ggml type, rows, columns): packed if all are of one type that the
-    kernels know, else unpacked."""
-    kinds = {kind for kind, *_ in parts}
-    whole_groups = all(len(shape) == 2 and int(shape[0]) % GROUP == 0 for _, *shape in parts)
-    kind = str(kinds.pop()) if len(kinds) == 1 else ""
-    if kind not in PACKINGS or not whole_groups or device.type != "cpu" or native.library() is None:
+    """For a layer of parts given as (ggml type, rows, columns): packed if the kernels know all the types,
+    else unpacked."""
+    kinds = tuple(str(kind) for kind, *_ in parts)
+    known = all(kind in TYPES for kind in kinds) and all(len(shape) == 2 for _, *shape in parts)
+    if not kinds or not known or device.type != "cpu" or native.library() is None:
         return Plain()
-    return Packed(PACKINGS[kind])
+    return Packed(kinds)
 
 
 class Packed:
     """The bytes of the file while loading, the order that the kernel reads best afterwards."""
 
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self.kinds = kinds
 
     def create(
         self,
@@ -36,20 +36,38 @@ class Packed:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (sum(sizes_out), size_in // BLOCK * self.packing.block_bytes)
-        layer.weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
+        # A part that the file lacks takes any type: loading will say that it is missing.
+        self.kinds += self.kinds[-1:] * (len(sizes_out) - len(self.kinds))
+        for i, (kind, size_out) in enumerate(zip(self.kinds, sizes_out, strict=True)):
+            form = TYPES[kind]
+            shape = (size_out, size_in // form.stored_columns * form.stored_bytes)
+            stored = torch.empty(shape, dtype=torch.uint8, device=device)
+            layer.register_parameter(f"packed_{i}", nn.Parameter(stored, requires_grad=False))
         add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
 
     def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
-        return row_parts(layer, sizes_out)
+        parts: list[dict[str, Tensor]] = [
+            {"weight": layer.get_parameter(f"packed_{i}")} for i in range(len(sizes_out))
+        ]
+        bias = layer._parameters["bias"]
+        if bias is not None:
+            for part, piece in zip(parts, bias.split(list(sizes_out)), strict=True):
+                part["bias"] = piece
+        return parts
 
     def finish(self, layer: nn.Module) -> None:
-        layer.weight = nn.Parameter(pack(layer.get_parameter("weight"), self.packing), requires_grad=False)
+        matrices = []
+        for i, kind in enumerate(self.kinds):
+            parameter = layer.get_parameter(f"packed_{i}")
+            matrices.append(pack(parameter.data, kind, interleaved=interleaves()))
+            parameter.data = matrices[-1].data
+        layer.__dict__["product"] = Product(matrices, layer._parameters["bias"])
+        layer.__dict__["lookup"] = Lookup(matrices[0])
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        bias = layer._parameters["bias"]
-        out = linear(x, layer.get_parameter("weight"), self.packing)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        product: Product = layer.__dict__["product"]
+        return product(x)
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return unpack_rows(layer.get_parameter("weight"), ids, self.packing).to(dtype)
+        lookup: Lookup = layer.__dict__["lookup"]
+        return lookup(ids, dtype)

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.kernels import native
+from quire.kernels.linear import FORMS, Matrix, Product
 from quire.kernels.ops import choose
 from quire.quant.method import add_bias, row_parts
 
@@ -27,11 +29,16 @@ class Plain:
         return row_parts(layer, sizes_out)
 
     def finish(self, layer: nn.Module) -> None:
-        """The weight is used as it was loaded."""
+        """The weight is used as it was loaded, on a CPU by our own kernel."""
+        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
+            layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
-        return F.linear(x, weight, bias)
+        product: Product | None = layer.__dict__.get("product")
+        if product is not None:
+            return product(x)
+        return F.linear(x, layer.get_parameter("weight"), layer._parameters["bias"])
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.get_parameter("weight")

@@ -1,266 +1,219 @@
-/* Products with packed weights: out = x W^T.
+/* Products with interleaved packed weights, in whole numbers: dot products of 4 bytes, 4 rows of the weight at a time.
  *
- * Weights come in groups of 8 rows and blocks of 32 columns, as quantized.py lays them out: 8 scales, for Q4_1
- * 8 minima (all float16), then the codes, 4 columns of each of the 8 rows side by side. Q4 codes hold column i in
- * the low and column 16 + i in the high half of a byte. x is rounded to 8 bits, with a scale for each 32 columns.
- * What is computed for a row of x does not depend on the other rows.
+ * x is rounded to 14 bits with a scale for each 32 columns, and split into two planes of bytes, x = scale * (64 * high
+ * + low). What is computed for a row of x does not depend on the other rows, nor on how the work is divided.
  */
-#include <math.h>
-#include <stdlib.h>
+#include "linear.h"
 
-#include "simd.h"
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
 
-#define GROUP 8
-#define BLOCK 32
-#define ROWS 4          /* rows of x that share one reading of the weights */
-#define TASK_GROUPS 8
-#define TASK_ROWS 64
+#define MOST 8159    /* the largest code: its high plane is 127 */
+#define ROWS 4       /* rows of x that share one reading of the weights */
+#define CHUNK 64     /* blocks of a weight that are made ready at a time */
+#define TASK_ROWS 64 /* rows of x in one task, at most */
 
-/* The same numbers as in quantized.py. */
-enum { Q4_0, Q4_1, Q8_0 };
+/* 1.5 * 2^23 as a float. A whole number below 2^22 added to its bits is that number added to the float. */
+#define MAGIC_BITS 0x4b400000
+#define MAGIC 12582912.0f
 
+int quire_can_dot(void) { return 1; }
+
+void quire_round_row(const float *x, long blocks, uint8_t *into)
+{
+    for (long b = 0; b < blocks; b++, x += BLOCK, into += ROUNDED_BYTES) {
+        float32x4_t most = vdupq_n_f32(0), bad = vdupq_n_f32(0); /* bad: 0, or NaN if x is not finite */
+        int32x4_t sums[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+        for (int i = 0; i < BLOCK; i += 4) {
+            float32x4_t at = vld1q_f32(x + i);
+            most = vmaxnmq_f32(most, vabsq_f32(at));
+            bad = vfmaq_n_f32(bad, at, 0);
+        }
+        float top = vmaxvq_f32(most), inverse = top > 1e-30f ? MOST / top : 0;
+        for (int i = 0; i < BLOCK; i += 16) {
+            int16x8_t code[2], high[2], low[2];
+            for (int j = 0; j < 2; j++) {
+                int32x4_t one = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 8 * j), inverse));
+                int32x4_t two = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 8 * j + 4), inverse));
+                code[j] = vcombine_s16(vqmovn_s32(one), vqmovn_s32(two));
+                high[j] = vrshrq_n_s16(code[j], 6);
+                low[j] = vsubq_s16(code[j], vshlq_n_s16(high[j], 6));
+                sums[i / 16] = vpadalq_s16(sums[i / 16], code[j]);
+            }
+            vst1q_s8((int8_t *)into + i, vcombine_s8(vmovn_s16(high[0]), vmovn_s16(high[1])));
+            vst1q_s8((int8_t *)into + BLOCK + i, vcombine_s8(vmovn_s16(low[0]), vmovn_s16(low[1])));
+        }
+        float scale = top / MOST + vaddvq_f32(bad);
+        int32_t left = vaddvq_s32(sums[0]), right = vaddvq_s32(sums[1]);
+        float head[4] = {scale, scale * (float)(left + right), scale * (float)left, scale * (float)right};
+        memcpy(into + 2 * BLOCK, head, sizeof head);
+    }
+}
+
+/* 32 columns of 4 rows of the weight. `shift` takes the MAGIC away again. */
 typedef struct {
-    int8_t *codes; /* [rows, columns] */
-    float *scales; /* [rows, blocks] */
-    float *sums;   /* [rows, blocks], of what the codes stand for */
-    long blocks;
-} Rounded;
+    int8x16_t codes[8];
+    float32x4_t scale[2], shift[2], low[2];
+} Half;
 
-INLINE long head_bytes(int kind) { return kind == Q4_1 ? 4 * GROUP : 2 * GROUP; }
-INLINE long block_bytes(int kind) { return head_bytes(kind) + (kind == Q8_0 ? BLOCK : BLOCK / 2) * GROUP; }
-
-static void round_row(const float *x, const Rounded *into, long row)
+INLINE float32x4_t four_heads(int form, const uint8_t *at)
 {
-    const float shift = 12582912.0f; /* as in exp_lanes */
-    for (long b = 0; b < into->blocks; b++, x += BLOCK) {
-        int8_t *codes = into->codes + (row * into->blocks + b) * BLOCK;
-        vf most = {0}, bad = {0}; /* bad: 0, or NaN if x is not finite */
-        vi sum = {0};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            vf at = load(x + i), size = (vf)((vi)at & 0x7fffffff);
-            most = pick(size > most, size, most);
-            bad += at * 0.0f;
-        }
-        float top = lanes_max(most), inverse = top > 0 ? 127 / top : 0;
-        for (int i = 0; i < BLOCK; i += LANES) {
-            vi code = (vi)(load(x + i) * inverse + shift) - (vi)splat(shift);
-            sum += code;
-            for (int j = 0; j < LANES; j++)
-                codes[i + j] = (int8_t)code[j];
-        }
-        int32_t total = 0;
-        for (int j = 0; j < LANES; j++)
-            total += sum[j];
-        float scale = top / 127 + lanes_sum(bad);
-        into->scales[row * into->blocks + b] = scale;
-        into->sums[row * into->blocks + b] = scale * (float)total;
+    if (has_halves(form))
+        return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at)));
+    return vreinterpretq_f32_u8(vld1q_u8(at));
+}
+
+/* Rows 4 * half.. of the group's block at `weight`. */
+INLINE void read_half(int form, const uint8_t *weight, int half, Half *into)
+{
+    long each = heads_of(form), bytes = GROUP * head_bytes(form);
+    const uint8_t *heads = weight + 4 * half * head_bytes(form), *codes = weight + each * (has_low(form) + 1) * bytes + 16 * half;
+    for (int i = 0; i < each; i++) {
+        into->scale[i] = four_heads(form, heads + i * bytes);
+        into->shift[i] = vmulq_n_f32(into->scale[i], -MAGIC);
+        if (has_low(form))
+            into->low[i] = four_heads(form, heads + (each + i) * bytes);
+        else if (is_four(form))
+            into->low[i] = vmulq_n_f32(into->scale[i], -8);
+    }
+    for (int i = 0; i < (is_four(form) ? 4 : 8); i++) {
+        uint8x16_t at = vld1q_u8(codes + 4 * GROUP * i);
+        if (is_four(form)) {
+            into->codes[i] = vreinterpretq_s8_u8(vandq_u8(at, vdupq_n_u8(15)));
+            into->codes[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(at, 4));
+        } else
+            into->codes[i] = vreinterpretq_s8_u8(at);
     }
 }
 
-#if defined(__ARM_FEATURE_DOTPROD)
-
-INLINE float32x4_t halves(const uint8_t *at) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at))); }
-
-/* `count` rows of x, from `row` on, times one group. */
-INLINE void times_group(int kind, int count, const uint8_t *weight, const Rounded *x, long row, float out[ROWS][GROUP])
+INLINE int32x4_t dot16(int32x4_t sum, const int8x16_t *codes, int8x16_t x)
 {
-    float32x4_t sums[ROWS][2];
+    sum = vdotq_laneq_s32(sum, codes[0], x, 0);
+    sum = vdotq_laneq_s32(sum, codes[1], x, 1);
+    sum = vdotq_laneq_s32(sum, codes[2], x, 2);
+    return vdotq_laneq_s32(sum, codes[3], x, 3);
+}
+
+/* Columns 16 * from.. 16 * end of the block, without the scale of x. Sums of codes of 4 bits stay below 2^22. */
+INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, int from, int end)
+{
+    int32x4_t sum = vdupq_n_s32(is_four(form) ? MAGIC_BITS >> 6 : 0);
+    for (int i = from; i < end; i++)
+        sum = dot16(sum, weight->codes + 4 * i, vld1q_s8(x + 16 * i));
+    sum = vshlq_n_s32(sum, 6);
+    for (int i = from; i < end; i++)
+        sum = dot16(sum, weight->codes + 4 * i, vld1q_s8(x + BLOCK + 16 * i));
+    if (is_four(form))
+        return vfmaq_f32(weight->shift[head], vreinterpretq_f32_s32(sum), weight->scale[head]);
+    return vmulq_f32(vcvtq_f32_s32(sum), weight->scale[head]);
+}
+
+INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, float32x4_t sum)
+{
+    const int8_t *codes = (const int8_t *)x;
+    float32x4_t head = vld1q_f32((const float *)(x + 2 * BLOCK));
+    int lows = is_four(form) || has_low(form);
+    if (heads_of(form) == 1) {
+        sum = vfmaq_laneq_f32(sum, dot(form, weight, 0, codes, 0, 2), head, 0);
+        return lows ? vfmaq_laneq_f32(sum, weight->low[0], head, 1) : sum;
+    }
+    sum = vfmaq_laneq_f32(sum, dot(form, weight, 0, codes, 0, 1), head, 0);
+    sum = lows ? vfmaq_laneq_f32(sum, weight->low[0], head, 2) : sum;
+    sum = vfmaq_laneq_f32(sum, dot(form, weight, 1, codes, 1, 2), head, 0);
+    return lows ? vfmaq_laneq_f32(sum, weight->low[1], head, 3) : sum;
+}
+
+/* A few rows of x times one group, straight from the weights. */
+INLINE void times_group(int form, int count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][GROUP])
+{
+    float32x4_t sums[2][ROWS];
+    Half part;
     for (int r = 0; r < count; r++)
-        sums[r][0] = sums[r][1] = vdupq_n_f32(0);
-    for (long b = 0; b < x->blocks; b++, weight += block_bytes(kind))
+        sums[0][r] = sums[1][r] = vdupq_n_f32(0);
+    for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form))
         for (int half = 0; half < 2; half++) {
-            const uint8_t *codes = weight + head_bytes(kind) + 16 * half;
-            float32x4_t scale = halves(weight + 8 * half), low = scale;
-            int8x16_t w[8];
-            if (kind == Q8_0)
-                for (int i = 0; i < 8; i++)
-                    w[i] = vld1q_s8((const int8_t *)codes + 32 * i);
-            else {
-                low = kind == Q4_1 ? halves(weight + 2 * GROUP + 8 * half) : vmulq_n_f32(scale, -8);
-                for (int i = 0; i < 4; i++) {
-                    uint8x16_t both = vld1q_u8(codes + 32 * i);
-                    w[i] = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
-                    w[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
-                }
-            }
-            for (int r = 0; r < count; r++) {
-                long at = (row + r) * x->blocks + b;
-                int8x16_t left = vld1q_s8(x->codes + at * BLOCK), right = vld1q_s8(x->codes + at * BLOCK + 16);
-                int32x4_t one = vdupq_n_s32(0), two = vdupq_n_s32(0);
-                one = vdotq_laneq_s32(one, w[0], left, 0);
-                two = vdotq_laneq_s32(two, w[4], right, 0);
-                one = vdotq_laneq_s32(one, w[1], left, 1);
-                two = vdotq_laneq_s32(two, w[5], right, 1);
-                one = vdotq_laneq_s32(one, w[2], left, 2);
-                two = vdotq_laneq_s32(two, w[6], right, 2);
-                one = vdotq_laneq_s32(one, w[3], left, 3);
-                two = vdotq_laneq_s32(two, w[7], right, 3);
-                float32x4_t product = vmulq_f32(vcvtq_f32_s32(vaddq_s32(one, two)), scale);
-                sums[r][half] = vfmaq_n_f32(sums[r][half], product, x->scales[at]);
-                if (kind != Q8_0)
-                    sums[r][half] = vfmaq_n_f32(sums[r][half], low, x->sums[at]);
-            }
+            read_half(form, weight, half, &part);
+            for (int r = 0; r < count; r++)
+                sums[half][r] = times_block(form, &part, x + (r * blocks + b) * ROUNDED_BYTES, sums[half][r]);
         }
-    for (int r = 0; r < count; r++) {
-        vst1q_f32(out[r], sums[r][0]);
-        vst1q_f32(out[r] + 4, sums[r][1]);
-    }
-}
-
-#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
-
-INLINE __m256 halves(const uint8_t *at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
-
-INLINE __m256i four_codes(const int8_t *at)
-{
-    int32_t codes;
-    memcpy(&codes, at, 4);
-    return _mm256_set1_epi32(codes);
-}
-
-INLINE void times_group(int kind, int count, const uint8_t *weight, const Rounded *x, long row, float out[ROWS][GROUP])
-{
-    const __m256i ones = _mm256_set1_epi16(1), low_half = _mm256_set1_epi8(15);
-    __m256 sums[ROWS];
     for (int r = 0; r < count; r++)
-        sums[r] = _mm256_setzero_ps();
-    for (long b = 0; b < x->blocks; b++, weight += block_bytes(kind)) {
-        const uint8_t *codes = weight + head_bytes(kind);
-        __m256 scale = halves(weight), low = scale;
-        __m256i total[ROWS];
+        for (int half = 0; half < 2; half++)
+            vst1q_f32(out[r] + 4 * half, sums[half][r]);
+}
+
+/* Rows of x times 4 rows of the weight, which were made ready. */
+INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x, long blocks, long num, float *sums)
+{
+    float32x4_t sum[ROWS];
+    for (int r = 0; r < count; r++)
+        sum[r] = vld1q_f32(sums + r * GROUP);
+    for (long b = 0; b < num; b++)
         for (int r = 0; r < count; r++)
-            total[r] = _mm256_setzero_si256();
-        if (kind != Q8_0)
-            low = kind == Q4_1 ? halves(weight + 2 * GROUP) : _mm256_mul_ps(scale, _mm256_set1_ps(-8));
-        for (int i = 0; i < (kind == Q8_0 ? 8 : 4); i++) {
-            __m256i both = _mm256_loadu_si256((const __m256i *)(codes + 32 * i));
-            __m256i left = kind == Q8_0 ? _mm256_abs_epi8(both) : _mm256_and_si256(both, low_half);
-            __m256i right = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
-            for (int r = 0; r < count; r++) {
-                const int8_t *at = x->codes + ((row + r) * x->blocks + b) * BLOCK + 4 * i;
-                if (kind == Q8_0) {
-                    __m256i pairs = _mm256_maddubs_epi16(left, _mm256_sign_epi8(four_codes(at), both));
-                    total[r] = _mm256_add_epi32(total[r], _mm256_madd_epi16(pairs, ones));
-                } else { /* 8 sums of two products up to 15 * 127 fit in 16 bits */
-                    __m256i pairs = _mm256_maddubs_epi16(left, four_codes(at));
-                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(right, four_codes(at + 16)));
-                    total[r] = _mm256_add_epi16(total[r], pairs);
-                }
+            sum[r] = times_block(form, ready + b, x + (r * blocks + b) * ROUNDED_BYTES, sum[r]);
+    for (int r = 0; r < count; r++)
+        vst1q_f32(sums + r * GROUP, sum[r]);
+}
+
+INLINE void times_many(int form, long count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][GROUP])
+{
+    Half ready[CHUNK];
+    memset(out, 0, (size_t)count * sizeof *out);
+    for (long start = 0; start < blocks; start += CHUNK) {
+        long num = blocks - start < CHUNK ? blocks - start : CHUNK;
+        for (int half = 0; half < 2; half++) {
+            for (long b = 0; b < num; b++)
+                read_half(form, weight + (start + b) * GROUP * block_bytes(form), half, ready + b);
+            for (long r = 0; r < count; r += ROWS) {
+                const uint8_t *from = x + (r * blocks + start) * ROUNDED_BYTES;
+                if (count - r >= ROWS)
+                    times_ready(form, ROWS, ready, from, blocks, num, out[r] + 4 * half);
+                else
+                    for (long i = r; i < count; i++, from += blocks * ROUNDED_BYTES)
+                        times_ready(form, 1, ready, from, blocks, num, out[i] + 4 * half);
             }
         }
-        for (int r = 0; r < count; r++) {
-            long at = (row + r) * x->blocks + b;
-            __m256i whole = kind == Q8_0 ? total[r] : _mm256_madd_epi16(total[r], ones);
-            __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale);
-            sums[r] = _mm256_fmadd_ps(product, _mm256_set1_ps(x->scales[at]), sums[r]);
-            if (kind != Q8_0)
-                sums[r] = _mm256_fmadd_ps(low, _mm256_set1_ps(x->sums[at]), sums[r]);
+    }
+}
+
+INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
+                     long group, long group_end)
+{
+    float sums[TASK_ROWS][GROUP];
+    long blocks = part->columns / BLOCK, count = row_end - row;
+    x += row * blocks * ROUNDED_BYTES;
+    for (; group < group_end; group++) {
+        const uint8_t *weight = (const uint8_t *)part->data + group * blocks * GROUP * block_bytes(form);
+        long first = group * GROUP, width = part->rows - first < GROUP ? part->rows - first : GROUP;
+        switch (count) {
+        case 1: times_group(form, 1, weight, x, blocks, sums); break;
+        case 2: times_group(form, 2, weight, x, blocks, sums); break;
+        case 4: times_group(form, 4, weight, x, blocks, sums); break;
+        default: times_many(form, count, weight, x, blocks, sums);
+        }
+        for (long r = 0; r < count; r++) {
+            if (job->bias)
+                for (long i = 0; i < width; i++)
+                    sums[r][i] += job->bias[at + first + i];
+            narrow(sums[r], job->out, (int)job->out_bf16, (row + r) * job->out_stride + at + first, width);
         }
     }
-    for (int r = 0; r < count; r++)
-        _mm256_storeu_ps(out[r], sums[r]);
+}
+
+void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
+                    long group_end)
+{
+    switch (part->form) {
+    case FOUR_H: run_task(FOUR_H, job, part, x, at, row, row_end, group, group_end); break;
+    case FOUR_LOW_H: run_task(FOUR_LOW_H, job, part, x, at, row, row_end, group, group_end); break;
+    case EIGHT_H: run_task(EIGHT_H, job, part, x, at, row, row_end, group, group_end); break;
+    case FOUR_LOW_F: run_task(FOUR_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
+    case EIGHT_LOW_F: run_task(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
+    case FOUR_LOW_F_16: run_task(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end); break;
+    default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
+    }
 }
 
 #else
 
-static float half(const uint8_t *at)
-{
-    uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8, size = bits & 0x7fff;
-    float sign = bits >> 15 ? -1.0f : 1.0f;
-    if (size < 0x400) /* below the normal numbers */
-        return sign * (float)size / 16777216.0f;
-    if (size >= 0x7c00)
-        return size == 0x7c00 ? sign * INFINITY : NAN;
-    uint32_t wide = (size + (112 << 10)) << 13;
-    float value;
-    memcpy(&value, &wide, 4);
-    return sign * value;
-}
-
-INLINE void times_group(int kind, int count, const uint8_t *weight, const Rounded *x, long row, float out[ROWS][GROUP])
-{
-    for (int r = 0; r < count; r++)
-        memset(out[r], 0, GROUP * sizeof(float));
-    for (long b = 0; b < x->blocks; b++, weight += block_bytes(kind)) {
-        const uint8_t *codes = weight + head_bytes(kind);
-        for (int g = 0; g < GROUP; g++) {
-            float scale = half(weight + 2 * g);
-            float low = kind == Q4_1 ? half(weight + 2 * GROUP + 2 * g) : -8 * scale;
-            for (int r = 0; r < count; r++) {
-                long at = (row + r) * x->blocks + b;
-                const int8_t *mine = x->codes + at * BLOCK;
-                int32_t total = 0;
-                for (int i = 0; i < (kind == Q8_0 ? 32 : 16); i++) {
-                    uint8_t code = codes[i / 4 * 32 + g * 4 + i % 4];
-                    total += kind == Q8_0 ? (int8_t)code * mine[i] : (code & 15) * mine[i] + (code >> 4) * mine[i + 16];
-                }
-                out[r][g] += (float)total * scale * x->scales[at];
-                if (kind != Q8_0)
-                    out[r][g] += low * x->sums[at];
-            }
-        }
-    }
-}
+int quire_can_dot(void) { return 0; }
 
 #endif
-
-INLINE void times(int kind, const uint8_t *weight, const Rounded *x, long row, long rows, float out[ROWS][GROUP])
-{
-    switch (rows) {
-    case 4: times_group(kind, 4, weight, x, row, out); break;
-    case 3: times_group(kind, 3, weight, x, row, out); break;
-    case 2: times_group(kind, 2, weight, x, row, out); break;
-    default: times_group(kind, 1, weight, x, row, out);
-    }
-}
-
-/* Rows [row, row_end) of x times groups [group, group_end). */
-INLINE void run_task(int kind, float *out, const uint8_t *weight, const Rounded *x, long row, long row_end, long group,
-                     long group_end, long size_out)
-{
-    float part[ROWS][GROUP];
-    for (; group < group_end; group++) {
-        const uint8_t *from = weight + group * x->blocks * block_bytes(kind);
-        for (long r = row; r < row_end; r += ROWS) {
-            long rows = row_end - r < ROWS ? row_end - r : ROWS;
-            times(kind, from, x, r, rows, part);
-            for (long i = 0; i < rows; i++)
-                memcpy(out + (r + i) * size_out + group * GROUP, part[i], sizeof part[i]);
-        }
-    }
-}
-
-/* x is [rows, size_in], out [rows, size_out], both float and contiguous; size_out is a multiple of GROUP. */
-int quire_linear(float *out, const float *x, const uint8_t *weight, int64_t num_rows, int64_t size_in, int64_t size_out,
-                 int32_t kind, int32_t num_threads)
-{
-    long blocks = size_in / BLOCK, groups = size_out / GROUP;
-    long group_tasks = (groups + TASK_GROUPS - 1) / TASK_GROUPS, row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS;
-    float *memory = malloc((size_t)(num_rows * blocks) * (2 * sizeof(float) + BLOCK));
-    if (!memory)
-        return 1;
-    Rounded rounded = {(int8_t *)(memory + 2 * num_rows * blocks), memory, memory + num_rows * blocks, blocks};
-    if (num_rows == 1)
-        round_row(x, &rounded, 0);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        if (num_rows > 1) {
-#pragma omp for schedule(static)
-            for (long row = 0; row < num_rows; row++)
-                round_row(x + row * size_in, &rounded, row);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (long task = 0; task < group_tasks * row_tasks; task++) {
-            long group = task / row_tasks * TASK_GROUPS, row = task % row_tasks * TASK_ROWS;
-            long group_end = group + TASK_GROUPS < groups ? group + TASK_GROUPS : groups;
-            long row_end = row + TASK_ROWS < num_rows ? row + TASK_ROWS : num_rows;
-            switch (kind) {
-            case Q4_0: run_task(Q4_0, out, weight, &rounded, row, row_end, group, group_end, size_out); break;
-            case Q4_1: run_task(Q4_1, out, weight, &rounded, row, row_end, group, group_end, size_out); break;
-            default: run_task(Q8_0, out, weight, &rounded, row, row_end, group, group_end, size_out);
-            }
-        }
-    }
-    free(memory);
-    return 0;
-}

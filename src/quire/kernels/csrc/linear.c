@@ -1,0 +1,302 @@
+/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of quantized.c.
+ *
+ * In float every output is a sum over WIDE lanes of columns in order, of 1024 columns at a time: the same for any number of
+ * rows of x, any division of the work and any form of the weight.
+ */
+#include <omp.h>
+
+#include "wide.h"
+
+#define CHUNK 1024 /* columns that are summed before their lanes are added up */
+#define TILE 16    /* rows of the weight that are unpacked at a time */
+#define FEW 4      /* rows of x that are computed without unpacking to memory */
+#define TASK_ROWS 64
+#define TASK_BYTES 16384 /* of the weight, in one task of few rows */
+#if WIDE == 8
+#define STEP 3 /* rows of x at a time, as many as registers allow */
+#else
+#define STEP 6
+#endif
+
+typedef struct {
+    const float *x; /* the first row */
+    long stride, count;
+} Rows;
+
+INLINE const float *x_row(const Rows *x, long row) { return x->x + at_most(row, x->count - 1) * x->stride; }
+
+/* sums[r * TILE + i] += row r of x times w[i], over `columns` of them. */
+INLINE void times_floats(int count, const Rows *x, long first, const float *const w[4], long columns, float *sums)
+{
+    wide sum[STEP][4];
+    const float *from = x->x + first * x->stride;
+    long k = 0;
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < 4; i++)
+            sum[r][i] = (wide){0};
+    for (; k + WIDE <= columns; k += WIDE)
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < 4; i++)
+                sum[r][i] = wide_fused(wide_load(from + r * x->stride + k), wide_load(w[i] + k), sum[r][i]);
+    for (int r = 0; k < columns && r < count; r++)
+        for (int i = 0; i < 4; i++)
+            sum[r][i] = wide_fused(wide_some(from + r * x->stride + k, columns - k), wide_some(w[i] + k, columns - k), sum[r][i]);
+    for (int r = 0; r < count; r++) {
+        float total[4];
+        wide_sum4(sum[r], total);
+        for (int i = 0; i < 4; i++)
+            sums[r * TILE + i] += total[i];
+    }
+}
+
+static void times_tile(const Rows *x, const float *const w[4], long columns, float *sums)
+{
+    long r = 0;
+    for (; r + STEP <= x->count; r += STEP)
+        times_floats(STEP, x, r, w, columns, sums + r * TILE);
+    for (; STEP > 4 && r + 4 <= x->count; r += 4)
+        times_floats(4 < STEP ? 4 : STEP, x, r, w, columns, sums + r * TILE);
+    for (; r + 2 <= x->count; r += 2)
+        times_floats(2, x, r, w, columns, sums + r * TILE);
+    for (; r < x->count; r++)
+        times_floats(1, x, r, w, columns, sums + r * TILE);
+}
+
+INLINE const uint8_t *row_at(const Matrix *part, long row)
+{
+    return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
+}
+
+/* The same without memory in between: 4 rows of the weight, columns [start, start + columns), few rows of x. `count` may be more
+ * than there are: the last row is computed again. */
+INLINE void times_bf16(int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+{
+    wide sum[FEW][4];
+    const uint16_t *w[4];
+    const float *from[FEW];
+    long k = 0, left = columns % WIDE;
+    for (int r = 0; r < count; r++)
+        from[r] = x_row(x, r);
+    for (int i = 0; i < 4; i++) {
+        w[i] = (const uint16_t *)row_at(part, row + i) + start;
+        for (int r = 0; r < count; r++)
+            sum[r][i] = (wide){0};
+    }
+    for (; k + WIDE <= columns; k += WIDE)
+        for (int i = 0; i < 4; i++) {
+            wide values = wide_bf16(w[i] + k);
+            for (int r = 0; r < count; r++)
+                sum[r][i] = wide_fused(wide_load(from[r] + k), values, sum[r][i]);
+        }
+    for (int i = 0; left && i < 4; i++) {
+        uint16_t some[WIDE] = {0};
+        memcpy(some, w[i] + k, (size_t)left * 2);
+        for (int r = 0; r < count; r++)
+            sum[r][i] = wide_fused(wide_some(from[r] + k, left), wide_bf16(some), sum[r][i]);
+    }
+    for (int r = 0; r < count; r++) {
+        float total[4];
+        wide_sum4(sum[r], total);
+        for (int i = 0; i < 4; i++)
+            sums[r * TILE + i] += total[i];
+    }
+}
+
+INLINE void times_packed(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+{
+    enum { HEADS = CHUNK / 16 };
+    float scales[4][HEADS], lows[4][HEADS];
+    wide sum[FEW][4], values[BLOCK / WIDE];
+    long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
+    const uint8_t *codes[4];
+    const float *from[FEW];
+    for (int r = 0; r < count; r++)
+        from[r] = x_row(x, r);
+    for (int i = 0; i < 4; i++) {
+        const uint8_t *heads = row_at(part, row + i);
+        codes[i] = heads + blocks * each * (has_low(form) + 1) * head_bytes(form) + first * code_bytes(form);
+        for (long h = 0; h < columns / BLOCK * each; h++) {
+            scales[i][h] = read_head(form, heads, first * each + h);
+            lows[i][h] = has_low(form) ? read_head(form, heads, (blocks + first) * each + h) : 0;
+        }
+        for (int r = 0; r < count; r++)
+            sum[r][i] = (wide){0};
+    }
+    for (long b = 0; b < columns / BLOCK; b++)
+        for (int i = 0; i < 4; i++) {
+            block_values(form, codes[i] + b * code_bytes(form), scales[i] + b * each, lows[i] + b * each, values);
+            for (int r = 0; r < count; r++)
+                for (int j = 0; j < BLOCK / WIDE; j++)
+                    sum[r][i] = wide_fused(wide_load(from[r] + b * BLOCK + j * WIDE), values[j], sum[r][i]);
+        }
+    for (int r = 0; r < count; r++) {
+        float total[4];
+        wide_sum4(sum[r], total);
+        for (int i = 0; i < 4; i++)
+            sums[r * TILE + i] += total[i];
+    }
+}
+
+INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+{
+    if (form == BF16)
+        times_bf16(count, x, part, row, start, columns, sums);
+    else
+        times_packed(form, count, x, part, row, start, columns, sums);
+}
+
+INLINE void unpack_tile(int form, const Matrix *part, long row, long start, long columns, float tile[][CHUNK])
+{
+    for (int i = 0; i < TILE; i++) {
+        const uint8_t *from = row_at(part, row + i);
+        if (form == BF16) {
+            widen(from, 1, start, columns, 1, tile[i]);
+            continue;
+        }
+        long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
+        const uint8_t *codes = from + blocks * each * (has_low(form) + 1) * head_bytes(form);
+        for (long b = first; b < first + columns / BLOCK; b++) {
+            float scale[2], low[2];
+            wide values[BLOCK / WIDE];
+            for (long h = 0; h < each; h++) {
+                scale[h] = read_head(form, from, b * each + h);
+                low[h] = has_low(form) ? read_head(form, from, (blocks + b) * each + h) : 0;
+            }
+            block_values(form, codes + b * code_bytes(form), scale, low, values);
+            memcpy(tile[i] + (b - first) * BLOCK, values, sizeof values);
+        }
+    }
+}
+
+/* Rows [row, row + TILE) of a part, all columns. */
+INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, float *sums)
+{
+    float tile[TILE][CHUNK];
+    long end = at_most(TILE, part->rows - row);
+    for (long start = 0; start < part->columns; start += CHUNK) {
+        long columns = at_most(CHUNK, part->columns - start);
+        Rows now = {x->x + start, x->stride, x->count};
+        if (form != F32 && x->count <= FEW) {
+            for (long i = 0; i < end; i += 4)
+                if (x->count == 1)
+                    times_few(form, 1, &now, part, row + i, start, columns, sums + i);
+                else
+                    times_few(form, FEW, &now, part, row + i, start, columns, sums + i);
+            continue;
+        }
+        if (form != F32)
+            unpack_tile(form, part, row, start, columns, tile);
+        for (long i = 0; i < end; i += 4) {
+            const float *w[4];
+            for (int j = 0; j < 4; j++)
+                w[j] = form == F32 ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
+            times_tile(&now, w, columns, sums + i);
+        }
+    }
+}
+
+static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, long at, long first, long row, long row_end)
+{
+    for (; row < row_end; row += TILE) {
+        float sums[TASK_ROWS][TILE] = {{0}};
+        long width = at_most(TILE, part->rows - row);
+        switch (part->form) {
+        case F32: times_rows(F32, x, part, row, sums[0]); break;
+        case BF16: times_rows(BF16, x, part, row, sums[0]); break;
+        case FOUR_H: times_rows(FOUR_H, x, part, row, sums[0]); break;
+        case FOUR_LOW_H: times_rows(FOUR_LOW_H, x, part, row, sums[0]); break;
+        case EIGHT_H: times_rows(EIGHT_H, x, part, row, sums[0]); break;
+        case FOUR_LOW_F: times_rows(FOUR_LOW_F, x, part, row, sums[0]); break;
+        case EIGHT_LOW_F: times_rows(EIGHT_LOW_F, x, part, row, sums[0]); break;
+        case FOUR_LOW_F_16: times_rows(FOUR_LOW_F_16, x, part, row, sums[0]); break;
+        default: times_rows(EIGHT_F_16, x, part, row, sums[0]);
+        }
+        for (long r = 0; r < x->count; r++) {
+            for (long i = 0; job->bias && i < width; i++)
+                sums[r][i] += job->bias[at + row + i];
+            narrow(sums[r], job->out, (int)job->out_bf16, (first + r) * job->out_stride + at + row, width);
+        }
+    }
+}
+
+/* A row of x as the product reads it, at its place in `into`. */
+static void prepare_row(const LinearJob *job, long row, uint8_t *into)
+{
+    long columns = job->parts->columns;
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+    if (job->parts->interleaved) {
+        const float *x = (const float *)job->x + row * job->x_stride;
+        long blocks = columns / BLOCK;
+        into += row * blocks * ROUNDED_BYTES;
+        if (!job->x_bf16) {
+            quire_round_row(x, blocks, into);
+            return;
+        }
+        for (long b = 0; b < blocks; b++, into += ROUNDED_BYTES) {
+            float values[BLOCK];
+            widen(job->x, 1, row * job->x_stride + b * BLOCK, BLOCK, 1, values);
+            quire_round_row(values, 1, into);
+        }
+        return;
+    }
+#endif
+    if (job->x_bf16)
+        widen(job->x, 1, row * job->x_stride, columns, 1, (float *)into + row * columns);
+}
+
+static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *prepared, long at, long unit, long end, long row)
+{
+    long columns = part->columns, row_end = at_most(row + TASK_ROWS, job->num_rows);
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+    if (part->interleaved) {
+        quire_dot_task(job, part, prepared, at, row, row_end, unit, end);
+        return;
+    }
+#endif
+    Rows x = {(const float *)job->x + row * job->x_stride, job->x_stride, row_end - row};
+    if (job->x_bf16)
+        x = (Rows){(const float *)prepared + row * columns, columns, row_end - row};
+    float_task(job, part, &x, at, row, unit * TILE, at_most(end * TILE, part->rows));
+}
+
+/* How a part is divided: units of rows of the weight, so many of them in one task. */
+INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *each)
+{
+    long size = part->interleaved ? GROUP : TILE, bytes = size * part->row_bytes;
+    *units = (part->rows + size - 1) / size;
+    *each = job->num_rows > FEW || bytes > TASK_BYTES ? 1 : TASK_BYTES / bytes;
+}
+
+void quire_linear(const LinearJob *job)
+{
+    uint8_t *prepared = job->scratch;
+    int needed = job->x_bf16 || job->parts->interleaved;
+    if (needed && job->num_rows == 1 && omp_get_num_threads() <= job->scratch_copies) {
+        prepared += omp_get_thread_num() * job->scratch_bytes;
+        prepare_row(job, 0, prepared);
+    } else if (needed) {
+#pragma omp for schedule(static)
+        for (long row = 0; row < job->num_rows; row++)
+            prepare_row(job, row, prepared);
+    }
+    long row_tasks = (job->num_rows + TASK_ROWS - 1) / TASK_ROWS, tasks = 0, units, each;
+    for (long p = 0; p < job->num_parts; p++) {
+        divide(job, job->parts + p, &units, &each);
+        tasks += (units + each - 1) / each * row_tasks;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < tasks; task++) {
+        const Matrix *part = job->parts;
+        long at = 0, left = task;
+        for (;; part++) {
+            divide(job, part, &units, &each);
+            long mine = (units + each - 1) / each * row_tasks;
+            if (left < mine)
+                break;
+            left -= mine;
+            at += part->rows;
+        }
+        long unit = left / row_tasks * each;
+        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % row_tasks * TASK_ROWS);
+    }
+}

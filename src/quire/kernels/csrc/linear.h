@@ -1,0 +1,87 @@
+/* What the products share: wide vectors, the forms of a weight, the job. */
+#ifndef QUIRE_LINEAR_H
+#define QUIRE_LINEAR_H
+
+#include "simd.h"
+
+#define BLOCK 32 /* columns that are stored together */
+#define GROUP 8  /* rows that lie side by side in the interleaved layout */
+
+/* How a weight is stored; the same numbers as in quantized.py. A code of 4 or 8 bits stands for scale * code + low,
+ * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). */
+enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16 };
+
+INLINE int is_packed(int form) { return form >= FOUR_H; }
+INLINE int is_four(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == FOUR_LOW_F || form == FOUR_LOW_F_16; }
+INLINE int has_low(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F || form == EIGHT_LOW_F || form == FOUR_LOW_F_16; }
+INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == EIGHT_H; }
+INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 ? 2 : 1; } /* in a block */
+INLINE long head_bytes(int form) { return has_halves(form) ? 2 : 4; }
+INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
+/* Of one row. */
+INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
+
+/* A matrix [rows, columns]. In the layout of rows, a row of a packed form is the scales, the lows and the codes of all
+ * its blocks. Interleaved, a block of 8 rows is the scales, the lows (8 rows each) and the codes, 4 bytes of each row in
+ * turn; the last group is filled up with zeros. Codes of 4 bits: byte i of a block holds column i in its low and column
+ * 16 + i in its high half. */
+typedef struct {
+    const void *data;
+    int64_t form, rows, columns, interleaved, row_bytes; /* row_bytes: from a row to the next, if not interleaved */
+} Matrix;
+
+typedef struct {
+    void *out, *scratch;
+    const void *x;
+    const float *bias;   /* or NULL */
+    const Matrix *parts; /* their outputs lie side by side */
+    int64_t num_parts, num_rows, x_stride, out_stride, x_bf16, out_bf16;
+    int64_t scratch_copies, scratch_bytes; /* copies: threads that have scratch of their own */
+} LinearJob;
+
+INLINE float from_half(const uint8_t *at)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    __fp16 value;
+    memcpy(&value, at, 2);
+    return (float)value;
+#elif defined(__F16C__)
+    uint16_t bits;
+    memcpy(&bits, at, 2);
+    return _cvtsh_ss(bits);
+#else
+    uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8, size = bits & 0x7fff, wide;
+    float sign = bits >> 15 ? -1.0f : 1.0f, value;
+    if (size < 0x400) /* below the normal numbers */
+        return sign * (float)size / 16777216.0f;
+    wide = size < 0x7c00 ? (size + (112 << 10)) << 13 : (size & 0x3ff) << 13 | 0x7f800000;
+    memcpy(&value, &wide, 4);
+    return sign * value;
+#endif
+}
+
+INLINE float read_head(int form, const uint8_t *heads, long i)
+{
+    float value;
+    if (has_halves(form))
+        return from_half(heads + 2 * i);
+    memcpy(&value, heads + 4 * i, 4);
+    return value;
+}
+
+INLINE long at_most(long x, long most) { return x < most ? x : most; }
+
+/* 32 columns of a row of x as whole numbers, see quantized.c: 32 high and 32 low bytes, the scale, and the sums of all 32, of the
+ * first 16 and of the last 16 columns. */
+#define ROUNDED_BYTES (2 * BLOCK + 16)
+
+/* Whether this CPU multiplies interleaved weights; the functions below are there only then. */
+int quire_can_dot(void);
+void quire_round_row(const float *x, long blocks, uint8_t *into);
+/* Rows [row, row_end) of x, 64 at most, times groups [group, group_end) of a part whose outputs begin at column `at`. */
+void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
+                    long group_end);
+/* Blocks [start, start + num) of a row of a packed matrix as floats. */
+void quire_unpack(const Matrix *matrix, long row, long start, long num, float *into);
+
+#endif

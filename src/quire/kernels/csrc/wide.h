@@ -1,0 +1,124 @@
+/* Vectors of float as wide as the CPU has them for products: 16 with AVX-512. */
+#ifndef QUIRE_WIDE_H
+#define QUIRE_WIDE_H
+
+#include "linear.h"
+
+#if defined(__AVX512F__)
+#define WIDE 16
+#else
+#define WIDE LANES
+#endif
+
+typedef float wide __attribute__((vector_size(4 * WIDE)));
+typedef float wide_any __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+
+INLINE wide wide_load(const float *at) { return *(const wide_any *)at; }
+
+#if WIDE == 16
+
+INLINE wide wide_splat(float x) { return (wide)_mm512_set1_ps(x); }
+INLINE wide wide_fused(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+/* out[i] = the sum of the lanes of x[i], always added in the same order. */
+INLINE void wide_sum4(const wide *x, float *out)
+{
+    __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+    __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+#else
+
+INLINE wide wide_splat(float x) { return splat(x); }
+INLINE wide wide_fused(wide a, wide b, wide c) { return fused(a, b, c); }
+INLINE void wide_sum4(const wide *x, float *out) { lanes_sum4(x, out); }
+
+#endif
+
+/* The first `count` numbers, and zeros. */
+INLINE wide wide_some(const float *at, long count)
+{
+    float some[WIDE] = {0};
+    memcpy(some, at, (size_t)count * 4);
+    return wide_load(some);
+}
+
+INLINE wide wide_bf16(const uint16_t *at)
+{
+#if WIDE == 16
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+    return (wide)_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+#elif defined(__AVX2__)
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+    return (wide)_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (wide)vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16));
+#else
+    float values[WIDE];
+    for (int i = 0; i < WIDE; i++)
+        values[i] = from_bf16(at[i]);
+    return wide_load(values);
+#endif
+}
+
+/* A block of 32 columns of one row as floats; `scale` and `low` have an entry for each head. */
+#if WIDE == 16
+
+INLINE void block_values(int form, const uint8_t *codes, const float *scale, const float *low, wide *into)
+{
+    const __m512 fours = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    int last = heads_of(form) - 1;
+    for (int i = 0; i < 2; i++) {
+        int h = i < last ? i : last;
+        __m512 scales = _mm512_set1_ps(scale[h]), lows = has_low(form) ? _mm512_set1_ps(low[h]) : _mm512_setzero_ps();
+        if (is_four(form)) { /* all the values that the codes can stand for, then the right ones by their number */
+            __m512 table = has_low(form) ? _mm512_fmadd_ps(scales, fours, lows)
+                                         : _mm512_mul_ps(scales, _mm512_sub_ps(fours, _mm512_set1_ps(8)));
+            into[i] = (wide)_mm512_permutexvar_ps(i ? _mm512_srli_epi32(both, 4) : both, table);
+        } else {
+            __m128i bytes = _mm_loadu_si128((const __m128i *)(codes + 16 * i));
+            __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+            into[i] = (wide)(has_low(form) ? _mm512_fmadd_ps(scales, values, lows) : _mm512_mul_ps(scales, values));
+        }
+    }
+}
+
+#else
+
+typedef int32_t wide_int __attribute__((vector_size(4 * WIDE)));
+
+INLINE wide_int wide_bytes(const uint8_t *at, int is_signed)
+{
+#if defined(__AVX2__)
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)at);
+    return (wide_int)(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+    wide_int values;
+    for (int i = 0; i < WIDE; i++)
+        values[i] = is_signed ? (int8_t)at[i] : at[i];
+    return values;
+#endif
+}
+
+INLINE void block_values(int form, const uint8_t *codes, const float *scale, const float *low, wide *into)
+{
+    for (int i = 0; i < BLOCK; i += WIDE) {
+        int h = heads_of(form) == 2 ? i / 16 : 0;
+        wide_int code = wide_bytes(codes + (is_four(form) ? i % 16 : i), !is_four(form));
+        if (is_four(form))
+            code = i < 16 ? code & 15 : code >> 4;
+        if (is_four(form) && !has_low(form))
+            code -= 8;
+        wide values = __builtin_convertvector(code, wide) * scale[h];
+        into[i / WIDE] = has_low(form) ? values + low[h] : values;
+    }
+}
+
+#endif
+#endif

@@ -1,0 +1,98 @@
+"""Products with plain weights in C (`csrc/linear.c`), and what packed ones share with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.native import Kernel, structure
+
+BLOCK = 32
+"""Columns of a packed weight that are stored together."""
+GROUP = 8
+"""Rows that lie side by side in the interleaved layout."""
+FORMS = {torch.float32: 0, torch.bfloat16: 1}
+"""Numbers of the plain forms, as in linear.h."""
+_ROUNDED_BYTES = 80
+
+
+_linear = Kernel("quire_linear")
+_Job = structure(
+    "out scratch x bias parts",
+    "num_parts num_rows x_stride out_stride x_bf16 out_bf16 scratch_copies scratch_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight [rows, columns] in one of the forms of linear.h."""
+
+    data: Tensor
+    form: int
+    rows: int
+    columns: int
+    interleaved: bool
+    row_bytes: int
+    """Interleaved: the share of a row in its group."""
+
+    @staticmethod
+    def plain(weight: Tensor) -> "Matrix":
+        assert weight.is_contiguous()
+        rows, columns = weight.shape
+        return Matrix(weight, FORMS[weight.dtype], rows, columns, False, columns * weight.element_size())
+
+    def in_c(self) -> list[int]:
+        """The fields of `Matrix` in linear.h."""
+        sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
+        return [self.data.data_ptr(), *map(int, sizes)]
+
+
+class Product:
+    """x W^T + bias, where W is made of `parts`, all interleaved or none, stacked along the output.
+
+    A row of the result has the same bits alone and in any batch, with any number of threads.
+    """
+
+    def __init__(self, parts: Sequence[Matrix], bias: Tensor | None = None) -> None:
+        assert len({(part.columns, part.interleaved) for part in parts}) == 1
+        self.parts = tuple(parts)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self._in_c = torch.tensor([part.in_c() for part in parts])
+        self._keep = [self._in_c, *(part.data for part in parts)]
+        self._keep += [] if self.bias is None else [self.bias]
+        self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, size_in] -> [T, size_out], both float32 or both bfloat16."""
+        assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
+        num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
+        out = x.new_empty(num_rows, self._size_out)
+        row_bytes = self._size_in * 4 if is_bf16 else 0
+        if self.parts[0].interleaved:
+            row_bytes = self._size_in // BLOCK * _ROUNDED_BYTES
+        copies = torch.get_num_threads() if num_rows == 1 else 1
+        scratch = torch.empty(max(num_rows, copies) * row_bytes, dtype=torch.uint8)
+        job = _Job(
+            out.data_ptr(),
+            scratch.data_ptr(),
+            x.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self._in_c.data_ptr(),
+            len(self.parts),
+            num_rows,
+            x.stride(0),
+            self._size_out,
+            is_bf16,
+            is_bf16,
+            copies,
+            row_bytes,
+        )
+        _linear(job, out, scratch, x, *self._keep)
+        return out
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same in torch, in float64, rounded once at the end."""
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
