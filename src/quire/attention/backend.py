@@ -19,6 +19,7 @@ BACKENDS = LazyTable(
     "attention backend",
     {
         "CPU_ATTN": "quire.attention.cpu_attn:CPUAttention",
+        "TRITON_ATTN": "quire.attention.triton_attn:TritonAttention",
         "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
     },
 )
