@@ -377,6 +377,13 @@ def test_names_and_logging_by_usage() -> None:
     assert make({"max_logprobs": -1}).model.max_logprobs == FACTS.vocab
 
 
+def test_a_thread_for_each_core_unless_asked() -> None:
+    assert make().parallel.cpu_threads == cpu().num_cores
+    assert make({"cpu_threads": 3}).parallel.cpu_threads == 3
+    with pytest.raises(ConfigError, match="cpu_threads"):
+        make({"cpu_threads": 0})
+
+
 def test_resolved_values_are_concrete() -> None:
     """A None left where a default exists would surface in the worker."""
     config = make()

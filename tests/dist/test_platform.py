@@ -21,6 +21,7 @@ GIB = 1 << 30
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 8 cores and 16 GiB, 12 of them free, and no cgroup limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n")
     write(tmp_path, "proc/cpuinfo", "model name\t: Some CPU @ 2GHz\nflags\t\t: fpu avx2 avx512f\n")
     return tmp_path
@@ -72,6 +73,14 @@ def test_cpu_quota_of_cgroup_v2(root: Path, files: dict[str, str], cores: int) -
     write(root, "proc/self/cgroup", "0::/a/b\n")
     for path, text in files.items():
         write(root, f"sys/fs/cgroup/{path}", text + "\n")
+    assert detect("cpu", root=root).num_cores == cores
+
+
+@pytest.mark.parametrize(("wanted", "cores"), [("3", 3), ("64", 8), ("0", 8), ("4,2", 8), ("", 8)])
+def test_openmps_own_variable_bounds_the_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, cores: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", wanted)
     assert detect("cpu", root=root).num_cores == cores
 
 

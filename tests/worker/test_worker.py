@@ -50,6 +50,15 @@ def plan(rows: list[int], counts: list[int], samples: list[bool], **changes: Any
     return StepPlan(step=1, samples=np.array(samples), **(fields | ints | changes))
 
 
+def test_as_many_threads_as_asked(tiny: tuple[Path, Any]) -> None:
+    before = torch.get_num_threads()
+    try:
+        start(tiny[0], cpu_threads=3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_prompts_chunks_and_decodes_in_one_step(tiny: tuple[Path, Any]) -> None:
     """Rows out of order, blocks anywhere, a prompt that is not done yet: the tokens are transformers'."""
     path, hf = tiny

@@ -283,9 +283,8 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
     backend = values.get("distributed_executor_backend", "uni")
     if backend in ("ray", "external_launcher"):
         raise ConfigError(f"distributed_executor_backend={backend!r} is not supported yet; leave it out")
-    return ParallelSection(
-        **{**_of("parallel", values), "device": machine.device, "distributed_executor_backend": "uni"}
-    )
+    own = {"cpu_threads": machine.num_cores, **_of("parallel", values)}
+    return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
 
 
 def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env) -> ModelSection:

@@ -74,8 +74,8 @@ class ModelSection:
     auto_fit: Annotated[bool, Rule(derived=True)] = False
     """Whether the worker may shorten max_model_len until one sequence fits into the KV cache."""
     quantization: Annotated[str | None, Rule(short="-q")] = None
-    """Format of the weights. Default: what the checkpoint says; a GGUF file is unpacked to dtype (`none`).
-    `gguf` computes from its packed blocks on a CPU: faster, smaller, and rounded to 8 bits on the way."""
+    """Format of the weights. Default: what the checkpoint says. A CPU computes straight from packed blocks
+    of a GGUF file (`gguf`); `none`, and a GPU, unpack them to dtype."""
     max_logprobs: Annotated[int, Rule(at_least=-1)] = 20
     """Most logprobs a request may ask for per token; -1: the whole vocabulary."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = (
@@ -178,6 +178,8 @@ class ParallelSection:
     """Copies of the engine behind one address."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
     """How workers are started; one device always runs in the engine's process."""
+    cpu_threads: Annotated[int, Rule(at_least=1)]
+    """Threads that compute on a CPU. Default: one for each core that this process may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

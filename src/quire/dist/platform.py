@@ -125,7 +125,7 @@ def _line(info: str, key: str) -> str | None:
 
 
 def _num_cores(root: Path) -> int:
-    """Cores of the affinity mask, bounded by every cgroup's quota."""
+    """Cores of the affinity mask, bounded by every cgroup's quota and by OMP_NUM_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root, "cpu"):
         quota = _read(folder / "cpu.max")
@@ -134,7 +134,8 @@ def _num_cores(root: Path) -> int:
         parts = quota.split()
         if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
             cores = min(cores, max(1, int(parts[0]) // int(parts[1])))
-    return cores
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
 
 
 def _memory(root: Path) -> tuple[int, int]:

@@ -31,6 +31,8 @@ class Worker:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.device = torch.device(config.machine.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.parallel.cpu_threads)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._runner: Runner | None = None
 
