@@ -1,0 +1,423 @@
+"""Tokens out of logits on a GPU, without a sort, in two launches whatever the rows ask for.
+
+`_scan` reads each row once, a tile per program: the best token, and the best under Gumbel noise, which is a draw
+from the softmax. Noise comes from (seed, position, token id), so a row's token depends on nothing but itself.
+
+`_pick` finishes. A row with top_k collects all tokens that could be among its k best, and the last program to
+arrive limits and draws among these few. Any other row with limits draws by rejection: the winner of the whole
+row stands if the limits keep it; if not, they keep nothing as small either, and the best above it is next. The
+limits are those of `sampling/draw.py`.
+
+Probabilities are added as integers, so that the order of the sum does not matter.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import follow, overlap
+
+TILE = tl.constexpr(4096)
+_CHUNKS = tl.constexpr(8)
+"""Per tile. The k-th largest of all chunks' maxima is not above the k-th largest logit."""
+_FEW = tl.constexpr(2048)
+"""How many candidates are taken together; with more of them (many equals) the row is searched instead."""
+_ROUNDS = tl.constexpr(7)
+"""Of Philox: the fewest that pass the tests of randomness."""
+_NEVER = tl.constexpr(float("-inf"))
+_BIG = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def load_logits(row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """Logits over temperature, unless that is 0; infinity for a NaN, 0 for -0."""
+    x = tl.load(row + ids, mask=ids < vocab, other=_NEVER).to(tl.float32)
+    x = tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
+    return tl.where(x == x, x, float("inf")) + 0.0
+
+
+@triton.jit
+def _best(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """The largest value and its id, the least of these among equals."""
+    top = tl.max(values, 0)
+    return top, tl.min(tl.where(values == top, ids, _BIG), 0)
+
+
+@triton.jit
+def _gumbel(bits: tl.tensor) -> tl.tensor:
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    small = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
+    return -tl.log(tl.where(u < 1.0 / 64, small, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _bits(seed: tl.tensor, position: tl.tensor, fours: tl.tensor) -> tl.tensor:
+    """Random bits for the token ids 4 * fours + 0, 1, 2, 3."""
+    zero = 0 * fours
+    return tl.philox(seed, fours, zero + position.to(tl.int32), zero, zero, _ROUNDS)
+
+
+@triton.jit
+def _tile_noise(seed: tl.tensor, position: tl.tensor, start: tl.tensor) -> tl.tensor:
+    a, b, c, d = _bits(seed, position, start // 4 + tl.arange(0, TILE // 4))
+    return _gumbel(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [TILE]))
+
+
+@triton.jit
+def _noise(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """The same for any ids."""
+    a, b, c, d = _bits(seed, position, ids // 4)
+    left, right = tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d)
+    return _gumbel(tl.where(ids % 4 < 2, left, right))
+
+
+@triton.jit
+def _order(x: tl.tensor) -> tl.tensor:
+    """Unsigned integers in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _unorder(key: tl.tensor) -> tl.tensor:
+    bits = key.to(tl.int32, bitcast=True)
+    return (bits ^ (((~bits) >> 31) | -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reach(values: tl.tensor, weights: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+    """The largest number such that the weights of all values from it on are `wanted` together."""
+    keys = _order(values)
+    found, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
+    for _ in range(32):
+        trial = found | bit
+        bit = bit >> 1
+        enough = tl.sum(tl.where(keys >= trial, weights, 0), 0) >= wanted
+        found = tl.where(enough, trial, found)
+    return tl.max(_unorder(found), 0)
+
+
+@triton.jit
+def _mass(x: tl.tensor, peak: tl.tensor) -> tl.tensor:
+    return (tl.exp(x - peak) * 2.0**40).to(tl.int64)
+
+
+@triton.jit
+def _least(peak: tl.tensor, min_p: tl.tensor) -> tl.tensor:
+    return tl.where(min_p > 0, peak + tl.log(min_p), _NEVER)
+
+
+@triton.jit
+def _wanted(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
+    return (total.to(tl.float64) * top_p).to(tl.int64)
+
+
+@triton.jit
+def _scan(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    floats: tl.tensor,
+    ints: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    RANDOM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (rows, tiles). Of a tile: best, best under noise, and the maxima of its chunks.
+
+    A row of `floats` holds tops, noisy tops, maxima, candidates; one of `ints` their ids, and two counters.
+    """
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    follow(OVERLAP)
+    heat = tl.load(temperature + row) if RANDOM else 0.0
+    x = load_logits(logits + row * stride, ids, vocab, heat)
+    top, top_id = _best(x, ids)
+    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
+    ints += row * (2 * tiles + _FEW + 2)
+    tl.store(floats + tile, top)
+    tl.store(ints + tile, top_id)
+    if RANDOM:
+        if heat > 0:
+            noisy = x + _tile_noise(tl.load(seeds + row), tl.load(positions + row), tile * TILE)
+            noisy_top, noisy_id = _best(noisy, ids)
+            tl.store(floats + tiles + tile, noisy_top)
+            tl.store(ints + tiles + tile, noisy_id)
+            maxima = tl.max(tl.reshape(x, [_CHUNKS, TILE // _CHUNKS]), 1)
+            tl.store(floats + 2 * tiles + tile * _CHUNKS + tl.arange(0, _CHUNKS), maxima)
+        if tile == 0:
+            tl.store(ints + 2 * tiles + _FEW + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit
+def _reduce(floats: tl.tensor, ints: tl.tensor, tiles: tl.tensor, TILES: tl.constexpr) -> tl.tensor:
+    """The best of the tiles: value, id."""
+    at = tl.arange(0, TILES)
+    values = tl.load(floats + at, mask=at < tiles, other=_NEVER)
+    return _best(values, tl.load(ints + at, mask=at < tiles, other=_BIG))
+
+
+@triton.jit
+def _finish_argmax(
+    out: tl.tensor,
+    floats: tl.tensor,
+    ints: tl.tensor,
+    tiles: tl.tensor,
+    TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    follow(OVERLAP)
+    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
+    _, id = _reduce(floats, ints + row * (2 * tiles + _FEW + 2), tiles, TILES)
+    tl.store(out + row, id.to(tl.int64))
+
+
+@triton.jit
+def _row_kth(row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, k: tl.tensor) -> tl.tensor:
+    """The k-th largest of a whole row."""
+    found, bit = tl.zeros([1], tl.uint32), tl.full([1], 2147483648, tl.uint32)
+    for _ in range(32):
+        trial = found | bit
+        bit = bit >> 1
+        counts = tl.zeros([TILE], tl.int32)
+        for start in range(0, vocab, TILE):
+            ids = start + tl.arange(0, TILE)
+            keys = _order(load_logits(row, ids, vocab, heat))
+            counts += ((keys >= trial) & (ids < vocab)).to(tl.int32)
+        found = tl.where(tl.sum(counts, 0) >= k, trial, found)
+    return tl.max(_unorder(found), 0)
+
+
+@triton.jit
+def _masses(
+    row: tl.tensor, vocab: tl.tensor, heat: tl.tensor, peak: tl.tensor, floor: tl.tensor, bar: tl.tensor
+) -> tl.tensor:
+    """The mass from `floor` on, and that of it which is above `bar`."""
+    total, above = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+    for start in range(0, vocab, TILE):
+        x = load_logits(row, start + tl.arange(0, TILE), vocab, heat)
+        mass = tl.where(x >= floor, _mass(x, peak), 0)
+        total += mass
+        above += tl.where(x > bar, mass, 0)
+    return tl.sum(total, 0), tl.sum(above, 0)
+
+
+@triton.jit
+def _winner(
+    row: tl.tensor,
+    vocab: tl.tensor,
+    heat: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    floor: tl.tensor,
+    bar: tl.tensor,
+) -> tl.tensor:
+    """The best under noise of those from `floor` on and above `bar`: its id and its logit."""
+    most, most_id = tl.full([TILE], _NEVER, tl.float32), tl.full([TILE], _BIG, tl.int32)
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        x = load_logits(row, ids, vocab, heat)
+        noisy = tl.where((x >= floor) & (x > bar), x + _tile_noise(seed, position, start), _NEVER)
+        better = noisy > most
+        most, most_id = tl.where(better, noisy, most), tl.where(better, ids, most_id)
+    _, id = _best(most, most_id)
+    return id, tl.max(load_logits(row, id + tl.zeros([1], tl.int32), vocab, heat), 0)
+
+
+@triton.jit
+def _reject(
+    row: tl.tensor,
+    vocab: tl.tensor,
+    heat: tl.tensor,
+    k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    peak: tl.tensor,
+    id: tl.tensor,
+) -> tl.tensor:
+    """The token of a row with limits, from its winner without."""
+    floor = _least(peak, min_p)
+    if k > 0:
+        floor = tl.maximum(floor, _row_kth(row, vocab, heat, k))
+    value = tl.max(load_logits(row, id + tl.zeros([1], tl.int32), vocab, heat), 0)
+    bar, rejected, going = tl.zeros_like(value) + _NEVER, value < floor, value == value
+    while going:
+        if rejected:
+            id, value = _winner(row, vocab, heat, seed, position, floor, bar)
+        if top_p < 1:
+            total, above = _masses(row, vocab, heat, peak, floor, value)
+            going = (above >= _wanted(total, top_p)) & (value < peak)
+        else:
+            going = value != value
+        bar, rejected = value, going
+    return id
+
+
+@triton.jit
+def _among(
+    values: tl.tensor,
+    ids: tl.tensor,
+    k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    peak: tl.tensor,
+) -> tl.tensor:
+    """The token of a row whose k best are all among these candidates."""
+    kth = _reach(values, (values > _NEVER).to(tl.int32), k)
+    floor = tl.maximum(_least(peak, min_p), tl.where(kth == kth, kth, _NEVER))
+    mass = tl.where(values >= floor, _mass(values, peak), 0)
+    if top_p < 1:
+        last = _reach(values, mass, _wanted(tl.sum(mass, 0), top_p))
+        floor = tl.maximum(floor, tl.where(last <= peak, last, peak))
+    noisy = tl.where((values >= floor) & (values > _NEVER), values + _noise(seed, position, ids), _NEVER)
+    _, id = _best(noisy, ids)
+    return id
+
+
+@triton.jit
+def _collect(
+    row: tl.tensor,
+    vocab: tl.tensor,
+    heat: tl.tensor,
+    k: tl.tensor,
+    maxima: tl.tensor,
+    found: tl.tensor,
+    found_ids: tl.tensor,
+    counters: tl.tensor,
+    CHUNKS: tl.constexpr,
+) -> tl.tensor:
+    """Append this tile's candidates. Whether all tiles have arrived, and how many candidates there are."""
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    at = tl.arange(0, CHUNKS)
+    bounds = tl.load(maxima + at, mask=at < tiles * _CHUNKS, other=_NEVER)
+    bound = _reach(bounds, (bounds > _NEVER).to(tl.int32), k)
+    bound = tl.where(bound == bound, bound, _NEVER)
+    ids = tile * TILE + tl.arange(0, TILE)
+    x = load_logits(row, ids, vocab, heat)
+    taken = (x >= bound) & (x > _NEVER)
+    count = tl.sum(taken.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(counters, count) + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(found + place, x, mask=taken & (place < _FEW))
+        tl.store(found_ids + place, ids, mask=taken & (place < _FEW))
+    tl.debug_barrier()
+    last = tl.atomic_add(counters + 1, 1) == tiles - 1
+    return last, tl.atomic_add(counters, 0)
+
+
+@triton.jit
+def _pick(
+    out: tl.tensor,
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    floats: tl.tensor,
+    ints: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (rows, tiles). Only rows with top_k need more than the first of their programs."""
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    follow(OVERLAP)
+    heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
+    mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
+    k = tl.where(k < vocab, k, 0)
+    limited = (heat > 0) & ((k > 0) | (mass < 1) | (least > 0))
+    together = limited & (k > 0) & (k <= tiles * _CHUNKS)
+    if (tile > 0) & (together == 0):
+        return
+    floats += row * ((2 + _CHUNKS) * tiles + _FEW)
+    ints += row * (2 * tiles + _FEW + 2)
+    logits += row * stride
+    peak, id = _reduce(floats, ints, tiles, TILES)
+    writes = tile == 0
+    if (heat > 0) & (tl.abs(peak) < float("inf")):
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        _, id = _reduce(floats + tiles, ints + tiles, tiles, TILES)
+        alone = limited
+        if together:
+            found, ids = floats + (2 + _CHUNKS) * tiles, ints + 2 * tiles
+            writes, count = _collect(logits, vocab, heat, k, floats + 2 * tiles, found, ids, ids + _FEW, TILES * _CHUNKS)  # fmt: skip # noqa: E501
+            alone = writes & (count > _FEW)
+            if writes & (count <= _FEW):
+                at = tl.arange(0, _FEW)
+                values = tl.load(found + at, mask=at < count, other=_NEVER)
+                ids_found = tl.load(ids + at, mask=at < count, other=0)
+                id = _among(values, ids_found, k, mass, least, seed, position, peak)
+        if alone:
+            id = _reject(logits, vocab, heat, k, mass, least, seed, position, peak, id)
+    if writes:
+        tl.store(out + row, id.to(tl.int64))
+
+
+def _scratch(logits: Tensor) -> tuple[tuple[int, int], int, Tensor, Tensor]:
+    num_rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, TILE.value)
+    floats = (2 + _CHUNKS.value) * tiles + _FEW.value
+    ints = 2 * tiles + _FEW.value + 2
+    return (
+        (num_rows, tiles),
+        triton.next_power_of_2(tiles),
+        torch.empty(num_rows * floats, dtype=torch.float32, device=logits.device),
+        torch.empty(num_rows * ints, dtype=torch.int32, device=logits.device),
+    )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """[N] int64 the best token of each row of `logits` [N, V], the first among equals; a NaN is best."""
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        grid, tiles, floats, ints = _scratch(logits)
+        ahead, (_, vocab), stride = overlap(), logits.shape, logits.stride(0)
+        none = out
+        _scan[grid](
+            logits, none, none, none, floats, ints, vocab, stride, RANDOM=False, OVERLAP=ahead,
+            launch_pdl=ahead, num_warps=8,
+        )  # fmt: skip
+        _finish_argmax[(len(logits),)](
+            out, floats, ints, grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=1
+        )
+    return out
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """[N] int64 a token of each row of `logits` [N, V], which stay as they are; all else is [N].
+
+    Temperature 0 takes the best. A top_k of 0 is none. `seeds` and `positions` are integers: the token is a
+    function of them and of the row's logits alone. Which kernels run does not depend on what the rows ask.
+    """
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        grid, tiles, floats, ints = _scratch(logits)
+        ahead, (_, vocab), stride = overlap(), logits.shape, logits.stride(0)
+        _scan[grid](
+            logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
+            launch_pdl=ahead, num_warps=8,
+        )  # fmt: skip
+        _pick[grid](
+            out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
+            TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,196 @@
+"""Tokens drawn by the kernels: the argmax, the distribution, the kept sets of `sampling/draw.py`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.sampling import argmax, sample
+from quire.sampling.draw import floors
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+gpu = pytest.mark.gpu
+Limits = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def drawn(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    def filled(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((len(logits),), value, dtype=dtype, device=DEVICE)
+
+    return sample(
+        logits,
+        filled(temperature, torch.float32),
+        filled(top_k, torch.int32),
+        filled(top_p, torch.float32),
+        filled(min_p, torch.float32),
+        torch.arange(len(logits), device=DEVICE) if seeds is None else seeds,
+        filled(7, torch.int64) if positions is None else positions,
+    )
+
+
+@pytest.mark.parametrize("vocab", [3, 4096, 9000])
+def test_argmax_is_the_first_of_the_largest(vocab: int) -> None:
+    logits = torch.randint(-3, 3, (3, vocab), device=DEVICE).float()
+    logits[0] = -torch.inf
+    logits[1, vocab // 2] = torch.inf
+    best = logits.amax(-1, keepdim=True)
+    expected = torch.where(logits == best, torch.arange(vocab, device=DEVICE), vocab).amin(-1)
+    assert torch.equal(argmax(logits), expected)
+    assert torch.equal(argmax(logits.half()), expected)
+    assert torch.equal(drawn(logits, temperature=0.0, top_k=2), expected)
+
+
+def test_a_row_without_a_distribution_takes_its_largest() -> None:
+    logits = torch.zeros(3, 40, device=DEVICE)
+    logits[0] = -torch.inf
+    logits[1, 17] = torch.nan
+    logits[2, 5] = torch.inf
+    cases: list[Limits] = [{}, {"top_k": 3}, {"top_p": 0.5}]
+    for limits in cases:
+        assert drawn(logits, **limits).tolist() == [0, 17, 5]
+
+
+def test_a_token_depends_on_its_own_row_alone() -> None:
+    logits = torch.randn(5, 5000, device=DEVICE)
+    seeds = torch.tensor([3, -9, 2**40, 3, 3], device=DEVICE)
+    positions = torch.tensor([1, 1, 5, 2, 1], device=DEVICE)
+    logits[4] = logits[0]
+    cases: list[Limits] = [{}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.5, "min_p": 0.01}]
+    for limits in cases:
+        together = drawn(logits, seeds=seeds, positions=positions, **limits)
+        assert together[0] == together[4]
+        for i in (2, 4):
+            alone = drawn(logits[i : i + 1], seeds=seeds[i : i + 1], positions=positions[i : i + 1], **limits)
+            assert alone[0] == together[i]
+
+
+def test_seed_and_position_both_change_the_token() -> None:
+    logits = torch.zeros(1, 3000, device=DEVICE).expand(16, -1)
+    same, rising = torch.full((16,), 5, device=DEVICE), torch.arange(16, device=DEVICE)
+    assert len(set(drawn(logits, seeds=rising, positions=same).tolist())) > 12
+    assert len(set(drawn(logits, seeds=rising * 2**33, positions=same).tolist())) > 12
+    assert len(set(drawn(logits, seeds=same, positions=rising).tolist())) > 12
+
+
+def fits(counts: Tensor, probabilities: Tensor) -> None:
+    """Chi-square of drawn counts, with a bound that fails one time in a million."""
+    expected = probabilities.double() * counts.sum()
+    known = expected > 0
+    assert counts[~known].sum() == 0
+    chi = ((counts - expected)[known] ** 2 / expected[known]).sum().item()
+    freedom = int(known.sum()) - 1
+    assert chi < freedom * (1 - 2 / (9 * freedom) + 4.8 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+LIMITS: list[Limits] = [
+    {"temperature": 0.6},
+    {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "temperature": 1.3},
+    {"top_p": 0.7},
+    *([{}, {"top_k": 4}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.1}] if CUDA else []),
+]
+
+
+def kept(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """Where `sampling/draw.py` leaves something."""
+    scaled = logits / temperature
+    n = len(logits)
+    floor = floors(scaled, np.full(n, top_k, np.int64), np.full(n, top_p), np.full(n, min_p))
+    return scaled >= floor
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_tokens_are_distributed_as_asked(limits: Limits) -> None:
+    vocab, rows = 12, 20000 if CUDA else 60
+    logits = 1.5 * torch.randn(1, vocab, device=DEVICE)
+    logits[0, 3] = logits[0, 8]
+    counts = torch.bincount(drawn(logits.expand(rows, -1), **limits), minlength=vocab)
+    left = kept(logits, **limits)[0]
+    masked = (logits[0] / limits.get("temperature", 1.0)).masked_fill(~left, -torch.inf)
+    fits(counts, masked.softmax(-1))
+
+
+def every_kept_token_is_drawn(logits: Tensor, rows: int, limits: Limits) -> None:
+    """Kept sets agree from both sides: nothing else is drawn, and each of these is, sooner or later."""
+    left = kept(logits, **limits)[0]
+    tokens = drawn(logits.expand(rows, -1), **limits)
+    seen = torch.bincount(tokens, minlength=logits.shape[1]) > 0
+    assert not (seen & ~left).any()
+    assert int((left & ~seen).sum()) <= 0.05 * int(left.sum())
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_k": 7, "top_p": 0.5}], ids=str)
+def test_kept_tokens_over_several_tiles(limits: Limits) -> None:
+    logits = 0.3 * torch.randn(1, 9000, device=DEVICE)
+    every_kept_token_is_drawn(logits, 24, limits)
+
+
+def test_equals_of_the_last_kept_are_kept() -> None:
+    logits = -torch.rand(1, 5000, device=DEVICE)
+    logits[0, [7, 4097, 4500]] = 2.0
+    logits[0, [9, 4999]] = 1.5
+    every_kept_token_is_drawn(logits, 24, {"top_k": 4})
+    assert kept(logits, top_k=4).sum() == 5
+
+
+def test_more_equals_than_candidates() -> None:
+    """All logits equal: more than can be taken together, so the row is searched; all stay."""
+    logits = torch.zeros(4, 5000, device=DEVICE)
+    assert len(set(drawn(logits, top_k=3).tolist())) == 4
+
+
+def test_large_k_searches_the_row() -> None:
+    logits = torch.randn(3, 4200, device=DEVICE)
+    tokens = drawn(logits, top_k=100, temperature=50.0)
+    ranks = (logits > logits.gather(1, tokens[:, None])).sum(-1)
+    assert (ranks < 100).all() and ranks.max() > 10
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    logits = torch.full((5, 4100), -torch.inf, device=DEVICE)
+    logits[:, [5, 4099]] = 0.0
+    cases: list[Limits] = [{}, {"top_k": 20, "top_p": 0.99}, {"top_p": 0.99}]
+    for limits in cases:
+        assert set(drawn(logits, **limits).tolist()) == {5, 4099}
+
+
+@gpu
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_k": 20},
+        {"top_k": 50, "top_p": 0.95},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "min_p": 0.02},
+        {"top_k": 999},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+def test_kept_sets_of_real_vocabularies(spread: float, limits: Limits) -> None:
+    logits = spread * torch.randn(24, 151936, device=DEVICE).bfloat16().float()
+    left = kept(logits, **limits)
+    for seed in range(20):
+        seeds = torch.arange(24, device=DEVICE) + 100 * seed
+        tokens = drawn(logits, seeds=seeds, **limits)
+        assert left.gather(1, tokens[:, None]).all()
+        # The same noise over the kept tokens alone gives the same winner.
+        masked = logits.masked_fill(~left, -torch.inf)
+        assert torch.equal(tokens, drawn(masked, seeds=seeds))
