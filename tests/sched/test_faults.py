@@ -66,7 +66,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(REQUESTS, st.booleans(), LIMITS)
 def test_only_poisoned_requests_end_in_error(
     requests: list[tuple[int, int, bool]], writes_first: bool, limits: dict[str, Any]
@@ -85,7 +85,7 @@ def test_only_poisoned_requests_end_in_error(
     engine.check_empty()
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(REQUESTS, st.booleans(), LIMITS, st.data())
 def test_aborts_between_failures_leave_no_lie_in_the_cache(
     requests: list[tuple[int, int, bool]], writes_first: bool, limits: dict[str, Any], data: st.DataObject

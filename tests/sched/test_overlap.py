@@ -6,6 +6,7 @@ import pytest
 from symbolic import Engine, continuation
 
 from quire.data.params import SamplingParams
+from quire.data.plan import StepPlan, StepResult
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -150,19 +151,52 @@ def test_generated_blocks_of_a_running_request_are_shared() -> None:
     assert engine.outputs["b"] == continuation(prompt(6), 30)[12:14]
 
 
+def fail_once(engine: Engine, step: int) -> None:
+    """The given step breaks before it writes anything."""
+    run = engine.worker.run
+
+    def broken(plan: StepPlan) -> StepResult:
+        if plan.step == step:
+            raise RuntimeError("once")
+        return run(plan)
+
+    engine.worker.run = broken  # type: ignore[method-assign]
+
+
+def test_a_block_whose_value_came_while_its_step_ran_is_forgotten_if_that_fails() -> None:
+    """It became findable after the last plan was made, so it belongs to none."""
+    engine = overlapped()
+    engine.add("a", prompt(6), count=3)
+    fail_once(engine, 3)
+    engine.run()
+    assert engine.reasons == {"a": "error"} and len(engine.plans) == 3
+    engine.check_empty()
+
+
+def test_a_trial_is_one_step_at_a_time() -> None:
+    """Else a suspect could fail, unblamed, in the step behind the one that clears it."""
+    engine = overlapped()
+    for i in range(3):
+        engine.add(str(i), prompt(5, 20 * i), count=5)
+    fail_once(engine, 2)
+    engine.step()
+    engine.step()
+    assert engine.scheduler._suspects
+    while engine.scheduler._suspects:
+        engine.step()
+        assert not engine.scheduler.in_flight
+        assert len(engine.plans[-1].rows) == 1
+    engine.run()
+    assert all(engine.outputs[str(i)] == continuation(prompt(5, 20 * i), 5) for i in range(3))
+
+
 def test_the_only_survivor_of_a_failed_step_was_not_alone_in_it() -> None:
     """A request must not end as an error because its neighbour was aborted meanwhile."""
     engine = overlapped()
-    run = engine.worker.run
     engine.add("good", prompt(5), count=4)
     engine.add("bad", prompt(5, 40), count=4)
+    fail_once(engine, 2)
     engine.step()
-
-    def broken(plan: object) -> None:
-        engine.worker.run = run  # type: ignore[method-assign]
-        raise RuntimeError("once")
-
-    engine.worker.run = broken  # type: ignore[method-assign, assignment]
     engine.abort("bad")
     engine.run()
     assert engine.reasons == {"bad": "abort", "good": "length"}

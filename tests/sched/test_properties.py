@@ -141,7 +141,7 @@ def test_every_admitted_request_finishes_with_its_own_tokens(
     check_stats(engine, traffic)
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(TRAFFIC, OVERLAPPED)
 def test_steps_in_flight_change_no_answer(traffic: list[Arrival], limits: dict[str, Any]) -> None:
     engine = drive(traffic, limits)
@@ -172,7 +172,7 @@ def test_outputs_do_not_depend_on_when_requests_arrive(
     assert drive(traffic, limits).outputs == drive(traffic, limits, at_once=True).outputs
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(TRAFFIC, ONE_BY_ONE | OVERLAPPED, st.data())
 def test_aborts_at_any_moment_hurt_nobody_else(
     traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject

@@ -129,7 +129,8 @@ class LocalEngine:
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
 
     def has_unfinished_requests(self) -> bool:
-        return self.core.has_work
+        """A step that still runs for requests that have ended is none of the caller's business."""
+        return self.core.scheduler.has_work
 
     def step(self) -> list[RequestOutput]:
         """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.data.plan import FirstRun, Ints, StepPlan, StepResult
 from quire.data.stats import StepStats
 from quire.sched.blocks import Block
-from quire.sched.running import Running
+from quire.sched.running import Rows, Running
 
 
 @dataclass(slots=True)
@@ -23,17 +26,23 @@ class Flight:
 
     plan: StepPlan
     notes: Notes
+    rows: Rows
+    """The plan's."""
     starts: Ints
-    """For each row of the plan, how many of its tokens were computed before."""
-    admissions: Ints
-    """For each row of the plan, whom it was for: `Running.admission` at the time."""
+    """How many tokens of each row were computed before."""
+    admissions: NDArray[np.int64]
+    """Whom each row was for: `Running.admission` at the time."""
     indexed: list[Block]
     """Blocks that became findable with it."""
 
+    def alive(self, running: Running) -> NDArray[np.bool_]:
+        """Whether each row's request is still there."""
+        alive: NDArray[np.bool_] = running.admission[self.rows] == self.admissions
+        return alive
+
     def landed(self, running: Running, result: StepResult) -> "Landed":
         """The result, without the rows whose requests ended meanwhile."""
-        rows, samples = self.plan.rows, self.plan.samples
-        alive = running.admission[rows] == self.admissions
+        rows, samples, alive = self.rows, self.plan.samples, self.alive(running)
         if not alive.all():
             samples = samples & alive
             left = set(rows[alive].tolist())
@@ -50,7 +59,7 @@ class Flight:
 class Landed:
     """What came of a step for the requests that are still here."""
 
-    sampled: Ints
+    sampled: Rows
     """The rows that got a token, in the order of `result.token_ids`."""
     result: StepResult
     starts: dict[int, int]

@@ -8,7 +8,7 @@ import numpy as np
 from quire.data.plan import Ints
 from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool
-from quire.sched.running import Running
+from quire.sched.running import Rows, Running
 
 
 def _root_key(request: Request) -> bytes:
@@ -66,7 +66,7 @@ class KVManager:
         self.num_indexed[row] = len(hits)
         return [block.id for block in table]
 
-    def grow(self, rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    def grow(self, rows: Rows, counts: Ints) -> tuple[Ints, Ints]:
         """Append `counts[i]` new blocks to `rows[i]`. Returns row and id of each new block."""
         growing = np.flatnonzero(counts)
         rows, counts = rows[growing], counts[growing]
@@ -76,9 +76,10 @@ class KVManager:
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             self.tables[row].extend(taken[start : start + count])
             start += count
-        return np.repeat(rows, counts), np.fromiter((block.id for block in taken), np.int32, len(taken))
+        block_rows = np.repeat(rows.astype(np.int32), counts)
+        return block_rows, np.fromiter((block.id for block in taken), np.int32, len(taken))
 
-    def index(self, running: Running, rows: Ints, num_full: Ints) -> None:
+    def index(self, running: Running, rows: Rows, num_full: Ints) -> None:
         """Make the first `num_full[i]` blocks of `rows[i]` findable."""
         num_indexed = self.num_indexed[rows]
         filled = num_full > num_indexed

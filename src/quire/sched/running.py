@@ -7,14 +7,17 @@ from numpy.typing import NDArray
 from quire.data.plan import Ints
 from quire.data.request import Request
 
+Rows = NDArray[np.intp]
+"""What numpy indexes by without converting it first."""
+
 
 class Running:
     """`order` lists the taken rows, oldest admission first; every other column is indexed by row."""
 
     def __init__(self, max_rows: int, max_len: int) -> None:
-        self.order: Ints = np.empty(0, np.int32)
+        self.order: Rows = np.empty(0, np.intp)
         self.requests: list[Request | None] = [None] * max_rows
-        self.ids: list[str] = [""] * max_rows
+        self.ids: NDArray[np.object_] = np.full(max_rows, "", np.object_)
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
         """While a request runs its tokens grow here; `Request.tokens` catches up when it leaves its row."""
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
@@ -33,7 +36,7 @@ class Running:
         """Whether a token needs a closer look than eos and length: stop ids, repetition."""
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must know a token before the next can be drawn."""
-        self.admission: Ints = np.zeros(max_rows, np.int64)
+        self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """A number that is the row's until it is released; then 0."""
         self._num_admissions = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -67,7 +70,7 @@ class Running:
         self.needs_value[row] = any(len(word) > 1 for word in params.bad_words_token_ids or ())
         self._num_admissions += 1
         self.admission[row] = self._num_admissions
-        self.order = np.append(self.order, np.int32(row))
+        self.order = np.append(self.order, np.intp(row))
         return row
 
     def pending(self) -> Ints:
@@ -81,14 +84,14 @@ class Running:
             pending[unknown & ((num_tokens >= self.limit[rows]) | self.needs_value[rows])] = 0
         return pending
 
-    def launch(self, rows: Ints, num_tokens: Ints) -> NDArray[np.bool_]:
+    def launch(self, rows: Rows, num_tokens: Ints) -> NDArray[np.bool_]:
         """`rows` compute so many tokens. Returns which of them get a new one; its value follows."""
         samples: NDArray[np.bool_] = num_tokens == self.num_tokens[rows] - self.num_computed[rows]
         self.num_computed[rows] += num_tokens
         self.num_tokens[rows] += samples
         return samples
 
-    def fill(self, rows: Ints, token_ids: Ints) -> None:
+    def fill(self, rows: Rows, token_ids: Ints) -> None:
         """The oldest unknown token of each row has come."""
         num_known = self.num_known[rows]
         self.tokens[rows, num_known] = token_ids

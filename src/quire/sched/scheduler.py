@@ -22,7 +22,7 @@ from quire.sched.blocks import Block
 from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import KVManager
 from quire.sched.queues import LINES, WaitingLine
-from quire.sched.running import Running
+from quire.sched.running import Rows, Running
 from quire.sched.stops import why_stopped
 from quire.sched.victims import PreemptionWarning, choose_victim
 
@@ -117,18 +117,18 @@ class Scheduler:
             return None
         self._step += 1
         notes, self._notes = self._notes, Notes()
-        starts = self.running.num_computed[rows]
+        starts, admissions = self.running.num_computed[rows], self.running.admission[rows]
         plan = StepPlan(
             step=self._step,
             released=notes.released,
             admitted=[admission for admission, _ in admitted],
             block_rows=block_rows,
             block_ids=block_ids,
-            rows=rows,
+            rows=rows.astype(np.int32),
             num_tokens=num_tokens,
             samples=self.running.launch(rows, num_tokens),
         )
-        self.in_flight.append(Flight(plan, notes, starts, self.running.admission[rows], self.kv.take_fresh()))
+        self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         return plan
 
     def _continue_running(self) -> tuple[Ints, Ints] | None:
@@ -159,7 +159,7 @@ class Scheduler:
             chunks[order] = np.clip(self.budget - spent_before, 0, wanted)
         return chunks
 
-    def _index(self, rows: Ints, chunks: Ints) -> None:
+    def _index(self, rows: Rows, chunks: Ints) -> None:
         """Make blocks findable in the very step that fills them, if it is known with what: who shares them
         reads after the write."""
         if self.kv.share_prefixes:
@@ -250,7 +250,7 @@ class Scheduler:
         stats = self._count(flight, sampled)
         running.fill(sampled, result.token_ids)
         output = StepOutput(
-            request_ids=[running.ids[row] for row in sampled.tolist()],
+            request_ids=running.ids[sampled].tolist(),
             token_ids=result.token_ids.tolist(),
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
             prompt_logprobs=self._fresh_prompt_logprobs(landed),
@@ -265,7 +265,7 @@ class Scheduler:
         stats.kv_usage = self.kv.pool.usage
         return output
 
-    def _end_finished(self, rows: Ints, token_ids: Ints, output: StepOutput) -> None:
+    def _end_finished(self, rows: Rows, token_ids: Ints, output: StepOutput) -> None:
         """Look closely only at rows that may be done."""
         running, length = self.running, self.running.num_known[rows]
         suspect = (
@@ -283,8 +283,7 @@ class Scheduler:
         end that fail by themselves."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
-        alive = self.running.admission[plan.rows] == flight.admissions
-        suspects = [self.running.request(row) for row in plan.rows[alive].tolist()]
+        suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
         self.forget_flights()
         for row in self.running.order[::-1].tolist():
             self.waiting.push_front(self._vacate(row))
@@ -317,7 +316,7 @@ class Scheduler:
             fresh[request.id] = new
         return fresh
 
-    def _count(self, flight: Flight, sampled: Ints) -> StepStats:
+    def _count(self, flight: Flight, sampled: Rows) -> StepStats:
         stats, running = flight.notes.stats, self.running
         first = sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         stats.num_prompt_tokens = int(running.prompt_len[first].sum())
