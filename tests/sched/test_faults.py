@@ -82,6 +82,8 @@ def test_only_poisoned_requests_end_in_error(
         assert engine.outputs[str(number)] == expected
         finished_well = not poisoned and len(expected) == count
         assert engine.reasons[str(number)] == ("length" if finished_well else "error")
+        first_runs = sum(str(number) in step.admitted for step in engine.steps)
+        assert first_runs == 1 if expected else first_runs <= 1, "a failure swallows no first run"
     engine.check_empty()
 
 

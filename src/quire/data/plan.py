@@ -29,7 +29,11 @@ class Admission(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step. Apply in this order: release rows, admit rows, append blocks, then compute."""
+    """One step. Apply in this order: release rows, admit rows, append blocks, then compute.
+
+    The step before it may still run: a row that got a token there counts it, and computes it here, before
+    anybody on the host knows which one it is.
+    """
 
     step: int
     released: list[int]
@@ -42,7 +46,7 @@ class StepPlan(msgspec.Struct):
     num_tokens: Ints
     """How many tokens each of `rows` computes, from its num_computed on."""
     samples: NDArray[np.bool_]
-    """Whether the row's last known token is computed, so that it gets a new one."""
+    """Whether the row's last token is computed, so that it gets a new one."""
 
     @property
     def total_tokens(self) -> int:
