@@ -98,11 +98,12 @@ def fits(counts: Tensor, probabilities: Tensor) -> None:
     assert chi < freedom * (1 - 2 / (9 * freedom) + 4.8 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
+MORE: list[Limits] = [{}, {"top_k": 4}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.1}]
 LIMITS: list[Limits] = [
     {"temperature": 0.6},
     {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "temperature": 1.3},
     {"top_p": 0.7},
-    *([{}, {"top_k": 4}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.1}] if CUDA else []),
+    *(MORE if CUDA else []),
 ]
 
 

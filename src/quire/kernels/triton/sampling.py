@@ -1,12 +1,12 @@
 """Tokens out of logits on a GPU, without a sort, in two launches whatever the rows ask for.
 
-`_scan` reads each row once, a tile per program: the best token, and the best under Gumbel noise, which is a draw
-from the softmax. Noise comes from (seed, position, token id), so a row's token depends on nothing but itself.
+`_scan` reads each row once, a tile per program: the best token, and the best under Gumbel noise, which is a
+draw from the softmax. Noise comes from (seed, position, token id): a row's token depends on itself alone.
 
 `_pick` finishes. A row with top_k collects all tokens that could be among its k best, and the last program to
 arrive limits and draws among these few. Any other row with limits draws by rejection: the winner of the whole
-row stands if the limits keep it; if not, they keep nothing as small either, and the best above it is next. The
-limits are those of `sampling/draw.py`.
+row stands if the limits keep it; if not, they keep nothing as small either, and the best above it is next.
+The limits are those of `sampling/draw.py`.
 
 Probabilities are added as integers, so that the order of the sum does not matter.
 """

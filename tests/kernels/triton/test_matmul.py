@@ -1,0 +1,99 @@
+"""Products of few rows against torch, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.reference import Reference
+from quire.kernels.triton.matmul import Plan, Rows, Tiles, choose, gated, linear, multiply
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+PLANS = [Rows(2, 4), Rows(8, 4), Tiles(32, 64, 1, 4, 3), Tiles(16, 32, 3, 4, 3)]
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    made = torch.randn(*shape, device=DEVICE).to(DTYPE)
+    if CUDA:
+        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+    return made
+
+
+def close(ours: Tensor, expected: Tensor) -> None:
+    assert ours.dtype == DTYPE and ours.shape == expected.shape
+    error = (ours.double() - expected).norm() / expected.norm()
+    assert error < 4e-3, error
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x.double() @ weight.double().T
+
+
+@pytest.mark.parametrize("num", [1, 3, 16])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_products_of_odd_sizes(plan: Rows | Tiles, num: int) -> None:
+    x, weight, bias = random(num, 108)[:, 4:], random(37, 104), random(37)
+    close(multiply(x, weight, None, plan), product(x, weight))
+    close(multiply(x, weight, bias, plan), product(x, weight) + bias.double())
+
+
+@pytest.mark.parametrize("plan", PLANS[:3], ids=str)
+def test_gate_and_up_in_one(plan: Rows | Tiles) -> None:
+    x, weight = random(3, 72), random(2 * 21, 72)
+    expected = Reference().silu_mul(product(x, weight).to(DTYPE)).double()
+    close(multiply(x, weight, None, plan, gated=True), expected)
+
+
+@pytest.mark.parametrize("num", [1, 5, 16, 40])
+def test_what_is_chosen_multiplies(num: int) -> None:
+    x, weight, bias = random(num, 256), random(64, 256), random(64)
+    close(linear(x, weight), product(x, weight))
+    close(linear(x, weight, bias), product(x, weight) + bias.double())
+    close(gated(x, weight), Reference().silu_mul(product(x, weight).to(DTYPE)).double())
+
+
+def test_split_products_can_follow_each_other() -> None:
+    """The counters are zero again after each."""
+    x, weight = random(2, 256), random(64, 256)
+    for _ in range(3):
+        close(multiply(x, weight, None, Tiles(16, 32, 4, 4, 3)), product(x, weight))
+
+
+SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336), (151936, 1024)]
+
+
+@gpu
+@pytest.mark.parametrize("num", [1, 2, 4, 7, 8, 16])
+@pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
+def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
+    x, weight = random(num, size_in), random(size_out, size_in)
+    close(linear(x, weight), product(x, weight))
+    plans: list[Plan] = [Rows(4, 8), Tiles(32, 128, 1 if size_out > 50000 else 4, 4, 4)]
+    for plan in plans:
+        if plan is not None:
+            close(multiply(x, weight, None, plan), product(x, weight))
+
+
+@gpu
+@pytest.mark.parametrize("num", [1, 4, 8, 16])
+@pytest.mark.parametrize(("size_out", "size_in"), [(6144, 1024), (28672, 4096)])
+def test_real_gates(size_out: int, size_in: int, num: int) -> None:
+    x, weight = random(num, size_in) / size_in**0.5, random(size_out, size_in)
+    close(gated(x, weight), Reference().silu_mul(product(x, weight).to(DTYPE)).double())
+
+
+@pytest.mark.parametrize("num", range(1, 17))
+def test_every_shape_has_a_plan_that_fits(num: int) -> None:
+    for size_out, size_in in [*SHAPES, (100, 96), (6144, 1024), (28672, 4096), (512, 20000)]:
+        for parts in (1, 2):
+            plan = choose(num, size_out, size_in, parts)
+            assert plan is None or plan.rows * (plan.warps > 0) > 0
+            if isinstance(plan, Rows):
+                assert size_in <= 16384
