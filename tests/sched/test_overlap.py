@@ -53,10 +53,22 @@ def test_the_end_of_a_sequence_costs_one_step_more_and_work_ends_after_it() -> N
     assert len(engine.plans) == said.index(said[2]) + 2
 
 
-def test_a_row_that_needs_its_value_runs_every_second_step_and_others_in_all() -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"bad_words_token_ids": [[3], [4, 5]]},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.2},
+        {"presence_penalty": -0.2},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_row_that_needs_its_value_runs_every_second_step_and_others_in_all(asked: dict[str, Any]) -> None:
+    """The sampler would look back at a token that the host does not know."""
     engine = overlapped(share=False)
     params = SamplingParams(max_tokens=5)
-    params.bad_words_token_ids = [[3], [4, 5]]
+    for name, value in asked.items():
+        setattr(params, name, value)
     engine.add("slow", prompt(5), count=5, params=params)
     engine.add("fast", prompt(5, 40), count=5)
     engine.run()

@@ -4,11 +4,19 @@ operations."""
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.params import SamplingParams
 from quire.data.plan import Ints
 from quire.data.request import Request
 
 Rows = NDArray[np.intp]
 """What numpy indexes by without converting it first."""
+
+
+def looks_back(params: SamplingParams) -> bool:
+    """Whether the sampler reads, on the host, the tokens before the one that it draws."""
+    words = any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    frequent = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+    return words or frequent or params.repetition_penalty != 1.0
 
 
 class Running:
@@ -67,7 +75,7 @@ class Running:
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
-        self.needs_value[row] = any(len(word) > 1 for word in params.bad_words_token_ids or ())
+        self.needs_value[row] = looks_back(params)
         self._num_admissions += 1
         self.admission[row] = self._num_admissions
         self.order = np.append(self.order, np.intp(row))
