@@ -237,7 +237,8 @@ def test_abort_frees_running_and_waiting_requests() -> None:
     assert engine.kv.pool.num_free == engine.kv.pool.num_usable
 
 
-def test_stops() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stops(depth: int) -> None:
     said = continuation(prompt(5), 12)
     assert len(set(said[:4])) == 4
     cases: dict[str, Any] = {
@@ -245,12 +246,13 @@ def test_stops() -> None:
         "stop id": ({}, {"stop_token_ids": [said[3]]}, 4, ("stop", said[3])),
         "length": ({}, {}, 12, ("length", None)),
         "eos before min_tokens": ({"eos_id": said[2]}, {"min_tokens": 6}, 12, ("length", None)),
+        "eos one before min_tokens": ({"eos_id": said[2]}, {"min_tokens": 4}, 12, ("length", None)),
     }
     for name, (fields, params, length, why) in cases.items():
-        engine = Engine()
+        engine = Engine(depth=depth)
         engine.add("a", prompt(5), count=12, params=SamplingParams(max_tokens=12, **params), **fields)
         engine.run()
-        (finish,) = engine.steps[-1].finished.values()
+        (finish,) = [finish for step in engine.steps for finish in step.finished.values()]
         assert (len(engine.outputs["a"]), (finish.reason, finish.stop_reason)) == (length, why), name
 
 
