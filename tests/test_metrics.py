@@ -112,7 +112,7 @@ def test_an_interrupted_step_is_no_obstacle(llm: LLM, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.core.executor, "run", interrupted)
+        patch.setattr(llm.llm_engine.core.executor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(llm, PROMPT)
     run(llm, PROMPT)

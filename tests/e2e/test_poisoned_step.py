@@ -9,7 +9,8 @@ from tiny_text import TextModel, open_text
 from quire.core.local import LocalEngine
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import StepPlan
+from quire.executor import Pending
 
 PROMPTS = [[5 + number, 6, 7 + number] for number in range(9)]
 POISONED = 4
@@ -34,18 +35,18 @@ def test_only_the_request_at_fault_ends(
     engine: LocalEngine, tiny: TextModel, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Catches a bad request that takes its neighbours along, or makes them say something else."""
-    run = engine.core.executor.run
+    submit = engine.core.executor.submit
     core = engine.core.scheduler
 
-    def poisoned(plan: StepPlan) -> StepResult:
+    def poisoned(plan: StepPlan) -> Pending:
         for row in np.asarray(plan.rows).tolist():
             request = core.running.request(row)
-            length = int(core.running.num_tokens[row]) - request.prompt_len
+            length = int(core.running.num_known[row]) - request.prompt_len
             if request.id.startswith(str(POISONED)) and length >= after:
                 raise RuntimeError("poison")
-        return run(plan)
+        return submit(plan)
 
-    monkeypatch.setattr(engine.core.executor, "run", poisoned)
+    monkeypatch.setattr(engine.core.executor, "submit", poisoned)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
