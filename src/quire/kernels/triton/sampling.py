@@ -23,10 +23,13 @@ _CHUNKS = tl.constexpr(8)
 """Per tile. The k-th largest of all chunks' maxima is not above the k-th largest logit."""
 _FEW = tl.constexpr(2048)
 """How many candidates are taken together; with more of them (many equals) the row is searched instead."""
+_SPLITS = 8
+"""Programs of `_pick` for each row."""
 _ROUNDS = tl.constexpr(7)
 """Of Philox: the fewest that pass the tests of randomness."""
 _NEVER = tl.constexpr(float("-inf"))
 _BIG = tl.constexpr(2**31 - 1)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -45,10 +48,19 @@ def _best(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _log(x: tl.tensor) -> tl.tensor:
+    """The logarithm, by the one instruction for it where there is one."""
+    if not _INTERPRETED:
+        twos = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return twos * 0.6931471805599453
+    return tl.log(x)
+
+
+@triton.jit
 def _gumbel(bits: tl.tensor) -> tl.tensor:
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     small = u * (1.0 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
-    return -tl.log(tl.where(u < 1.0 / 64, small, -tl.log(1.0 - u)))
+    return -_log(tl.where(u < 1.0 / 64, small, -_log(1.0 - u)))
 
 
 @triton.jit
@@ -288,28 +300,29 @@ def _collect(
     vocab: tl.tensor,
     heat: tl.tensor,
     k: tl.tensor,
-    maxima: tl.tensor,
+    tops: tl.tensor,
     found: tl.tensor,
     found_ids: tl.tensor,
     counters: tl.tensor,
+    tiles: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """Append this tile's candidates. Whether all tiles have arrived, and how many candidates there are."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    """Append the candidates of some tiles. Whether these were the last, and how many candidates there are."""
     at = tl.arange(0, CHUNKS)
-    bounds = tl.load(maxima + at, mask=at < tiles * _CHUNKS, other=_NEVER)
+    bounds = tl.load(tops + 2 * tiles + at, mask=at < tiles * _CHUNKS, other=_NEVER)
     bound = _reach(bounds, (bounds > _NEVER).to(tl.int32), k)
     bound = tl.where(bound == bound, bound, _NEVER)
-    ids = tile * TILE + tl.arange(0, TILE)
-    x = load_logits(row, ids, vocab, heat)
-    taken = (x >= bound) & (x > _NEVER)
-    count = tl.sum(taken.to(tl.int32), 0)
-    if count > 0:
-        place = tl.atomic_add(counters, count) + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(found + place, x, mask=taken & (place < _FEW))
-        tl.store(found_ids + place, ids, mask=taken & (place < _FEW))
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        if tl.load(tops + tile) >= bound:
+            ids = tile * TILE + tl.arange(0, TILE)
+            x = load_logits(row, ids, vocab, heat)
+            taken = (x >= bound) & (x > _NEVER)
+            count = tl.sum(taken.to(tl.int32), 0)
+            place = tl.atomic_add(counters, count) + tl.cumsum(taken.to(tl.int32), 0) - 1
+            tl.store(found + place, x, mask=taken & (place < _FEW))
+            tl.store(found_ids + place, ids, mask=taken & (place < _FEW))
     tl.debug_barrier()
-    last = tl.atomic_add(counters + 1, 1) == tiles - 1
+    last = tl.atomic_add(counters + 1, 1) == tl.num_programs(1) - 1
     return last, tl.atomic_add(counters, 0)
 
 
@@ -327,31 +340,32 @@ def _pick(
     ints: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
+    tiles: tl.tensor,
     TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (rows, tiles). Only rows with top_k need more than the first of their programs."""
-    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """Grid (rows, splits). Only rows with top_k need more than the first of their programs."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)
     heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
     k = tl.where(k < vocab, k, 0)
     limited = (heat > 0) & ((k > 0) | (mass < 1) | (least > 0))
     together = limited & (k > 0) & (k <= tiles * _CHUNKS)
-    if (tile > 0) & (together == 0):
+    if (split > 0) & (together == 0):
         return
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
     logits += row * stride
     peak, id = _reduce(floats, ints, tiles, TILES)
-    writes = tile == 0
+    writes = split == 0
     if (heat > 0) & (tl.abs(peak) < float("inf")):
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         _, id = _reduce(floats + tiles, ints + tiles, tiles, TILES)
         alone = limited
         if together:
             found, ids = floats + (2 + _CHUNKS) * tiles, ints + 2 * tiles
-            writes, count = _collect(logits, vocab, heat, k, floats + 2 * tiles, found, ids, ids + _FEW, TILES * _CHUNKS)  # fmt: skip # noqa: E501
+            writes, count = _collect(logits, vocab, heat, k, floats, found, ids, ids + _FEW, tiles, TILES * _CHUNKS)  # fmt: skip # noqa: E501
             alone = writes & (count > _FEW)
             if writes & (count <= _FEW):
                 at = tl.arange(0, _FEW)
@@ -416,8 +430,8 @@ def sample(
             logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
-        _pick[grid](
+        _pick[(len(logits), min(_SPLITS, grid[1]))](
             out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
-            TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
+            grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
     return out

@@ -1,0 +1,169 @@
+"""Around a pick on a GPU: penalties out of counts that stay on the device, and logprobs of chosen ids."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import follow, overlap
+
+_TILE = tl.constexpr(4096)
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _penalise(
+    logits: tl.tensor,
+    rows: tl.tensor,
+    prompt_seen: tl.tensor,
+    counts: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (places, tiles)."""
+    place, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
+    follow(OVERLAP)
+    row = tl.load(rows + place).to(tl.int64)
+    factor, each, once = tl.load(repetition + place), tl.load(frequency + place), tl.load(presence + place)
+    if (row < 0) | ((factor == 1) & (each == 0) & (once == 0)):
+        return
+    inside = ids < vocab
+    x = tl.load(logits + place * stride + ids, mask=inside, other=0.0)
+    count = tl.load(counts + row * vocab + ids, mask=inside, other=0).to(tl.float32)
+    seen = (count > 0) | (tl.load(prompt_seen + row * vocab + ids, mask=inside, other=0) != 0)
+    x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+    x -= each * count
+    x -= tl.where(count > 0, once, 0.0)
+    tl.store(logits + place * stride + ids, x, mask=inside)
+
+
+@triton.jit
+def _count(
+    counts: tl.tensor,
+    rows: tl.tensor,
+    ids: tl.tensor,
+    num: tl.tensor,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    follow(OVERLAP)
+    row, id = tl.load(rows + at, mask=at < num, other=-1), tl.load(ids + at, mask=at < num, other=-1)
+    known = (row >= 0) & (id >= 0) & (id < vocab)
+    place = counts + row.to(tl.int64) * vocab + id
+    tl.store(place, tl.load(place, mask=known, other=0) + 1, mask=known)
+
+
+@triton.jit
+def _scan(
+    logits: tl.tensor,
+    ids: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    counts: tl.tensor,
+    vocab: tl.tensor,
+    stride: tl.tensor,
+    NUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (rows, tiles). Of a tile: its greatest, its sum, and how many are as large as each chosen one."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * _TILE + tl.arange(0, _TILE)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    follow(OVERLAP)
+    x = tl.load(logits + row * stride + at, mask=at < vocab, other=_NEVER).to(tl.float32)
+    top = tl.max(x, 0)
+    tl.store(tops + out, top)
+    tl.store(sums + out, tl.sum(tl.exp(x - tl.where(top == _NEVER, 0.0, top)), 0))
+    for i in range(NUM):
+        own = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
+        tl.store(counts + out * NUM + i, tl.sum(((x >= own) & (at < vocab)).to(tl.int32), 0))
+
+
+@triton.jit
+def _finish(
+    values: tl.tensor,
+    ranks: tl.tensor,
+    logits: tl.tensor,
+    ids: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    counts: tl.tensor,
+    tiles: tl.tensor,
+    stride: tl.tensor,
+    NUM: tl.constexpr,
+    TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (rows)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
+    follow(OVERLAP)
+    top = tl.load(tops + row * tiles + at, mask=at < tiles, other=_NEVER)
+    total = tl.load(sums + row * tiles + at, mask=at < tiles, other=0.0)
+    peak = tl.max(top, 0)
+    peak = tl.where(peak == _NEVER, 0.0, peak)
+    norm = peak + tl.log(tl.sum(tl.where(top == _NEVER, total * 0, total * tl.exp(top - peak)), 0))
+    for i in range(NUM):
+        own = tl.load(logits + row * stride + tl.load(ids + row * NUM + i)).to(tl.float32)
+        count = tl.load(counts + (row * tiles + at) * NUM + i, mask=at < tiles, other=0)
+        tl.store(values + row * NUM + i, tl.where(own - norm == own - norm, own - norm, _NEVER))
+        tl.store(ranks + row * NUM + i, tl.maximum(tl.sum(count, 0), 1).to(tl.int64))
+
+
+def apply_penalties(
+    logits: Tensor,
+    rows: Tensor,
+    prompt_seen: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Change `logits` [N, V] in place as `sampling/adjust.py` does.
+
+    Each place's row [N] picks its line of `prompt_seen` [R, V] uint8 (the ids of the prompt) and of `counts`
+    [R, V] (how often each id was generated); a row below 0 is left alone. The penalties are float32 [N].
+    """
+    (num, vocab), ahead = logits.shape, overlap()
+    if num:
+        _penalise[(num, triton.cdiv(vocab, _TILE.value))](
+            logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, logits.stride(0),
+            OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
+        )  # fmt: skip
+
+
+def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """One more of `ids` [N] in the lines `rows` [N] of `counts` [R, V]. No row comes twice; one below 0 is none."""
+    if len(rows):
+        ahead, block = overlap(), 128
+        _count[(triton.cdiv(len(rows), block),)](
+            counts, rows, ids, len(rows), counts.shape[1], BLOCK=block, OVERLAP=ahead, launch_pdl=ahead
+        )
+
+
+def logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the tokens `ids` [N, m] in `logits` [N, V]: logprobs float32 [N, m], and ranks int64 [N, m] from 1.
+
+    The rank counts the tokens at least as likely. A logprob that is no number is -inf.
+    """
+    (num, vocab), num_ids, ahead = logits.shape, ids.shape[1], overlap()
+    values = torch.empty(num, num_ids, dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(num, num_ids, dtype=torch.int64, device=logits.device)
+    if not num * num_ids:
+        return values, ranks
+    tiles, stride = triton.cdiv(vocab, _TILE.value), logits.stride(0)
+    tops, sums = torch.empty(2, num, tiles, dtype=torch.float32, device=logits.device)
+    counts = torch.empty(num * tiles * num_ids, dtype=torch.int32, device=logits.device)
+    _scan[(num, tiles)](
+        logits, ids, tops, sums, counts, vocab, stride, NUM=num_ids, OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=8,
+    )  # fmt: skip
+    _finish[(num,)](
+        values, ranks, logits, ids, tops, sums, counts, tiles, stride, NUM=num_ids,
+        TILES=triton.next_power_of_2(tiles), OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
+    )  # fmt: skip
+    return values, ranks
