@@ -12,7 +12,7 @@ from quire.attention.triton_attn import TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {"TORCH_SDPA": TorchSDPA, "TRITON_ATTN": TritonAttention}
 SPEC = AttentionSpec(4, 2, 16, torch.float32)
-MIXED: Chunks = [(40, 3), (1, 200), (3, 150), (70, 20), (1, 0)]
+MIXED: Chunks = [(19, 3), (1, 150), (3, 100), (36, 20), (1, 0)]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -93,13 +93,12 @@ class TritonAttention:
         cache = launch.cache_of(k_cache, v_cache)
         tables = batch.block_tables
         seqs = Seqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
-        shape = launch.tile_shape(layer, q.dtype, k_cache.dtype, batch.max_query_len)
+        shape = launch.tile_shape(layer, q.dtype, batch.max_query_len)
         cut: _Cut = batch.attention.cut(layer.few, shape.block_m // layer.group)
         if cut.tiles is not None:
             launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, shape)
         if cut.num_few:
-            shape = launch.range_shape(layer, q.dtype)
-            launch.attend_ranges(out, q, cache, seqs, cut.few, layer, sinks, shape)
+            launch.attend_ranges(out, q, cache, seqs, cut.few, layer, sinks)
         return out
 
 

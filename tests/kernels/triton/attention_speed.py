@@ -6,7 +6,7 @@ python tests/kernels/triton/attention_speed.py {decode,prefill} [--compile I/N] 
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention import Cache, Seqs
-from quire.kernels.triton.attention_launch import Layer, Shape
+from quire.kernels.triton.attention_launch import Layer, Ranges, Shape
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 CONTEXT = 576
@@ -27,26 +27,32 @@ COLD_BYTES = 256 << 20
 """Caches are taken in turn so that this much lies between two uses of one."""
 
 RANGE_SHAPES = [
-    Shape(16, block_n, num_warps, num_stages)
-    for block_n, num_warps, num_stages in [
-        *itertools.product((16, 32), (1, 2), (3, 4, 6)),
-        *itertools.product((32, 64), (4,), (2, 3, 4)),
-        *itertools.product((64,), (2,), (2, 3)),
-        *itertools.product((128,), (4, 8), (2, 3)),
-    ]
+    Shape(16, 16, 1, 3),
+    Shape(16, 16, 2, 3),
+    Shape(16, 32, 2, 3),
+    Shape(16, 32, 4, 3),
+    Shape(16, 64, 4, 2),
+    Shape(16, 64, 4, 3),
+    Shape(16, 64, 4, 4),
+    Shape(16, 64, 8, 3),
+    Shape(16, 128, 4, 2),
+    Shape(16, 128, 8, 2),
+    Shape(16, 128, 8, 3),
 ]
 TILE_SHAPES = [
-    Shape(128, 128, 8, 2),
-    Shape(128, 128, 8, 3),
-    Shape(128, 64, 8, 2),
     Shape(128, 64, 8, 3),
     Shape(128, 64, 8, 4),
-    Shape(128, 64, 4, 2),
+    Shape(128, 128, 8, 2),
+    Shape(128, 128, 8, 3),
+    Shape(128, 32, 4, 2),
     Shape(128, 32, 4, 3),
-    Shape(64, 64, 4, 2),
-    Shape(64, 64, 4, 3),
-    Shape(64, 128, 4, 2),
+    Shape(128, 32, 4, 4),
+    Shape(128, 64, 4, 3),
+    Shape(128, 32, 8, 4),
+    Shape(256, 32, 8, 3),
+    Shape(256, 32, 8, 4),
     Shape(64, 32, 4, 3),
+    Shape(64, 64, 4, 3),
 ]
 
 
@@ -72,11 +78,11 @@ class Load:
             )
             for _ in range(copies)
         ]
-        ints = {"dtype": torch.int32, "device": "cuda"}
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda")
         self.seqs = Seqs(
-            torch.arange(num_seqs + 1, **ints) * num_queries,
-            torch.full((num_seqs,), length, **ints),
-            torch.arange(num_seqs, **ints),
+            starts * num_queries,
+            torch.full_like(starts[1:], length),
+            starts[:-1].clone(),
             wide,
             wide.stride(0),
         )
@@ -84,8 +90,9 @@ class Load:
         self.q = torch.randn(num_seqs * num_queries, heads, dim, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
 
-    def decode(self, cache: Cache, shape: Shape, parts: int | None) -> None:
-        launch.attend_ranges(self.out, self.q, cache, self.seqs, None, self.layer, None, shape, parts)
+    def decode(self, cache: Cache, shape: Shape | None, parts: int | None) -> None:
+        ranges = Ranges(parts, parts) if parts else None
+        launch.attend_ranges(self.out, self.q, cache, self.seqs, None, self.layer, None, ranges, shape)
 
     def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:
         launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, shape)
@@ -114,21 +121,21 @@ def seconds(run: Callable[[Cache], None], caches: list[Cache], repeats: int = 5)
         after.record()
         after.synchronize()
         times.append(before.elapsed_time(after) / 1000 / len(caches))
-    return sorted(times)[repeats // 2]
+    return float(sorted(times)[repeats // 2])
 
 
-def measured(load: Load, runs: dict[Any, Callable[[Cache], None]]) -> Iterator[tuple[Any, float, float]]:
+def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterator[tuple[Any, float, float]]:
     """(name, seconds, greatest difference from the first) of each run that fits the device."""
     reference: Tensor | None = None
     for name, run in runs.items():
         try:
-            time = seconds(run, load.caches)
+            time_s = seconds(run, load.caches)
         except OutOfResources:
             continue
         load.out.fill_(torch.nan)
         run(load.caches[0])
         reference = load.out.clone() if reference is None else reference
-        yield name, time, float((load.out - reference).abs().max())
+        yield name, time_s, float((load.out - reference).abs().max())
 
 
 def decode_rows(shapes: list[Shape], short: bool) -> Iterator[dict[str, Any]]:
@@ -136,13 +143,16 @@ def decode_rows(shapes: list[Shape], short: bool) -> Iterator[dict[str, Any]]:
     for model, num_seqs, length in [*works, ("8B", 1, 32768), ("8B", 16, 8192), ("8B", 64, 2048)]:
         load = Load(model, num_seqs, 1, length, torch.bfloat16)
         groups = num_seqs * load.layer.kv_heads
-        wanted = {max(1, per_sm * 132 // groups) for per_sm in (1, 2, 3, 4, 6, 8, 12)}
-        parts = {launch.num_ranges(groups, length, 132)} if short else wanted
-        parts = {min(n, -(-length // launch.MIN_KEYS)) for n in parts}
-        runs = {
+        wanted = {
+            n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33, 49, 66) if n * groups <= 132 * 12 or n == 1
+        }
+        parts = {min(n, -(-length // launch.MIN_KEYS)) for n in wanted}
+        runs: dict[tuple[Any, int], Callable[[Cache], None]] = {
             (shape, n): partial(load.decode, shape=shape, parts=n)
             for shape, n in itertools.product(shapes, sorted(parts))
         }
+        if short:
+            runs = {("chosen", 0): partial(load.decode, shape=None, parts=None)}
         for (shape, n), time, error in measured(load, runs):
             yield {
                 "model": model,
@@ -199,11 +209,7 @@ def main() -> None:
     if args.short:
         layer = Layer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
         dtype = torch.bfloat16
-        shapes = [
-            launch.range_shape(layer, dtype)
-            if args.what == "decode"
-            else launch.tile_shape(layer, dtype, dtype, 2048)
-        ]
+        shapes = [] if args.what == "decode" else [launch.tile_shape(layer, dtype, 2048)]
     if args.compile:
         part, parts = map(int, args.compile.split("/"))
         return compile_only(args.what, shapes[part::parts])
@@ -212,7 +218,7 @@ def main() -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["seqs"], row["keys"])):
         for row in sorted(group, key=lambda row: row["us"])[:6]:
-            print(*(f"{name}={value}" for name, value in (row | {"shape": tuple(row["shape"])}).items()))
+            print(*(f"{name}={value}" for name, value in row.items()))
 
 
 if __name__ == "__main__":

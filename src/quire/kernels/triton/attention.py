@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the ranges of a sequence leave for the merger."""
+    """What the ranges of a sequence leave for the last of them."""
 
     sums: Any
     """[sequences, kv_heads, ranges, rows, head_dim] float32"""
@@ -61,6 +61,7 @@ def _fold(
     most: tl.tensor,
     total: tl.tensor,
     q: tl.tensor,
+    low: tl.tensor,
     places: tl.tensor,
     cache: tl.tuple,
     kv_head: tl.tensor,
@@ -68,7 +69,6 @@ def _fold(
     first: tl.tensor,
     end: tl.tensor,
     scores_by: tl.tuple,
-    MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     DIM: tl.constexpr,
@@ -77,47 +77,78 @@ def _fold(
 ) -> Any:
     """Take the keys first..end into each row's sum of values, greatest score and sum of weights.
 
-    The rows' queries stand at `places`. Without `MASKED` all of them see all these keys, in whole tiles.
+    The rows' queries stand at `places`, from `low` on.
     """
-    dims, key = tl.arange(0, acc.shape[1]), tl.arange(0, BLOCK_N)
+    key = tl.arange(0, BLOCK_N)
     # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
-    blocks = tl.load(table + (first + key) // BLOCK_SIZE, mask=first + key < end, other=0)
+    blocks = _blocks(table, first + key, end, BLOCK_SIZE)
     for at in range(first, end, BLOCK_N):
-        keys = at + key
-        exists = keys < end
-        slots = blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
-        slots = slots[:, None] + kv_head * DIM + dims[None, :]
-        blocks = tl.load(table + (keys + BLOCK_N) // BLOCK_SIZE, mask=keys + BLOCK_N < end, other=0)
-        k = _load(cache.k + slots, exists, dims, MASKED, DIM).to(q.dtype)
+        slots = _slots(cache, blocks, at + key, BLOCK_SIZE) + kv_head * DIM
+        blocks = _blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
+        k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        factor = scores_by.scale
-        if CAPPED:
-            scores = scores_by.cap - 2 * scores_by.cap / (tl.exp2(scores * factor) + 1)
-            factor = 1.0
-        if MASKED:
-            seen = (keys[None, :] <= places[:, None]) & exists[None, :]
-            if WINDOW:
-                seen &= keys[None, :] > places[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - higher[:, None])
-        shrink = tl.exp2(most - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        v = _load(cache.v + slots, exists, dims, MASKED, DIM).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        most = higher
+        acc, most, total, weights = _soften(
+            scores, acc, most, total, at, end, low, places, scores_by, WINDOW, CAPPED, BLOCK_N
+        )
+        v = _load(cache.v, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
     return acc, most, total
 
 
 @triton.jit
-def _load(at: tl.tensor, exists: tl.tensor, dims: tl.tensor, MASKED: tl.constexpr, DIM: tl.constexpr) -> Any:
-    """[keys, dims] at these addresses, zeros where there are none."""
-    if MASKED:
-        return tl.load(at, mask=exists[:, None] & (dims[None, :] < DIM), other=0.0)
-    elif at.shape[1] != DIM:
-        return tl.load(at, mask=dims[None, :] < DIM, other=0.0)
-    else:
-        return tl.load(at)
+def _blocks(table: tl.tensor, keys: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+    return tl.load(table + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit
+def _slots(cache: tl.tuple, blocks: tl.tensor, keys: tl.tensor, BLOCK_SIZE: tl.constexpr) -> Any:
+    """Where keys that are in these blocks lie in the cache, in elements."""
+    return blocks.to(tl.int64) * cache.block_stride + (keys % BLOCK_SIZE) * cache.slot_stride
+
+
+@triton.jit
+def _load(
+    cache: tl.tensor, slots: tl.tensor, exists: tl.tensor, BLOCK_D: tl.constexpr, DIM: tl.constexpr
+) -> Any:
+    """[keys, dims], zeros where there are none."""
+    dims = tl.arange(0, BLOCK_D)
+    exists = exists[:, None]
+    if BLOCK_D != DIM:
+        exists &= dims[None, :] < DIM
+    return tl.load(cache + slots[:, None] + dims[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
+def _soften(
+    scores: tl.tensor,
+    acc: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    at: tl.tensor,
+    end: tl.tensor,
+    low: tl.tensor,
+    places: tl.tensor,
+    scores_by: tl.tuple,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> Any:
+    """The weights of the keys from `at` on, and the state of the rows in their terms."""
+    keys = at + tl.arange(0, BLOCK_N)
+    factor = scores_by.scale
+    if CAPPED:
+        scores = scores_by.cap - 2 * scores_by.cap / (tl.exp2(scores * factor) + 1)
+        factor = 1.0
+    if WINDOW:
+        seen = (keys[None, :] <= places[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
+        scores = tl.where(seen & (keys < end)[None, :], scores, float("-inf"))
+    elif at + BLOCK_N > tl.minimum(low + 1, end):
+        seen = (keys[None, :] <= places[:, None]) & (keys < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - higher[:, None])
+    shrink = tl.exp2(most - higher)
+    return acc * shrink[:, None], higher, total * shrink + tl.sum(weights, 1), weights
 
 
 @triton.jit
@@ -180,29 +211,16 @@ def tiles(
     dims = tl.arange(0, BLOCK_D)
     token = (start + skipped + query).to(tl.int64)
     valid = valid[:, None] & (dims[None, :] < DIM)
-    rows = tl.load(
-        q + token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
-    )
+    at = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
+    rows = tl.load(q + at, mask=valid, other=0.0)
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
     acc, most, total = _start(sinks, heads, tile >= 0, BLOCK_D)
-    # Between the keys that only some rows see lie those that all see.
-    whole = 0
+    first = 0
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
-        whole = first + tl.cdiv(tl.maximum(high - WINDOW - first, 0), BLOCK_N) * BLOCK_N
-        whole = tl.minimum(whole, high)
-        acc, most, total = _fold(
-            acc, most, total, rows, places, cache, kv_head, table, first, whole, scores_by,
-            True, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
-        )  # fmt: skip
-    diagonal = whole + tl.maximum(low + 1 - whole, 0) // BLOCK_N * BLOCK_N
     acc, most, total = _fold(
-        acc, most, total, rows, places, cache, kv_head, table, whole, diagonal, scores_by,
-        False, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
-    acc, most, total = _fold(
-        acc, most, total, rows, places, cache, kv_head, table, diagonal, high, scores_by,
-        True, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+        acc, most, total, rows, low, places, cache, kv_head, table, first, high, scores_by,
+        WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     at = (token[:, None] * (tl.num_programs(1) * GROUP) + heads[:, None]) * DIM + dims[None, :]
     _finish(out, acc, total, scores_by.v_scale, at, valid)
@@ -219,6 +237,7 @@ def ranges(
     sinks: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
+    fair: tl.tensor,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -228,82 +247,118 @@ def ranges(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
+    MAX_KEYS: tl.constexpr,
 ) -> None:
     """Grid (kv_heads, sequences, ranges). `work` [sequences] are the sequences meant; None: all of the batch.
 
-    A sequence uses no more ranges than it has keys for; one without keys gets zeros.
+    A sequence is cut into `fair` ranges, or fewer than that if it is short, or all that the grid has if it is
+    long. One without keys gets zeros.
     """
     kv_head, index, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = index
-    if work is not None:
-        seq = tl.load(work + index)
+    seq = index if work is None else tl.load(work + index)
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
+    table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
     low = tl.maximum(seq_len - (tl.load(seqs.query_starts + seq + 1) - start), 0)
     first = 0
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
-    size = tl.maximum(tl.cdiv(seq_len - first, tl.num_programs(2)), MIN_KEYS)
-    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
-    parts = tl.maximum(tl.cdiv(seq_len - first, size), 1)
+    size, parts = _cut(seq_len - first, fair, MIN_KEYS, MAX_KEYS, BLOCK_N)
     if part < parts:
-        query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
+        tile_query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
         dims = tl.arange(0, BLOCK_D)
-        token = (start + query).to(tl.int64)
+        token = (start + tile_query).to(tl.int64)
         valid = valid[:, None] & (dims[None, :] < DIM)
-        rows = tl.load(
-            q + token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :], mask=valid, other=0.0
-        )
-        table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
+        at = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
+        rows = tl.load(q + at, mask=valid, other=0.0)
         acc, most, total = _start(sinks, heads, part == 0, BLOCK_D)
         first += part * size
         acc, most, total = _fold(
-            acc, most, total, rows, places, cache, kv_head, table, first, tl.minimum(first + size, seq_len),
-            scores_by, True, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+            acc, most, total, rows, low, places, cache, kv_head, table, first,
+            tl.minimum(first + size, seq_len), scores_by, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
-        at = (token[:, None] * (tl.num_programs(0) * GROUP) + heads[:, None]) * DIM + dims[None, :]
-        if parts > 1:
-            acc, total, valid = _merge(partial, acc, most, total, valid, index, kv_head, part, parts, DIM)
-        _finish(out, acc, total, scores_by.v_scale, at, valid)
+        if partial is None or parts == 1:
+            at = (token[:, None] * (tl.num_programs(0) * GROUP) + heads[:, None]) * DIM + dims[None, :]
+            _finish(out, acc, total, scores_by.v_scale, at, valid)
+        else:
+            group = index * tl.num_programs(0) + kv_head
+            if _leave(partial, acc, most, total, valid, group, part, DIM) == parts - 1:
+                tl.store(partial.arrivals + group, 0)
+                for query in range(tl.load(seqs.query_starts + seq + 1) - start):
+                    to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
+                    _merge(to, partial, group, query, parts, scores_by.v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
-def _merge(
+def _cut(
+    count: tl.tensor, fair: tl.tensor, MIN_KEYS: tl.constexpr, MAX_KEYS: tl.constexpr, BLOCK_N: tl.constexpr
+) -> Any:
+    """How many keys a range has, and how many ranges there are."""
+    most = tl.maximum(tl.cdiv(count, tl.num_programs(2)), MAX_KEYS)
+    size = tl.minimum(tl.maximum(tl.cdiv(count, fair), MIN_KEYS), most)
+    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
+    return size, tl.maximum(tl.cdiv(count, size), 1)
+
+
+@triton.jit
+def _leave(
     partial: tl.tuple,
     acc: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
     valid: tl.tensor,
-    index: tl.tensor,
-    kv_head: tl.tensor,
+    group: tl.tensor,
     part: tl.tensor,
-    parts: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:
-    """Leave this range's part; whoever comes last gets the sum of all, the others nothing that is valid."""
+    """Write down what a range has come to; how many were before it."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
-    group = index * tl.num_programs(0) + kv_head
-    base = (group * tl.num_programs(2)).to(tl.int64)
-    inside = row[:, None] * DIM + dims[None, :]
-    tl.store(partial.sums + (base + part) * (BLOCK_M * DIM) + inside, acc, mask=valid)
-    tl.store(partial.tops + (base + part) * (2 * BLOCK_M) + row, most)
-    tl.store(partial.tops + (base + part) * (2 * BLOCK_M) + BLOCK_M + row, total)
+    at = (group * tl.num_programs(2) + part).to(tl.int64)
+    tl.store(partial.sums + at * (BLOCK_M * DIM) + row[:, None] * DIM + dims[None, :], acc, mask=valid)
+    tl.store(partial.tops + at * (2 * BLOCK_M) + row, most)
+    tl.store(partial.tops + at * (2 * BLOCK_M) + BLOCK_M + row, total)
+    # Every thread must have written before one of them counts.
     tl.debug_barrier()
-    last = tl.atomic_add(partial.arrivals + group, 1, sem="acq_rel") == parts - 1
-    if last:
-        acc = tl.zeros_like(acc)
-        most = tl.full([BLOCK_M], _NEVER, tl.float32)
-        total = tl.zeros_like(total)
-        for other in range(parts):
-            tops = partial.tops + (base + other) * (2 * BLOCK_M) + row
-            top = tl.load(tops, cache_modifier=".cg")
-            count = tl.load(tops + BLOCK_M, cache_modifier=".cg")
-            sums = partial.sums + (base + other) * (BLOCK_M * DIM) + inside
-            sums = tl.load(sums, mask=valid, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(most, top)
-            shrink, weight = tl.exp2(most - higher), tl.exp2(top - higher)
-            acc = acc * shrink[:, None] + sums * weight[:, None]
-            total = total * shrink + count * weight
-            most = higher
-        tl.store(partial.arrivals + group, 0)
-    return acc, total, valid & last
+    return tl.atomic_add(partial.arrivals + group, 1, sem="acq_rel")
+
+
+@triton.jit
+def _merge(
+    out: tl.tensor,
+    partial: tl.tuple,
+    group: tl.tensor,
+    query: tl.tensor,
+    parts: tl.tensor,
+    v_scale: tl.tensor,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """The heads of one query, from what all ranges have left."""
+    HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
+    # Several ranges at a time, so that their loads are under way at once.
+    SOME: tl.constexpr = max(1, 8192 // (HEADS * BLOCK_D))
+    head, dims = tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
+    row = query * GROUP + tl.minimum(head, GROUP - 1)
+    valid = (head < GROUP)[:, None] & (dims < DIM)[None, :]
+    acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    most = tl.full([HEADS], _NEVER, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    for first in range(0, parts, SOME):
+        others = first + tl.arange(0, SOME)
+        at = (group * tl.num_programs(2) + others).to(tl.int64)
+        there = (others < parts)[:, None]
+        tops = partial.tops + (at * (2 * BLOCK_M))[:, None] + row[None, :]
+        top = tl.load(tops, mask=there, other=_NEVER, cache_modifier=".cg")
+        count = tl.load(tops + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
+        sums = (
+            partial.sums + (at * (BLOCK_M * DIM))[:, None, None] + (row[:, None] * DIM + dims[None, :])[None]
+        )
+        sums = tl.load(sums, mask=there[:, :, None] & valid[None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(most, tl.max(top, 0))
+        shrink, weight = tl.exp2(most - higher), tl.exp2(top - higher[None, :])
+        acc = acc * shrink[:, None] + tl.sum(sums * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(count * weight, 0)
+        most = higher
+    _finish(out, acc, total, v_scale, head[:, None] * DIM + dims[None, :], valid)

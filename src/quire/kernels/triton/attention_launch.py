@@ -15,8 +15,12 @@ _MAX_GROUPS = 1 << 14
 """(sequence, key head) pairs beyond which nothing is cut into ranges."""
 _DEFAULT_SMS = 132
 MIN_KEYS = 64
-"""Fewer keys than this are not cut further."""
-_RANGES_PER_SM = 4
+"""No range has fewer keys than this."""
+MAX_KEYS = 4096
+"""A range with more keys than this is cut further even where the device is busy without it: one long sequence
+among short ones would keep everybody waiting."""
+_MAX_RANGES = 2048
+"""Those that turn out empty take time too."""
 
 
 class Shape(NamedTuple):
@@ -52,32 +56,39 @@ class Layer(NamedTuple):
         return max(1, 16 // self.group)
 
 
-def tile_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype, most_queries: int) -> Shape:
+# Measured on an H200 with head size 128: attention_speed.py among the tests of these kernels.
+def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     """For `tiles`, where no sequence has more than `most_queries`."""
     wide = layer.head_dim > 128
     rows = triton.next_power_of_2(layer.group)
     if dtype == torch.float32:
-        return Shape(max(32, rows), 16 if wide else 32, 4, 1)
+        return Shape(max(32, rows), 16 if wide else 32, 8, 1)
     if most_queries * layer.group <= 64:
-        return Shape(max(64, rows), 64, 4, 2)
-    if wide or kept_as.itemsize == 1:
-        return Shape(max(128, rows), 64, 8, 2)
-    return Shape(max(128, rows), 128, 8, 2)
+        return Shape(max(64, rows), 32 if wide else 64, 4, 2 if wide else 3)
+    return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def range_shape(layer: Layer, dtype: torch.dtype) -> Shape:
-    """For `ranges`."""
+def range_shape(layer: Layer, dtype: torch.dtype, fair: int) -> Shape:
+    """For `ranges`, where a sequence is usually cut into `fair`."""
     rows = max(16, triton.next_power_of_2(layer.group))
     if dtype == torch.float32:
         return Shape(rows, 16 if layer.head_dim > 128 else 32, 4, 1)
-    return Shape(rows, 32 if layer.head_dim > 128 else 64, 4, 3)
+    return Shape(rows, 32, 2 if fair > 1 and rows == 16 and layer.head_dim <= 128 else 4, 3)
 
 
-def num_ranges(groups: int, max_keys: int, num_sms: int) -> int:
-    """Into how many ranges at most the keys of each (sequence, key head) are cut; never by their lengths."""
+class Ranges(NamedTuple):
+    fair: int
+    """Into how many ranges the keys of a sequence are cut to keep the device busy."""
+    most: int
+    """Into how many those of a long one are."""
+
+
+def ranges_of(groups: int, max_keys: int, num_sms: int) -> Ranges:
+    """For so many (sequence, key head) pairs; not by their lengths, which change under a captured graph."""
+    fair = max(1, min(5 * num_sms // 2 // groups, -(-max_keys // MIN_KEYS)))
     if groups > _MAX_GROUPS:
-        return 1
-    return max(1, min(_RANGES_PER_SM * num_sms // groups, -(-max_keys // MIN_KEYS)))
+        return Ranges(1, 1)
+    return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)))
 
 
 def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
@@ -120,15 +131,17 @@ def attend_ranges(
     work: Tensor | None,
     layer: Layer,
     sinks: Tensor | None,
-    shape: Shape,
-    parts: int | None = None,
+    ranges: Ranges | None = None,
+    shape: Shape | None = None,
 ) -> None:
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
     groups = num_seqs * layer.kv_heads
-    if parts is None:
-        max_keys = seqs.block_tables.shape[1] * cache.k.shape[1]
-        parts = num_ranges(groups, min(max_keys, layer.window + layer.few or max_keys), _num_sms(q.device))
-    kernels.ranges[(layer.kv_heads, num_seqs, parts)](
+    max_keys = seqs.block_tables.shape[1] * cache.k.shape[1]
+    if layer.window:
+        max_keys = min(max_keys, layer.window + layer.few)
+    ranges = ranges or ranges_of(groups, max_keys, _num_sms(q.device))
+    shape = shape or range_shape(layer, q.dtype, ranges.fair)
+    kernels.ranges[(layer.kv_heads, num_seqs, ranges.most)](
         out,
         q,
         q.stride(0),
@@ -137,10 +150,12 @@ def attend_ranges(
         work,
         sinks,
         _scores(layer),
-        _partial(groups, parts, shape.block_m, layer.head_dim, q.device),
+        _partial(groups, ranges.most, shape.block_m, layer.head_dim, q.device),
+        ranges.fair,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         MIN_KEYS=MIN_KEYS,
+        MAX_KEYS=MAX_KEYS,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **_constants(cache, layer),
@@ -165,11 +180,11 @@ def _constants(cache: Cache, layer: Layer) -> dict[str, int | bool]:
     }
 
 
-def _partial(groups: int, parts: int, rows: int, head_dim: int, device: torch.device) -> Partial:
-    if parts == 1:
-        return Partial(_arrivals(device), _arrivals(device), _arrivals(device))
-    sums = torch.empty(groups * parts * rows * head_dim, dtype=torch.float32, device=device)
-    tops = torch.empty(groups * parts * rows * 2, dtype=torch.float32, device=device)
+def _partial(groups: int, ranges: int, rows: int, head_dim: int, device: torch.device) -> Partial | None:
+    if ranges == 1:
+        return None
+    sums = torch.empty(groups * ranges * rows * head_dim, dtype=torch.float32, device=device)
+    tops = torch.empty(groups * ranges * rows * 2, dtype=torch.float32, device=device)
     return Partial(sums, tops, _arrivals(device))
 
 
