@@ -6,23 +6,23 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_ROWS = 16
+"""Up to here all kernels of a step are ours; beside the library's products an early launch only costs."""
 
-@functools.cache
-def overlap() -> bool:
-    """Whether kernels are launched with `launch_pdl`, ahead of the end of the one before (Hopper and later).
+
+def overlap(num_rows: int) -> bool:
+    """Whether kernels for so many rows are launched with `launch_pdl`, ahead of the end of the one before.
 
     Such a kernel calls `follow` before it reads what others wrote or writes what others read; what no kernel
     ever writes, such as weights, it may read before.
     """
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return num_rows <= MOST_ROWS and _can_overlap()
 
 
 @functools.cache
-def num_processors() -> int:
-    """Multiprocessors of the device."""
-    if not torch.cuda.is_available():
-        return 4
-    return torch.cuda.get_device_properties().multi_processor_count
+def _can_overlap() -> bool:
+    """Hopper and later."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit

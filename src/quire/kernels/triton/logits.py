@@ -128,7 +128,7 @@ def apply_penalties(
     Each place's row [N] picks its line of `prompt_seen` [R, V] uint8 (the ids of the prompt) and of `counts`
     [R, V] (how often each id was generated); a row below 0 is left alone. The penalties are float32 [N].
     """
-    (num, vocab), ahead = logits.shape, overlap()
+    (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:
         _penalise[(num, triton.cdiv(vocab, _TILE.value))](
             logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, logits.stride(0),
@@ -137,9 +137,9 @@ def apply_penalties(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """One more of `ids` [N] in the lines `rows` [N] of `counts` [R, V]. No row comes twice; one below 0 is none."""
+    """One more of each id [N] in its row's [N] line of `counts` [R, V]. No row comes twice; -1 is none."""
     if len(rows):
-        ahead, block = overlap(), 128
+        ahead, block = overlap(len(rows)), 128
         _count[(triton.cdiv(len(rows), block),)](
             counts, rows, ids, len(rows), counts.shape[1], BLOCK=block, OVERLAP=ahead, launch_pdl=ahead
         )
@@ -150,7 +150,7 @@ def logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
     The rank counts the tokens at least as likely. A logprob that is no number is -inf.
     """
-    (num, vocab), num_ids, ahead = logits.shape, ids.shape[1], overlap()
+    (num, vocab), num_ids, ahead = logits.shape, ids.shape[1], overlap(len(logits))
     values = torch.empty(num, num_ids, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(num, num_ids, dtype=torch.int64, device=logits.device)
     if not num * num_ids:

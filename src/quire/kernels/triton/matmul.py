@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.triton.launch import follow, overlap
+from quire.kernels.triton.launch import MOST_ROWS, follow, overlap
 from quire.kernels.triton.ops import TritonOps, silu_times
 
-MOST_ROWS = 16
 _LONGEST = 16384
 """Numbers of a weight's row that `_rows` can hold."""
 _silu_mul = TritonOps().silu_mul
@@ -83,14 +82,6 @@ def _rows(
 
 
 @triton.jit
-def _prefetch(at: tl.tensor) -> None:
-    """Fetch these addresses into the device's cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _tiles(
     out: tl.tensor,
     x: tl.tensor,
@@ -116,9 +107,6 @@ def _tiles(
     k = tl.arange(0, LENGTH)
     from_x = x + m[:, None] * x_stride + k[None, :]
     from_w = weight + n.to(tl.int64)[None, :] * size_in + k[:, None]
-    if OVERLAP:
-        ahead = tl.minimum(first + 64 * tl.arange(0, 16), size_in - 1)
-        _prefetch(weight + tl.minimum(n, size_out - 1).to(tl.int64)[:, None] * size_in + ahead[None, :])
     follow(OVERLAP)
     acc, up = tl.zeros([16, ROWS], tl.float32), tl.zeros([16, ROWS], tl.float32)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
@@ -168,7 +156,7 @@ def multiply(
 ) -> Tensor:
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    ahead, biased, grid = overlap(), bias is not None, triton.cdiv(size_out, plan.rows)
+    ahead, biased, grid = overlap(num), bias is not None, triton.cdiv(size_out, plan.rows)
     if isinstance(plan, Rows):
         _rows[(grid,)](
             out, x, weight, bias if biased else out, size_in, size_out, x.stride(0), NUM=num, GATED=gated,

@@ -24,7 +24,8 @@ _CHUNKS = tl.constexpr(8)
 _FEW = tl.constexpr(2048)
 """How many candidates are taken together; with more of them (many equals) the row is searched instead."""
 _SPLITS = 8
-"""Programs of `_pick` for each row."""
+_PROGRAMS = 512
+"""`_pick` has this many programs for each row, unless there are more than this in all."""
 _ROUNDS = tl.constexpr(7)
 """Of Philox: the fewest that pass the tests of randomness."""
 _NEVER = tl.constexpr(float("-inf"))
@@ -396,7 +397,7 @@ def argmax(logits: Tensor) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
-        ahead, (_, vocab), stride = overlap(), logits.shape, logits.stride(0)
+        ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
         none = out
         _scan[grid](
             logits, none, none, none, floats, ints, vocab, stride, RANDOM=False, OVERLAP=ahead,
@@ -425,12 +426,12 @@ def sample(
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
-        ahead, (_, vocab), stride = overlap(), logits.shape, logits.stride(0)
+        ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
         _scan[grid](
             logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
-        _pick[(len(logits), min(_SPLITS, grid[1]))](
+        _pick[(len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))](
             out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
             grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
