@@ -121,7 +121,8 @@ def make_case(
         torch.randn(int(starts[-1]), spec.heads, spec.head_dim, device=device).to(spec.dtype),
         caches[0].to(kept_as).to(device),
         caches[1].to(kept_as).to(device),
-        *kept,
+        kept[0],
+        kept[1],
         torch.randn(spec.heads, device=device).to(spec.dtype) if sinks else None,
     )
 

@@ -1,23 +1,54 @@
 """Every backend against attention in float64: Triton in its interpreter or, marked gpu, on the GPU."""
 
+import sys
 from dataclasses import replace
 
 import pytest
+import stand_ins
 import torch
-from by_hand import CHUNKS, Chunks, attend, check, make_case
+from by_hand import CHUNKS, Case, Chunks, attend, check, make_case
 
+from quire.attention import flash_attn
 from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.flash_attn import FlashAttention
+from quire.attention.flashinfer import FlashInfer
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.attention.triton_attn import TritonAttention
+from quire.config.machine import Machine
+from quire.errors import ConfigError
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"TORCH_SDPA": TorchSDPA, "TRITON_ATTN": TritonAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "TORCH_SDPA": TorchSDPA,
+    "TRITON_ATTN": TritonAttention,
+    "FLASH_ATTN": FlashAttention,
+    "FLASHINFER": FlashInfer,
+}
 SPEC = AttentionSpec(4, 2, 16, torch.float32)
 MIXED: Chunks = [(19, 3), (1, 150), (3, 100), (36, 20), (1, 0)]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for packages that need a GPU."""
+    wrapper = stand_ins.BatchPrefillWithPagedKVCacheWrapper
+    for module in (
+        stand_ins.package("vllm_flash_attn", flash_attn_varlen_func=stand_ins.by_lens),
+        stand_ins.package("flashinfer", BatchPrefillWithPagedKVCacheWrapper=wrapper),
+    ):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("quire.attention.flashinfer._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(flash_attn, "_PACKAGES", {"vllm_flash_attn": 1})
+    flash_attn._package.cache_clear()
+
+
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+def backend(request: pytest.FixtureRequest, packages: None) -> AttentionBackend:
+    return BACKENDS[request.param]()
+
+
+@pytest.fixture(params=["TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"])
+def capped(request: pytest.FixtureRequest, packages: None) -> AttentionBackend:
     return BACKENDS[request.param]()
 
 
@@ -67,8 +98,8 @@ def test_a_narrower_cache(full: AttentionBackend) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 33])
-def test_soft_cap(full: AttentionBackend, window: int | None) -> None:
-    check(full, MIXED, replace(SPEC, scale=3.0, softcap=2.0, window=window), block=16)
+def test_soft_cap(capped: AttentionBackend, window: int | None) -> None:
+    check(capped, MIXED, replace(SPEC, scale=3.0, softcap=2.0, window=window), block=16)
 
 
 @pytest.mark.parametrize("window", [None, 33])
@@ -89,12 +120,58 @@ def test_padding_gives_zeros(full: AttentionBackend, sinks: bool) -> None:
     check(full, [(1, -1), (1, 70), (1, -1), (1, -1)], SPEC, sinks=sinks)
 
 
+def alone(case: Case, seq: int) -> Case:
+    batch = case.batch
+    lens = batch.query_lens_host
+    start, count = int(lens[:seq].sum()), int(lens[seq])
+    batch = replace(
+        batch,
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=batch.seq_lens[seq : seq + 1],
+        rows=batch.rows[seq : seq + 1],
+        query_lens_host=lens[seq : seq + 1],
+        seq_lens_host=batch.seq_lens_host[seq : seq + 1],
+    )
+    return replace(case, batch=batch, q=case.q[start : start + count])
+
+
 def test_the_same_alone_and_in_company(backend: AttentionBackend) -> None:
-    """Partial sums of one sequence counted in another."""
-    chunks: Chunks = [(1, 130), (5, 60), (1, 7), (20, 1)]
-    together = attend(backend, make_case(chunks, SPEC))
-    again = attend(backend, make_case(chunks, SPEC))
-    torch.testing.assert_close(together, again, atol=0, rtol=0)
+    """Keys or partial sums of one sequence counted in another."""
+    case = make_case([(1, 130), (5, 60), (1, 7), (20, 1)], SPEC)
+    together = attend(backend, case).split(case.batch.query_lens_host.tolist())
+    for seq, expected in enumerate(together):
+        torch.testing.assert_close(attend(backend, alone(case, seq)), expected, atol=1e-5, rtol=1e-5)
+
+
+H200 = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(9, 0))
+
+
+def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(4, 2, 128, torch.bfloat16)
+    for name in ("flash_attn", "vllm_flash_attn", "flashinfer", "triton"):
+        monkeypatch.setitem(sys.modules, name, stand_ins.package(name))
+    for kind in (FlashAttention, FlashInfer, TritonAttention):
+        assert kind().fits(spec, H200) is None
+        assert "this is cpu" in (kind().fits(spec, replace(H200, device="cpu")) or "")
+        assert "8.0, this is 7.5" in (kind().fits(spec, replace(H200, capability=(7, 5))) or "")
+        assert "head size" in (kind().fits(replace(spec, head_dim=300), H200) or "")
+        assert "not float64" in (kind().fits(replace(spec, dtype=torch.float64), H200) or "")
+    for module in ("flash_attn", "flashinfer", "triton_attn"):
+        monkeypatch.setattr(f"quire.attention.{module}.find_spec", lambda name: None)
+    for kind in (FlashAttention, FlashInfer, TritonAttention):
+        assert "installed" in (kind().fits(spec, H200) or "")
+
+
+def test_the_older_flash_attn_wants_starts_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths given where it reads starts; blocks that it would read as others."""
+    package = stand_ins.package("flash_attn", flash_attn_varlen_func=stand_ins.by_starts)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(flash_attn, "_PACKAGES", {"flash_attn": 256})
+    flash_attn._package.cache_clear()
+    check(FlashAttention(), [(4, 300), (1, 2)], SPEC, block=256)
+    with pytest.raises(ConfigError, match="multiple of 256 tokens, not 16"):
+        check(FlashAttention(), [(4, 300), (1, 2)], SPEC, block=16)
+    flash_attn._package.cache_clear()
 
 
 REAL = {

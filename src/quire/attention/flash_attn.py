@@ -1,0 +1,98 @@
+"""FLASH_ATTN: the package flash_attn or vllm_flash_attn, where one is installed."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+
+_PACKAGES = {"vllm_flash_attn": 16, "flash_attn": 256}
+"""In order of preference; of what the block size must be a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    tables: Tensor
+    """[B, blocks], one row per sequence of the batch"""
+    key_starts: Tensor
+    """[B + 1] int32"""
+    max_query_len: int
+
+
+class FlashAttention:
+    name = "FLASH_ATTN"
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        if machine.device != "cuda":
+            return f"runs on a GPU, this is {machine.device}"
+        if not any(map(find_spec, _PACKAGES)):
+            return f"none of the packages {', '.join(_PACKAGES)} is installed"
+        if machine.capability < (8, 0):
+            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
+        if spec.dtype not in (torch.bfloat16, torch.float16):
+            return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim > 256 or spec.head_dim % 8:
+            return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
+        return None
+
+    def plan(self, batch: Batch) -> None:
+        key_starts = F.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        tables = batch.block_tables[batch.rows]
+        batch.attention = _Step(tables, key_starts, batch.max_query_len)
+
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None, "this package has no sinks"
+        assert k_cache.dtype == q.dtype, "this package has no scales for a narrower cache"
+        step: _Step = batch.attention
+        attend, by_lens, block_step = _package()
+        block_size = k_cache.shape[1]
+        if block_size % block_step:
+            raise ConfigError(
+                f"FLASH_ATTN needs blocks of a multiple of {block_step} tokens, not {block_size}"
+            )
+        lens = {"seqused_k": batch.seq_lens} if by_lens else {"cu_seqlens_k": step.key_starts}
+        out: Tensor = attend(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=batch.query_starts,
+            max_seqlen_q=step.max_query_len,
+            # Not the longest: in a captured graph lengths change, and this does not.
+            max_seqlen_k=step.tables.shape[1] * block_size,
+            softmax_scale=spec.score_scale,
+            causal=True,
+            window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
+            softcap=spec.softcap or 0.0,
+            block_table=step.tables,
+            **lens,
+        )
+        return out
+
+
+@cache
+def _package() -> tuple[Callable[..., Any], bool, int]:
+    """The function; whether it takes lengths rather than starts of keys; the step of block sizes."""
+    for name, block_step in _PACKAGES.items():
+        if find_spec(name):
+            attend = import_module(name).flash_attn_varlen_func
+            return attend, "seqused_k" in inspect.signature(attend).parameters, block_step
+    raise ConfigError(f"FLASH_ATTN needs one of the packages {', '.join(_PACKAGES)}")

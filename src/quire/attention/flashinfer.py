@@ -1,0 +1,102 @@
+"""FLASHINFER: the package flashinfer, where installed. It plans on the host, so not for captured graphs."""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.machine import Machine
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class _Step:
+    """The wrapper planned for this batch, by what differs between layers."""
+
+    wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = field(default_factory=dict)
+
+
+class FlashInfer:
+    name = "FLASHINFER"
+
+    def __init__(self) -> None:
+        self._wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = {}
+
+    def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
+        if machine.device != "cuda":
+            return f"runs on a GPU, this is {machine.device}"
+        if not find_spec("flashinfer"):
+            return "the package flashinfer is not installed"
+        if machine.capability < (8, 0):
+            return f"needs compute capability 8.0, this is {'.'.join(map(str, machine.capability))}"
+        if spec.dtype not in (torch.bfloat16, torch.float16):
+            return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
+        if spec.head_dim not in (64, 128, 256):
+            return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
+        return None
+
+    def plan(self, batch: Batch) -> None:
+        batch.attention = _Step()
+
+    def forward(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert sinks is None, "this package is used without sinks"
+        key = (spec, k_cache.shape[1], k_cache.dtype)
+        planned = batch.attention.wrappers
+        if key not in planned:
+            planned[key] = self._planned(key, batch)
+        out: Tensor = planned[key].run(q, (k_cache, v_cache), k_scale=spec.k_scale, v_scale=spec.v_scale)
+        return out
+
+    def _planned(self, key: tuple[AttentionSpec, int, torch.dtype], batch: Batch) -> Any:
+        spec, block_size, kept_as = key
+        if key not in self._wrappers:
+            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=batch.seq_lens.device)
+            make = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+            self._wrappers[key] = make(workspace, "NHD")
+        self._wrappers[key].plan(
+            batch.query_starts,
+            *_pages(batch, block_size),
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            block_size,
+            causal=True,
+            sm_scale=spec.score_scale,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.softcap,
+            q_data_type=spec.dtype,
+            kv_data_type=kept_as,
+        )
+        return self._wrappers[key]
+
+
+def _pages(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's blocks start in a list of all; that list; how many tokens each last one has."""
+    lens = batch.seq_lens_host
+    counts = -(-lens // block_size)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    seqs = np.repeat(np.arange(len(lens)), counts)
+    device = batch.block_tables.device
+    columns = torch.from_numpy(np.arange(starts[-1]) - starts[seqs]).to(device)
+    blocks = batch.block_tables[batch.rows[torch.from_numpy(seqs).to(device)], columns]
+    last = lens - np.maximum(counts - 1, 0) * block_size
+    return (
+        torch.from_numpy(starts.astype(np.int32)).to(device),
+        blocks,
+        torch.from_numpy(last.astype(np.int32)).to(device),
+    )
