@@ -1,5 +1,8 @@
 """The unquantized weight."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,13 +32,17 @@ class Plain:
         return row_parts(layer, sizes_out)
 
     def finish(self, layer: nn.Module) -> None:
-        """The weight is used as it was loaded, on a CPU by our own kernel."""
+        """The weight is used as it was loaded, by our own kernels."""
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        if weight.is_cuda:
+            from quire.kernels.triton.matmul import linear
+
+            layer.__dict__["product"] = functools.partial(linear, weight=weight, bias=bias)
         if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
             layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        product: Product | None = layer.__dict__.get("product")
+        product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("product")
         if product is not None:
             return product(x)
         return F.linear(x, layer.get_parameter("weight"), layer._parameters["bias"])
