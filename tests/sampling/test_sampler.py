@@ -70,7 +70,7 @@ def sample(
     by_place = {
         place: sampled.logprobs[row] for place, row in enumerate(rows.tolist()) if row in sampled.logprobs
     }
-    return StepResult(sampled.token_ids, by_place)
+    return StepResult(sampled.token_ids.int().cpu().numpy(), by_place)
 
 
 def reference_logits(one: Case) -> list[float]:

@@ -57,9 +57,6 @@ def test_the_end_of_a_sequence_costs_one_step_more_and_work_ends_after_it() -> N
     "asked",
     [
         {"bad_words_token_ids": [[3], [4, 5]]},
-        {"repetition_penalty": 1.2},
-        {"frequency_penalty": 0.2},
-        {"presence_penalty": -0.2},
     ],
     ids=lambda asked: next(iter(asked)),
 )

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.sampling.counts import Counts
 from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, Ints, SamplingRows
 from quire.sampling.transfer import to_device
 
@@ -12,9 +13,18 @@ _ADJUSTING = ALLOWED | BANNED | HELD | BIASED | PENALTIES
 
 
 def adjust(
-    logits: Tensor, rows: Ints, state: SamplingRows, tokens: Ints, num_tokens: Ints, prompt_lens: Ints
+    logits: Tensor,
+    rows: Ints,
+    state: SamplingRows,
+    tokens: Ints,
+    num_tokens: Ints,
+    prompt_lens: Ints,
+    counts: Counts | None = None,
 ) -> None:
-    """Change `logits` [N, V] in place, each row as it asked, in the order in which users expect it."""
+    """Change `logits` [N, V] in place, each row as it asked, in the order in which users expect it.
+
+    Penalties look at `counts` where tokens may be known to the device alone, else at `tokens`.
+    """
     flags = state.flags[rows]
     present = int(np.bitwise_or.reduce(flags))
     if not present & _ADJUSTING:
@@ -33,7 +43,9 @@ def adjust(
         at, token_ids, bias = state.biased.select(places)
         index = _index(logits, at, token_ids)
         logits.index_put_(index, to_device(bias, state.device).to(logits.dtype), accumulate=True)
-    if present & PENALTIES:
+    if present & PENALTIES and counts is not None:
+        counts.penalise(logits, rows, state, tokens, num_tokens, prompt_lens)
+    elif present & PENALTIES:
         _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, tokens, num_tokens, prompt_lens)
 
 

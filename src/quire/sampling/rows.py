@@ -117,6 +117,8 @@ class SamplingRows:
         self.device = device
         """Where the logits are that these rows change; the state itself stays on the host."""
         self.flags = np.zeros(max_rows, np.int32)
+        self.admission = np.zeros(max_rows, np.int64)
+        """Changes with the request that has the row."""
         self.temperature = np.ones(max_rows, np.float32)
         self.pick_temperature = np.zeros(max_rows, np.float32)
         """The same, but 0 for rows that take the best."""
@@ -143,6 +145,7 @@ class SamplingRows:
     ) -> None:
         """Give the row to a request. `stop_ids` are what `min_tokens` holds back."""
         self.release(row)
+        self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
         self.seed[row] = seed % 2**64
         self.temperature[row] = params.temperature or 1.0

@@ -11,9 +11,10 @@ from torch import Tensor
 from quire.data.plan import RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import adjust
+from quire.sampling.counts import Counts
 from quire.sampling.draw import Draws, draw, floors, uniform
 from quire.sampling.logprobs import append_listed, row_logprobs
-from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, RANDOM, Ints, SamplingRows
+from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -41,6 +42,7 @@ class Sampler:
         device: torch.device,
         logprobs_mode: str = "raw_logprobs",
         pick: Callable[[Tensor, Draws], Tensor] | None = None,
+        counts: Counts | None = None,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ConfigError(f"unknown logprobs_mode {logprobs_mode!r}; known: {', '.join(LOGPROBS_MODES)}")
@@ -49,6 +51,8 @@ class Sampler:
         self.mode = logprobs_mode
         self.pick = pick
         """A kernel that picks from logits; without it torch does."""
+        self.counts = counts
+        """Where penalties are remembered if the host does not know every token in time."""
         self.raw = logprobs_mode.startswith("raw")
 
     def __call__(
@@ -77,11 +81,13 @@ class Sampler:
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
-        adjust(logits, rows, state, tokens, num_tokens, prompt_lens)
+        adjust(logits, rows, state, tokens, num_tokens, prompt_lens, self.counts)
         if self.pick is not None and draws is not None and self.raw:
             picked = self.pick(logits, draws)
         else:
             picked = self._pick(logits, rows, state, num_tokens)
+        if self.counts is not None and (state.flags[rows] & PENALTIES).any():
+            self.counts.add(rows, state, picked)
         sampled = Sampled(picked)
         if len(asking):
             seen = logits.index_select(0, index) if raw is None else raw

@@ -13,10 +13,9 @@ Rows = NDArray[np.intp]
 
 
 def looks_back(params: SamplingParams) -> bool:
-    """Whether the sampler reads, on the host, the tokens before the one that it draws."""
-    words = any(len(word) > 1 for word in params.bad_words_token_ids or ())
-    frequent = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    return words or frequent or params.repetition_penalty != 1.0
+    """Whether the sampler reads, on the host, the tokens before the one that it draws. Penalties are counted
+    on the device."""
+    return any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
 class Running:

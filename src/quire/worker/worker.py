@@ -16,6 +16,7 @@ from quire.kernels.pick import pick
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
+from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Host, Model, Pending, device_failures
@@ -69,7 +70,8 @@ class Worker:
         size = self._make_cache(model, device, weights)
         device.warm_up(config)
         parts: list[Part] = [PromptLogprobs(head, slots, config.model.logprobs_mode)]
-        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick)
+        counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device) if device.pick else None
+        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick, counts)
         self._runner = Runner(device=device, slots=slots, sampler=sampler, parts=parts)
         return size
 

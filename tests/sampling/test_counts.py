@@ -1,0 +1,97 @@
+"""Penalties from counts on the device, against those from the host's history."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from quire.data.params import SamplingParams
+from quire.sampling.adjust import adjust
+from quire.sampling.counts import Counts
+from quire.sampling.rows import SamplingRows
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, ROWS, LEN = 50, 24, 40
+
+
+class Both:
+    """One sampler's state with a full history on the host, and counts beside it."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.state = SamplingRows(ROWS, VOCAB, DEVICE)
+        self.tokens = np.zeros((ROWS, LEN), np.int32)
+        self.num_tokens, self.prompt_lens = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
+        self.counts = Counts(ROWS, VOCAB, DEVICE)
+
+    def admit(self, row: int, prompt_len: int, num_tokens: int, **penalties: Any) -> None:
+        params = SamplingParams(temperature=0, **penalties)
+        self.state.admit(row, params, prompt_len=prompt_len, seed=0, stop_ids=())
+        self.tokens[row, :num_tokens] = self.rng.integers(0, VOCAB + 3, num_tokens)
+        self.num_tokens[row], self.prompt_lens[row] = num_tokens, prompt_len
+
+    def step(self, rows: list[int]) -> None:
+        """Both ways give the same logits; then each row gains a token that only the counts are told of."""
+        where = np.array(rows, np.int32)
+        logits = torch.from_numpy(self.rng.normal(size=(len(rows), VOCAB)).astype(np.float32)).to(DEVICE)
+        rest = (where, self.state, self.tokens, self.num_tokens, self.prompt_lens)
+        expected = logits.clone()
+        adjust(expected, *rest)
+        late = self.tokens.copy()
+        late[where, self.num_tokens[where] - 1] = 1  # the host's copy of the last token is not there yet
+        first = self.counts._admission_of[where] != self.state.admission[where]
+        late[where[first]] = self.tokens[where[first]]
+        adjust(logits, where, self.state, late, self.num_tokens, self.prompt_lens, self.counts)
+        torch.testing.assert_close(logits, expected)
+        picked = self.rng.integers(0, VOCAB, len(rows))
+        self.counts.add(where, self.state, torch.from_numpy(picked).to(DEVICE))
+        self.tokens[where, self.num_tokens[where]] = picked
+        self.num_tokens[where] += 1
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7},
+    {"presence_penalty": -0.4, "repetition_penalty": 0.8},
+    {},
+]
+
+
+def test_a_token_counts_before_the_host_knows_it() -> None:
+    both = Both()
+    for row, penalties in enumerate(PENALTIES):
+        both.admit(row, 5 + row, 5 + 2 * row, **penalties)
+    for _ in range(6):
+        both.step([2, 0, 3, 1])
+
+
+def test_a_row_with_a_new_request_starts_anew() -> None:
+    both = Both()
+    both.admit(1, 4, 4, frequency_penalty=1.0)
+    both.step([1])
+    both.state.release(1)
+    both.admit(1, 3, 6, frequency_penalty=0.5)
+    both.step([1])
+    both.step([1])
+
+
+def test_lines_grow_with_the_rows_that_need_them_and_are_used_again() -> None:
+    both = Both()
+    for row in range(20):
+        both.admit(row, 3, 4, presence_penalty=0.5)
+    both.step(list(range(20)))
+    assert len(both.counts.counts) == 32
+    for row in range(20):
+        both.state.release(row)
+        both.admit(row, 3, 5, presence_penalty=1.5)
+    both.step(list(range(20)))
+    for row in range(20, 24):
+        both.admit(row, 3, 4, presence_penalty=0.5)
+    both.step(list(range(24)))
+    assert len(both.counts.counts) == 32
