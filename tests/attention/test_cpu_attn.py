@@ -13,8 +13,6 @@ from quire.attention.backend import AttentionBackend, AttentionSpec
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.kernels import native
-from quire.kernels.attention import write as native_write
-from quire.kernels.reference import write
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 Chunks = list[tuple[int, int]]
@@ -139,18 +137,14 @@ def test_bfloat16_is_summed_in_float32(case: Case) -> None:
     torch.testing.assert_close(ours.float(), expected, atol=1e-4, rtol=2**-8)
 
 
-@pytest.mark.parametrize(
-    ("given_as", "kept_as"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
-)
-def test_write_puts_views_into_their_slots(given_as: str, kept_as: str) -> None:
-    """Strides of a view of the fused projection ignored; a neighbouring slot touched; rounding."""
-    torch.manual_seed(0)
-    fused = torch.randn(5, 7, 8).to(getattr(torch, given_as))
-    k, v = fused[:, 3:5], fused[:, 5:]
-    shape = (3, 4, 2, 8)
-    caches = [torch.zeros(shape, dtype=getattr(torch, kept_as)) for _ in range(4)]
-    slots = torch.tensor([11, 0, 5, 6, 3])
-    native_write(k, v, caches[0], caches[1], slots)
-    write(k, caches[2], slots)
-    write(v, caches[3], slots)
-    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+def test_padding_reads_nothing_and_is_zero() -> None:
+    """A sequence of length 0 in a decode batch: its row and its table mean nothing."""
+    spec = AttentionSpec(4, 2, 16, torch.float32)
+    case = Case([(1, 40), (1, 300), (1, 7)], spec, 4, 0, torch.float32)
+    alone = [case.attend(CPUAttention(), [row])[0] for row in range(3)]
+    batch = make_batch([([0], before) for _, before in case.chunks], case.tables, 4)
+    batch.seq_lens[1] = 0
+    batch.block_tables[1] = 1 << 30
+    out = CPUAttention().forward(torch.cat(case.q), case.k_cache, case.v_cache, batch, spec)
+    assert torch.equal(out[0], alone[0][0]) and torch.equal(out[2], alone[2][0])
+    assert torch.equal(out[1], torch.zeros_like(out[1]))

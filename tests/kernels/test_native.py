@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  (brings the OpenMP runtime that the kernels share)
+import torch
 
 from quire.kernels import native
 from quire.kernels.native import NativeError, build, find_compiler, openmp_in_process
@@ -122,3 +122,30 @@ def test_the_runtime_of_torch_is_found(tmp_path: Path) -> None:
     maps.write_text("7f-80 r--p 0 0 2  /x/libc.so.6\n")
     assert openmp_in_process(maps) is None
     assert openmp_in_process(tmp_path / "none") is None
+
+
+@needs_compiler
+def test_a_kernel_is_called_by_every_thread(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work done twice, or by one thread only; a job that is read after it is gone."""
+    (small / "run.c").write_text((Path(native.__file__).with_name("csrc") / "run.c").read_text())
+    (small / "small.c").write_text(
+        "#include <omp.h>\ntypedef struct { long *counts; long size; double step; } Job;\n"
+        "void quire_count(const Job *job) {\n#pragma omp atomic\njob->counts[0]++;\n"
+        "#pragma omp for\nfor (long i = 1; i < job->size; i++) job->counts[i] += (long)job->step; }\n"
+    )
+    built = build(tmp_path / "k", ["cc"])
+    monkeypatch.setattr(native, "library", lambda: built)
+    native._runner.cache_clear()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            counts = torch.zeros(100, dtype=torch.int64)
+            job = native.structure("counts", "size", "step")(counts.data_ptr(), 100, 7.0)
+            native.Kernel("quire_count")(job, counts)
+            assert counts.tolist() == [threads] + [7] * 99
+    finally:
+        torch.set_num_threads(before)
+        native._runner.cache_clear()

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.kernels.native import Kernel, bind, library, recording
+from quire.kernels.native import Kernel, library, recording
 
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this: the widest vector that the kernel uses."""
@@ -51,31 +51,6 @@ def _scratch(num_bytes: int) -> Tensor:
     if memory is None or len(memory) < num_bytes:
         memory = _own.memory = torch.empty(num_bytes, dtype=torch.uint8)
     return memory
-
-
-@functools.cache
-def _write() -> Callable[..., None]:
-    pointers, sizes = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4
-    return bind("quire_write_kv", *pointers, *sizes, ctypes.c_int32, ctypes.c_int32)
-
-
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """[T, kv_heads, head_dim] keys and values into their slots, rounded if the cache is narrower."""
-    assert k.dtype == v.dtype and (k.dtype == k_cache.dtype or k.dtype == torch.float32)
-    k, v = _rows(k), _rows(v)
-    _write()(
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slots.data_ptr(),
-        len(slots),
-        k.stride(0),
-        v.stride(0),
-        k.shape[1] * k.shape[2],
-        k.dtype == torch.bfloat16,
-        k_cache.dtype == torch.bfloat16,
-    )
 
 
 def attend(

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,21 +111,6 @@ def recording() -> Recorder | None:
     return getattr(_recording, "by", None)
 
 
-def bind(name: str, *argument_types: Any) -> Callable[..., None]:
-    """The kernel called `name`, which in C returns 0, or 1 when memory ran out."""
-    loaded = library()
-    assert loaded is not None, "ask library() first"
-    function = loaded[name]
-    function.argtypes = argument_types
-    function.restype = ctypes.c_int
-
-    def call(*arguments: Any) -> None:
-        if function(*arguments) != 0:
-            raise MemoryError(f"{name}: no memory for its scratch space")
-
-    return call
-
-
 def find_compiler(asked: str | None) -> list[str]:
     """`asked` ($CC, may carry flags), or the first compiler on the path."""
     for candidate in [asked] if asked else _COMPILERS:
@@ -197,7 +182,8 @@ def _compile(path: Path, compiler: list[str], link: tuple[str, ...]) -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-            _run([*compiler, *_COMPILE, "-c", *sources], scratch)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda source: _run([*compiler, *_COMPILE, "-c", source], scratch), sources))
             objects = [f"{Path(source).stem}.o" for source in sources]
             _run([*compiler, "-shared", *objects, *link, "-lm", "-o", "built.so"], scratch)
             os.replace(Path(scratch) / "built.so", path)

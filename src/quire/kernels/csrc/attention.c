@@ -1,4 +1,4 @@
-/* Paged attention over a whole batch, and the write into the cache.
+/* Paged attention over a whole batch.
  *
  * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are
  * taken in tiles and ranges that start at fixed positions of the sequence, ranges are merged in order. So the
@@ -10,9 +10,11 @@
 #include "simd.h"
 
 #define TILE 64       /* keys that are scored before the running maximum moves */
-#define RANGE 256     /* keys that are summed apart, on another thread if there is one; a multiple of TILE */
+#define RANGE 128     /* keys that are summed apart, on another thread if there is one; a multiple of TILE */
 #define BLOCK_ROWS 32 /* rows that share the keys of a task */
 #define ROWS 4        /* rows of the inner loops */
+#define FEW_ROWS 16   /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
+#define FEW_KEYS 8    /* keys whose values are taken before the next ones are touched, then */
 #define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
 
 /* The same fields, in the same order, as in attention.py. */
@@ -35,7 +37,7 @@ typedef struct {
 } Job;
 
 typedef struct {
-    int32_t seq, kv_head, first_query, num_queries;
+    int32_t seq, kv_head, num_kv_heads, first_query, num_queries;
     int32_t range;  /* the only one to sum, -1: all of them */
     int64_t saved;  /* where its sums are kept until they are merged */
 } Task;
@@ -62,8 +64,8 @@ static void clear(Sums *sums, long rows, long dim)
     memset(sums->out, 0, (size_t)(rows * dim) * sizeof(float));
 }
 
-/* Scores of some rows with 4 keys. */
-INLINE void score4(int rows, const float *q, const float *const *keys, long dim, float *out)
+/* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */
+INLINE void score4(int rows, const float *q, const float *const *keys, long from, long dim, float *out)
 {
     vf sums[ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -72,7 +74,7 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long dim,
     for (long d = 0; d < dim; d += LANES) {
         vf key[4];
         for (int k = 0; k < 4; k++)
-            key[k] = load(keys[k] + d);
+            key[k] = load(keys[k] + from + d);
         for (int r = 0; r < rows; r++) {
             vf query = load(q + r * dim + d);
             for (int k = 0; k < 4; k++)
@@ -83,8 +85,8 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long dim,
         lanes_sum4(sums[r], out + r * TILE);
 }
 
-/* Add the weighted values of keys [first, end) of a tile to `vectors` vectors of some rows. */
-INLINE void mix(int rows, int vectors, const float *weights, const float *const *values, long first, long end,
+/* Add the weighted values of keys [first, end) of a tile to `vectors` vectors, from `d` on, of some rows. */
+INLINE void mix(int rows, int vectors, const float *weights, const float *const *values, long first, long end, long d,
                 long dim, float *out)
 {
     vf sums[ROWS][4];
@@ -93,7 +95,7 @@ INLINE void mix(int rows, int vectors, const float *weights, const float *const 
             sums[r][i] = load(out + r * dim + i * LANES);
     for (long k = first; k < end; k++)
         for (int i = 0; i < vectors; i++) {
-            vf value = load(values[k] + i * LANES);
+            vf value = load(values[k] + d + i * LANES);
             for (int r = 0; r < rows; r++)
                 sums[r][i] = fused(value, splat(weights[r * TILE + k]), sums[r][i]);
         }
@@ -102,20 +104,15 @@ INLINE void mix(int rows, int vectors, const float *weights, const float *const 
             store(out + r * dim + i * LANES, sums[r][i]);
 }
 
-INLINE void mix_all(int rows, const float *weights, const float **values, long first, long end, long dim, float *out)
+/* The values lie `from` floats behind the pointers. */
+INLINE void mix_all(int rows, const float *weights, const float **values, long from, long first, long end, long dim,
+                    float *out)
 {
-    const float *shifted[TILE];
     long d = 0;
-    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES) {
-        for (long k = first; k < end; k++)
-            shifted[k] = values[k] + d;
-        mix(rows, DIM_CHUNK, weights, shifted, first, end, dim, out + d);
-    }
-    for (; d < dim; d += LANES) {
-        for (long k = first; k < end; k++)
-            shifted[k] = values[k] + d;
-        mix(rows, 1, weights, shifted, first, end, dim, out + d);
-    }
+    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES)
+        mix(rows, DIM_CHUNK, weights, values, first, end, from + d, dim, out + d);
+    for (; d < dim; d += LANES)
+        mix(rows, 1, weights, values, first, end, from + d, dim, out + d);
 }
 
 /* Scores of one row in, weights out; the sums so far are scaled to the new maximum. */
@@ -160,25 +157,60 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
                    const float **keys, const float **values)
 {
     const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
-    for (long position = first; position < end; position++) {
-        long slot = (long)table[position / job->block_size] * job->block_size + position % job->block_size;
-        long at = (slot * job->kv_heads + task->kv_head) * job->head_dim, k = position - tile;
-        if (job->kv_bf16) {
-            widen(job->k_cache, 1, at, job->head_dim, 1.0f, scratch->keys + k * job->head_dim);
-            widen(job->v_cache, 1, at, job->head_dim, 1.0f, scratch->values + k * job->head_dim);
-            keys[k] = scratch->keys + k * job->head_dim;
-            values[k] = scratch->values + k * job->head_dim;
-        } else {
-            keys[k] = (const float *)job->k_cache + at;
-            values[k] = (const float *)job->v_cache + at;
+    long size = job->block_size, step = job->kv_heads * job->head_dim, width = task->num_kv_heads * job->head_dim;
+    for (long position = first; position < end;) {
+        long offset = position % size, until = at_most(position - offset + size, end);
+        long at = (table[position / size] * size + offset) * step + task->kv_head * job->head_dim;
+        for (; position < until; position++, at += step) {
+            long k = position - tile;
+            if (job->kv_bf16) {
+                widen(job->k_cache, 1, at, width, 1.0f, scratch->keys + k * width);
+                widen(job->v_cache, 1, at, width, 1.0f, scratch->values + k * width);
+                keys[k] = scratch->keys + k * width;
+                values[k] = scratch->values + k * width;
+            } else {
+                keys[k] = (const float *)job->k_cache + at;
+                values[k] = (const float *)job->v_cache + at;
+            }
         }
     }
 }
 
+/* Scores of some rows with keys [first, end), a multiple of 4. */
+INLINE void score_all(int rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
+                      float *out)
+{
+    for (long k = first; k < end; k += 4)
+        score4(rows, q, keys + k, from, dim, out + k);
+}
+
+static void score_some(long rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
+                       float *out)
+{
+    switch (rows) {
+    case 4: score_all(4, q, keys, from, first, end, dim, out); break;
+    case 3: score_all(3, q, keys, from, first, end, dim, out); break;
+    case 2: score_all(2, q, keys, from, first, end, dim, out); break;
+    default: score_all(1, q, keys, from, first, end, dim, out);
+    }
+}
+
+static void mix_some(long rows, const float *weights, const float **values, long from, long first, long end, long dim,
+                     float *out)
+{
+    switch (rows) {
+    case 4: mix_all(4, weights, values, from, first, end, dim, out); break;
+    case 3: mix_all(3, weights, values, from, first, end, dim, out); break;
+    case 2: mix_all(2, weights, values, from, first, end, dim, out); break;
+    default: mix_all(1, weights, values, from, first, end, dim, out);
+    }
+}
+
+/* Rows lie key head by key head, `each` of them. */
 static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
 {
     const float *keys[TILE], *values[TILE];
-    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
+    long group = job->heads / job->kv_heads, each = task->num_queries * group, dim = job->head_dim;
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
     long place = job->seq_lens[task->seq] - query_len + task->first_query; /* position of the first query */
     long low = (first - tile) & ~3L, high = (end - tile + 3) & ~3L;
@@ -186,37 +218,30 @@ static void attend_tile(const Job *job, const Task *task, long tile, long first,
     for (long k = low; k < high; k++) /* filled up to fours with a key that is there; masked below */
         if (k < first - tile || k >= end - tile)
             keys[k] = keys[first - tile];
-    for (long r = 0; r < rows; r += ROWS)
-        for (long k = low; k < high; k += 4) {
-            const float *q = scratch->q + r * dim;
-            float *out = scratch->weights + r * TILE + k;
-            switch (at_most(rows - r, ROWS)) {
-            case 4: score4(4, q, keys + k, dim, out); break;
-            case 3: score4(3, q, keys + k, dim, out); break;
-            case 2: score4(2, q, keys + k, dim, out); break;
-            default: score4(1, q, keys + k, dim, out);
-            }
-        }
+    long step = task->num_kv_heads > 1 ? FEW_KEYS : TILE;
+    for (long from = low; from < high; from += step)
+        for (long head = 0; head < task->num_kv_heads; head++)
+            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
+                score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, from,
+                           at_most(from + step, high), dim, scratch->weights + row * TILE);
     Sums *part = &scratch->part;
-    for (long r = 0; r < rows; r++) {
-        long position = place + r / group;
+    for (long row = 0; row < task->num_kv_heads * each; row++) {
+        long position = place + row % each / group;
         long seen_first = at_least(first, job->window ? position - job->window + 1 : 0) - tile;
         long seen_end = at_most(end, position + 1) - tile;
-        for (long k = 0; k < TILE; k++)
-            if (k < seen_first || k >= seen_end)
-                scratch->weights[r * TILE + k] = -INFINITY;
-        soften(scratch->weights + r * TILE, (float)job->softcap, dim, part->most + r, part->sum + r, part->out + r * dim);
+        for (long k = 0; k < at_most(seen_first, TILE); k++)
+            scratch->weights[row * TILE + k] = -INFINITY;
+        for (long k = at_least(seen_end, 0); k < TILE; k++)
+            scratch->weights[row * TILE + k] = -INFINITY;
+        soften(scratch->weights + row * TILE, (float)job->softcap, dim, part->most + row, part->sum + row,
+               part->out + row * dim);
     }
     first -= tile, end -= tile;
-    for (long r = 0; r < rows; r += ROWS) {
-        float *weights = scratch->weights + r * TILE, *out = part->out + r * dim;
-        switch (at_most(rows - r, ROWS)) {
-        case 4: mix_all(4, weights, values, first, end, dim, out); break;
-        case 3: mix_all(3, weights, values, first, end, dim, out); break;
-        case 2: mix_all(2, weights, values, first, end, dim, out); break;
-        default: mix_all(1, weights, values, first, end, dim, out);
-        }
-    }
+    for (; first < end; first += step)
+        for (long head = 0; head < task->num_kv_heads; head++)
+            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
+                mix_some(at_most(each - r, ROWS), scratch->weights + row * TILE, values, head * dim, first,
+                         at_most(first + step, end), dim, part->out + row * dim);
 }
 
 static void merge(Sums *total, const Sums *part, long rows, long dim)
@@ -242,28 +267,38 @@ static void seen(const Job *job, const Task *task, long *first, long *end)
     *end = place + task->num_queries;
 }
 
+static long rows_of(const Job *job, const Task *task)
+{
+    return task->num_kv_heads * task->num_queries * (job->heads / job->kv_heads);
+}
+
+/* Where row `row` of a task stands in the batch: its token and its head. */
+static long token_of(const Job *job, const Task *task, long row, long *head)
+{
+    long group = job->heads / job->kv_heads, each = task->num_queries * group;
+    *head = (task->kv_head + row / each) * group + row % group;
+    return job->query_starts[task->seq] + task->first_query + row % each / group;
+}
+
 static void write_out(const Job *job, const Task *task, Sums *sums)
 {
-    long group = job->heads / job->kv_heads, dim = job->head_dim;
-    for (long r = 0; r < task->num_queries * group; r++) {
-        long token = job->query_starts[task->seq] + task->first_query + r / group;
-        long head = task->kv_head * group + r % group;
-        float share = sums->sum[r] == 0 ? 0 : 1.0f / sums->sum[r]; /* padding sees nothing */
-        for (long d = r * dim; d < (r + 1) * dim; d += LANES)
+    long dim = job->head_dim, head;
+    for (long row = 0; row < rows_of(job, task); row++) {
+        long token = token_of(job, task, row, &head);
+        float share = sums->sum[row] == 0 ? 0 : 1.0f / sums->sum[row]; /* padding sees nothing */
+        for (long d = row * dim; d < (row + 1) * dim; d += LANES)
             store(sums->out + d, load(sums->out + d) * share);
-        narrow(sums->out + r * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * dim, dim);
+        narrow(sums->out + row * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * dim, dim);
     }
 }
 
 static void run_task(const Job *job, const Task *task, Scratch *scratch, float *saved)
 {
-    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
-    long first, end;
+    long rows = rows_of(job, task), dim = job->head_dim, head, first, end;
     seen(job, task, &first, &end);
-    for (long r = 0; r < rows; r++) {
-        long token = job->query_starts[task->seq] + task->first_query + r / group;
-        long at = token * job->q_stride + (task->kv_head * group + r % group) * dim;
-        widen(job->q, (int)job->q_bf16, at, dim, (float)job->scale, scratch->q + r * dim);
+    for (long row = 0; row < rows; row++) {
+        long at = token_of(job, task, row, &head) * job->q_stride;
+        widen(job->q, (int)job->q_bf16, at + head * dim, dim, (float)job->scale, scratch->q + row * dim);
     }
     clear(&scratch->total, rows, dim);
     long from = task->range < 0 ? first / RANGE : task->range;
@@ -285,7 +320,7 @@ static void run_task(const Job *job, const Task *task, Scratch *scratch, float *
 /* Sum up the ranges that were computed apart: `task` is the first of `count`. */
 static void join(const Job *job, const Task *task, long count, Scratch *scratch, float *saved)
 {
-    long group = job->heads / job->kv_heads, rows = task->num_queries * group, dim = job->head_dim;
+    long rows = rows_of(job, task), dim = job->head_dim;
     clear(&scratch->total, rows, dim);
     for (long i = 0; i < count; i++) {
         Sums part = carve(saved + task[i].saved, rows);
@@ -304,9 +339,10 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
     *saved_size = 0;
     for (int32_t seq = 0; seq < job->num_seqs; seq++) {
         long query_len = job->query_starts[seq + 1] - job->query_starts[seq];
-        for (int32_t kv_head = 0; kv_head < job->kv_heads; kv_head++)
+        int32_t together = query_len * group <= FEW_ROWS ? (int32_t)job->kv_heads : 1;
+        for (int32_t kv_head = 0; kv_head < job->kv_heads; kv_head += together)
             for (long at = (query_len - 1) / step * step; at >= 0; at -= step) {
-                Task task = {seq, kv_head, (int32_t)at, (int32_t)at_most(step, query_len - at), -1, 0};
+                Task task = {seq, kv_head, together, (int32_t)at, (int32_t)at_most(step, query_len - at), -1, 0};
                 long first, end;
                 seen(job, &task, &first, &end);
                 long from = first / RANGE, until = (end + RANGE - 1) / RANGE;
@@ -317,7 +353,7 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
                 for (long range = from; range < until; range++) {
                     task.range = (int32_t)range;
                     task.saved = *saved_size;
-                    *saved_size += task.num_queries * group * (job->head_dim + 2);
+                    *saved_size += rows_of(job, &task) * (job->head_dim + 2);
                     tasks[count++] = task;
                 }
             }
@@ -325,17 +361,29 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
     return count;
 }
 
-static long scratch_size(long rows, long dim) { return rows * (dim + TILE) + 2 * TILE * dim + 2 * rows * (dim + 2); }
+/* The most rows of a task, and the most key heads of one. */
+static long max_rows(const Job *job)
+{
+    long group = job->heads / job->kv_heads;
+    return at_least(at_least(BLOCK_ROWS / group, 1) * group, at_least(FEW_ROWS / group * group, 1) * job->kv_heads);
+}
 
-static Scratch carve_scratch(float *memory, long rows, long task_rows, long dim)
+static long scratch_size(const Job *job)
+{
+    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : 0;
+    return rows * (dim + TILE) + 2 * TILE * width + 2 * rows * (dim + 2);
+}
+
+static Scratch carve_scratch(const Job *job, float *memory, long task_rows)
 {
     Scratch scratch;
+    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : 0;
     scratch.q = memory;
     scratch.weights = scratch.q + rows * dim;
     scratch.keys = scratch.weights + rows * TILE;
-    scratch.values = scratch.keys + TILE * dim;
-    scratch.part = carve(scratch.values + TILE * dim, task_rows);
-    scratch.total = carve(scratch.values + TILE * dim + rows * (dim + 2), task_rows);
+    scratch.values = scratch.keys + TILE * width;
+    scratch.part = carve(scratch.values + TILE * width, task_rows);
+    scratch.total = carve(scratch.values + TILE * width + rows * (dim + 2), task_rows);
     return scratch;
 }
 
@@ -343,27 +391,25 @@ static Scratch carve_scratch(float *memory, long rows, long task_rows, long dim)
 int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len, int64_t max_seq_len,
                              int64_t num_threads)
 {
-    long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), dim = job->head_dim;
+    long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1);
     long splits = job->num_seqs * job->kv_heads * (max_seq_len / RANGE + 1);
     job->max_tasks = splits + job->kv_heads * (num_tokens / step + job->num_seqs);
-    job->max_saved = splits * at_most(step, max_query_len) * group * (dim + 2);
-    long each = job->max_tasks * (long)sizeof(Task) + scratch_size(step * group, dim) * (long)sizeof(float);
+    job->max_saved = splits * at_most(step, max_query_len) * group * (job->head_dim + 2);
+    long each = job->max_tasks * (long)sizeof(Task) + scratch_size(job) * (long)sizeof(float);
     return num_threads * each + job->max_saved * (long)sizeof(float);
 }
 
 void quire_attention(const Job *job)
 {
-    long group = job->heads / job->kv_heads, dim = job->head_dim, saved_size;
-    long max_rows = at_least(BLOCK_ROWS / group, 1) * group, each = scratch_size(max_rows, dim);
-    long thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+    long saved_size, thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
     /* Every thread makes the same list for itself. */
     Task *tasks = (Task *)job->memory + thread * job->max_tasks;
     float *saved = (float *)((Task *)job->memory + num_threads * job->max_tasks);
-    float *own = saved + job->max_saved + thread * each;
+    float *own = saved + job->max_saved + thread * scratch_size(job);
     long count = list_tasks(job, tasks, num_threads > 1, &saved_size);
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < count; i++) {
-        Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+        Scratch scratch = carve_scratch(job, own, rows_of(job, tasks + i));
         run_task(job, tasks + i, &scratch, saved);
     }
     if (!saved_size)
@@ -375,26 +421,7 @@ void quire_attention(const Job *job)
         long number = 1;
         while (i + number < count && same_rows(tasks + i, tasks + i + number))
             number++;
-        Scratch scratch = carve_scratch(own, max_rows, tasks[i].num_queries * group, dim);
+        Scratch scratch = carve_scratch(job, own, rows_of(job, tasks + i));
         join(job, tasks + i, number, &scratch, saved);
     }
-}
-
-/* Keys and values of `num_tokens` tokens into their slots; `width` is kv_heads * head_dim. */
-int quire_write_kv(const void *k, const void *v, void *k_cache, void *v_cache, const int64_t *slots, int64_t num_tokens,
-                   int64_t k_stride, int64_t v_stride, int64_t width, int32_t from_bf16, int32_t into_bf16)
-{
-    size_t item = from_bf16 ? 2 : 4;
-    for (int64_t i = 0; i < num_tokens; i++) {
-        const char *key = (const char *)k + (size_t)(i * k_stride) * item;
-        const char *value = (const char *)v + (size_t)(i * v_stride) * item;
-        if (from_bf16 == into_bf16) {
-            memcpy((char *)k_cache + (size_t)(slots[i] * width) * item, key, (size_t)width * item);
-            memcpy((char *)v_cache + (size_t)(slots[i] * width) * item, value, (size_t)width * item);
-        } else {
-            narrow((const float *)key, k_cache, 1, slots[i] * width, width);
-            narrow((const float *)value, v_cache, 1, slots[i] * width, width);
-        }
-    }
-    return 0;
 }

@@ -79,19 +79,25 @@ typedef struct {
     int64_t num_rows, size, stride, bf16;
 } SiluMulJob;
 
+INLINE void silu_mul_lanes(const SiluMulJob *job, long row, long at, long left, int bf16)
+{
+    vf gate = take(job->gate_up, bf16, row * job->stride + at, left), minus = -gate;
+    vf up = take(job->gate_up, bf16, row * job->stride + job->size + at, left);
+    vf e = exp_lanes(pick(minus > 88.0f, splat(88.0f), minus));
+    put(job->out, bf16, row * job->size + at, left, rounded(gate / (e + 1.0f), bf16) * up);
+}
+
 INLINE void silu_mul(const SiluMulJob *job, int bf16)
 {
     long pieces = (job->size + COLUMNS - 1) / COLUMNS;
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++) {
-        long row = task / pieces, first = task % pieces * COLUMNS;
-        long end = first + COLUMNS < job->size ? first + COLUMNS : job->size;
-        for (long i = first; i < end; i += LANES) {
-            vf gate = take(job->gate_up, bf16, row * job->stride + i, end - i), minus = -gate;
-            vf up = take(job->gate_up, bf16, row * job->stride + job->size + i, end - i);
-            vf e = exp_lanes(pick(minus > 88.0f, splat(88.0f), minus));
-            put(job->out, bf16, row * job->size + i, end - i, rounded(gate / (e + 1.0f), bf16) * up);
-        }
+        long row = task / pieces, i = task % pieces * COLUMNS;
+        long end = i + COLUMNS < job->size ? i + COLUMNS : job->size;
+        for (; i + LANES <= end; i += LANES)
+            silu_mul_lanes(job, row, i, LANES, bf16);
+        if (i < end)
+            silu_mul_lanes(job, row, i, end - i, bf16);
     }
 }
 
