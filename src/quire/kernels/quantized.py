@@ -44,6 +44,8 @@ TYPES = {
 }
 
 
+_PADDING = 64
+"""Bytes behind the last row that a wide load may touch."""
 _pack = Kernel("quire_pack")
 _PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
 _rows = Kernel("quire_rows")
@@ -64,7 +66,7 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     columns = from_row_bytes // form.stored_bytes * form.stored_columns
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // GROUP) * GROUP if interleaved else rows
-    packed = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
+    packed = torch.empty(kept_rows * row_bytes + _PADDING, dtype=torch.uint8)
     stored = stored.contiguous()
     job = _PackJob(
         packed.data_ptr(),

@@ -8,14 +8,23 @@
 #include "wide.h"
 
 #define CHUNK 1024 /* columns that are summed before their lanes are added up */
+#define HEADS (CHUNK / 16)
 #define TILE 16    /* rows of the weight that are unpacked at a time */
-#define FEW 4      /* rows of x that are computed without unpacking to memory */
+#define FEW (WIDE > 4 ? 4 : 1) /* rows of x that are computed without unpacking to memory */
 #define TASK_ROWS 64
-#define TASK_BYTES 16384 /* of the weight, in one task of few rows */
+#define TASK_BYTES 16384 /* of the weight that a task reads, times rows of x */
 #if WIDE == 8
 #define STEP 3 /* rows of x at a time, as many as registers allow */
 #else
 #define STEP 6
+#endif
+
+/* Sums live in registers only if no loop over them is left. */
+#define UNROLL _Pragma("GCC unroll 8")
+#if WIDE > 4
+#define UNROLL_WIDE UNROLL
+#else
+#define UNROLL_WIDE /* takes long to compile, and is not what such a CPU computes with */
 #endif
 
 typedef struct {
@@ -25,12 +34,30 @@ typedef struct {
 
 INLINE const float *x_row(const Rows *x, long row) { return x->x + at_most(row, x->count - 1) * x->stride; }
 
+INLINE void add_sums(const wide *lanes, float *sums)
+{
+    float total[4];
+    wide_sum4(lanes, total);
+    for (int i = 0; i < 4; i++)
+        sums[i] += total[i];
+}
+
+/* The columns that do not fill a vector. */
+static float rest(const float *x, const float *w, long start, long end)
+{
+    float sum = 0;
+    for (long k = start; k < end; k++)
+        sum += x[k] * w[k];
+    return sum;
+}
+
 /* sums[r * TILE + i] += row r of x times w[i], over `columns` of them. */
 INLINE void times_floats(int count, const Rows *x, long first, const float *const w[4], long columns, float *sums)
 {
     wide sum[STEP][4];
     const float *from = x->x + first * x->stride;
     long k = 0;
+    UNROLL
     for (int r = 0; r < count; r++)
         for (int i = 0; i < 4; i++)
             sum[r][i] = (wide){0};
@@ -38,15 +65,13 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
         for (int r = 0; r < count; r++)
             for (int i = 0; i < 4; i++)
                 sum[r][i] = wide_fused(wide_load(from + r * x->stride + k), wide_load(w[i] + k), sum[r][i]);
-    for (int r = 0; k < columns && r < count; r++)
-        for (int i = 0; i < 4; i++)
-            sum[r][i] = wide_fused(wide_some(from + r * x->stride + k, columns - k), wide_some(w[i] + k, columns - k), sum[r][i]);
-    for (int r = 0; r < count; r++) {
-        float total[4];
-        wide_sum4(sum[r], total);
-        for (int i = 0; i < 4; i++)
-            sums[r * TILE + i] += total[i];
-    }
+    UNROLL
+    for (int r = 0; r < count; r++)
+        add_sums(sum[r], sums + r * TILE);
+    if (k < columns)
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < 4; i++)
+                sums[r * TILE + i] += rest(from + r * x->stride, w[i], k, columns);
 }
 
 static void times_tile(const Rows *x, const float *const w[4], long columns, float *sums)
@@ -74,7 +99,7 @@ INLINE void times_bf16(int count, const Rows *x, const Matrix *part, long row, l
     wide sum[FEW][4];
     const uint16_t *w[4];
     const float *from[FEW];
-    long k = 0, left = columns % WIDE;
+    long k = 0;
     for (int r = 0; r < count; r++)
         from[r] = x_row(x, r);
     for (int i = 0; i < 4; i++) {
@@ -88,53 +113,54 @@ INLINE void times_bf16(int count, const Rows *x, const Matrix *part, long row, l
             for (int r = 0; r < count; r++)
                 sum[r][i] = wide_fused(wide_load(from[r] + k), values, sum[r][i]);
         }
-    for (int i = 0; left && i < 4; i++) {
-        uint16_t some[WIDE] = {0};
-        memcpy(some, w[i] + k, (size_t)left * 2);
+    UNROLL
+    for (int r = 0; r < count; r++)
+        add_sums(sum[r], sums + r * TILE);
+    for (int i = 0; k < columns && i < 4; i++) {
+        float values[WIDE];
+        widen(w[i], 1, k, columns - k, 1, values);
         for (int r = 0; r < count; r++)
-            sum[r][i] = wide_fused(wide_some(from[r] + k, left), wide_bf16(some), sum[r][i]);
+            sums[r * TILE + i] += rest(from[r] + k, values, 0, columns - k);
     }
-    for (int r = 0; r < count; r++) {
-        float total[4];
-        wide_sum4(sum[r], total);
-        for (int i = 0; i < 4; i++)
-            sums[r * TILE + i] += total[i];
-    }
+}
+
+/* The scales and lows of columns [start, start + columns) of a row, and where their codes are. */
+INLINE const uint8_t *open_row(int form, const Matrix *part, long row, long start, long columns, float *scales, float *lows)
+{
+    const uint8_t *from = row_at(part, row);
+    long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
+    read_heads(form, from + first * each * head_bytes(form), columns / BLOCK * each, scales);
+    if (has_low(form))
+        read_heads(form, from + (blocks + first) * each * head_bytes(form), columns / BLOCK * each, lows);
+    return from + blocks * each * (has_low(form) + 1) * head_bytes(form) + first * code_bytes(form);
 }
 
 INLINE void times_packed(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
-    enum { HEADS = CHUNK / 16 };
     float scales[4][HEADS], lows[4][HEADS];
     wide sum[FEW][4], values[BLOCK / WIDE];
-    long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
+    long each = heads_of(form);
     const uint8_t *codes[4];
     const float *from[FEW];
     for (int r = 0; r < count; r++)
         from[r] = x_row(x, r);
+    UNROLL_WIDE
     for (int i = 0; i < 4; i++) {
-        const uint8_t *heads = row_at(part, row + i);
-        codes[i] = heads + blocks * each * (has_low(form) + 1) * head_bytes(form) + first * code_bytes(form);
-        for (long h = 0; h < columns / BLOCK * each; h++) {
-            scales[i][h] = read_head(form, heads, first * each + h);
-            lows[i][h] = has_low(form) ? read_head(form, heads, (blocks + first) * each + h) : 0;
-        }
+        codes[i] = open_row(form, part, row + i, start, columns, scales[i], lows[i]);
         for (int r = 0; r < count; r++)
             sum[r][i] = (wide){0};
     }
     for (long b = 0; b < columns / BLOCK; b++)
+        UNROLL_WIDE
         for (int i = 0; i < 4; i++) {
             block_values(form, codes[i] + b * code_bytes(form), scales[i] + b * each, lows[i] + b * each, values);
             for (int r = 0; r < count; r++)
                 for (int j = 0; j < BLOCK / WIDE; j++)
                     sum[r][i] = wide_fused(wide_load(from[r] + b * BLOCK + j * WIDE), values[j], sum[r][i]);
         }
-    for (int r = 0; r < count; r++) {
-        float total[4];
-        wide_sum4(sum[r], total);
-        for (int i = 0; i < 4; i++)
-            sums[r * TILE + i] += total[i];
-    }
+    UNROLL
+    for (int r = 0; r < count; r++)
+        add_sums(sum[r], sums + r * TILE);
 }
 
 INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
@@ -147,23 +173,18 @@ INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, lo
 
 INLINE void unpack_tile(int form, const Matrix *part, long row, long start, long columns, float tile[][CHUNK])
 {
+    float scales[HEADS], lows[HEADS];
+    wide values[BLOCK / WIDE];
     for (int i = 0; i < TILE; i++) {
-        const uint8_t *from = row_at(part, row + i);
         if (form == BF16) {
-            widen(from, 1, start, columns, 1, tile[i]);
+            widen(row_at(part, row + i), 1, start, columns, 1, tile[i]);
             continue;
         }
-        long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
-        const uint8_t *codes = from + blocks * each * (has_low(form) + 1) * head_bytes(form);
-        for (long b = first; b < first + columns / BLOCK; b++) {
-            float scale[2], low[2];
-            wide values[BLOCK / WIDE];
-            for (long h = 0; h < each; h++) {
-                scale[h] = read_head(form, from, b * each + h);
-                low[h] = has_low(form) ? read_head(form, from, (blocks + b) * each + h) : 0;
-            }
-            block_values(form, codes + b * code_bytes(form), scale, low, values);
-            memcpy(tile[i] + (b - first) * BLOCK, values, sizeof values);
+        const uint8_t *codes = open_row(form, part, row + i, start, columns, scales, lows);
+        long each = heads_of(form);
+        for (long b = 0; b < columns / BLOCK; b++) {
+            block_values(form, codes + b * code_bytes(form), scales + b * each, lows + b * each, values);
+            memcpy(tile[i] + b * BLOCK, values, sizeof values);
         }
     }
 }
@@ -178,7 +199,7 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, fl
         Rows now = {x->x + start, x->stride, x->count};
         if (form != F32 && x->count <= FEW) {
             for (long i = 0; i < end; i += 4)
-                if (x->count == 1)
+                if (FEW == 1 || x->count == 1)
                     times_few(form, 1, &now, part, row + i, start, columns, sums + i);
                 else
                     times_few(form, FEW, &now, part, row + i, start, columns, sums + i);
@@ -262,9 +283,9 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
 /* How a part is divided: units of rows of the weight, so many of them in one task. */
 INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
-    long size = part->interleaved ? GROUP : TILE, bytes = size * part->row_bytes;
+    long size = part->interleaved ? GROUP : TILE, work = size * part->row_bytes * job->num_rows;
     *units = (part->rows + size - 1) / size;
-    *each = job->num_rows > FEW || bytes > TASK_BYTES ? 1 : TASK_BYTES / bytes;
+    *each = work > TASK_BYTES ? 1 : TASK_BYTES / work;
 }
 
 void quire_linear(const LinearJob *job)

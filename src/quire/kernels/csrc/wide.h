@@ -40,14 +40,6 @@ INLINE void wide_sum4(const wide *x, float *out) { lanes_sum4(x, out); }
 
 #endif
 
-/* The first `count` numbers, and zeros. */
-INLINE wide wide_some(const float *at, long count)
-{
-    float some[WIDE] = {0};
-    memcpy(some, at, (size_t)count * 4);
-    return wide_load(some);
-}
-
 INLINE wide wide_bf16(const uint16_t *at)
 {
 #if WIDE == 16
@@ -63,6 +55,25 @@ INLINE wide wide_bf16(const uint16_t *at)
     for (int i = 0; i < WIDE; i++)
         values[i] = from_bf16(at[i]);
     return wide_load(values);
+#endif
+}
+
+/* `count` scales or lows as floats. Up to 15 more are read and written. */
+INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
+{
+    if (!has_halves(form)) {
+        memcpy(into, from, (size_t)count * 4);
+        return;
+    }
+#if WIDE == 16
+    for (long i = 0; i < count; i += 16)
+        _mm512_storeu_ps(into + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + 2 * i))));
+#elif defined(__F16C__)
+    for (long i = 0; i < count; i += 8)
+        _mm256_storeu_ps(into + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 2 * i))));
+#else
+    for (long i = 0; i < count; i++)
+        into[i] = from_half(from + 2 * i);
 #endif
 }
 
