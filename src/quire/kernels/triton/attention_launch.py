@@ -16,11 +16,11 @@ _MAX_GROUPS = 1 << 14
 _DEFAULT_SMS = 132
 MIN_KEYS = 64
 """No range has fewer keys than this."""
-MAX_KEYS = 4096
+MAX_KEYS = 2048
 """A range with more keys than this is cut further even where the device is busy without it: one long sequence
 among short ones would keep everybody waiting."""
-_MAX_RANGES = 2048
-"""Those that turn out empty take time too."""
+_MAX_RANGES = 3072
+"""Those that turn out empty take time too: together 2 us at 32 sequences on an H200, 5 us at 128."""
 
 
 class Shape(NamedTuple):
@@ -68,12 +68,15 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def range_shape(layer: Layer, dtype: torch.dtype, fair: int) -> Shape:
-    """For `ranges`, where a sequence is usually cut into `fair`."""
+def range_shape(layer: Layer, dtype: torch.dtype, crowded: bool) -> Shape:
+    """For `ranges`; `crowded`: where there are several (sequence, key head) pairs for each multiprocessor."""
     rows = max(16, triton.next_power_of_2(layer.group))
+    wide = layer.head_dim > 128
     if dtype == torch.float32:
-        return Shape(rows, 16 if layer.head_dim > 128 else 32, 4, 1)
-    return Shape(rows, 32, 2 if fair > 1 and rows == 16 and layer.head_dim <= 128 else 4, 3)
+        return Shape(rows, 16 if wide else 32, 4, 1)
+    if wide or rows > 16:
+        return Shape(rows, 32, 4, 3)
+    return Shape(rows, 64, 4, 2) if crowded else Shape(rows, 32, 2, 3)
 
 
 class Ranges(NamedTuple):
@@ -85,9 +88,11 @@ class Ranges(NamedTuple):
 
 def ranges_of(groups: int, max_keys: int, num_sms: int) -> Ranges:
     """For so many (sequence, key head) pairs; not by their lengths, which change under a captured graph."""
-    fair = max(1, min(5 * num_sms // 2 // groups, -(-max_keys // MIN_KEYS)))
     if groups > _MAX_GROUPS:
         return Ranges(1, 1)
+    fair = max(1, min(5 * num_sms // 2 // groups, -(-max_keys // MIN_KEYS)))
+    if max_keys <= 2 * MAX_KEYS:
+        return Ranges(fair, fair)
     return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)))
 
 
@@ -119,7 +124,7 @@ def attend_tiles(
         BLOCK_N=shape.block_n,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        **_constants(cache, layer),
+        **_constants(layer, cache.k.shape[1]),
     )
 
 
@@ -140,7 +145,7 @@ def attend_ranges(
     if layer.window:
         max_keys = min(max_keys, layer.window + layer.few)
     ranges = ranges or ranges_of(groups, max_keys, _num_sms(q.device))
-    shape = shape or range_shape(layer, q.dtype, ranges.fair)
+    shape = shape or range_shape(layer, q.dtype, groups >= 3 * _num_sms(q.device))
     kernels.ranges[(layer.kv_heads, num_seqs, ranges.most)](
         out,
         q,
@@ -158,10 +163,11 @@ def attend_ranges(
         MAX_KEYS=MAX_KEYS,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        **_constants(cache, layer),
+        **_constants(layer, cache.k.shape[1]),
     )
 
 
+@cache
 def _scores(layer: Layer) -> Scores:
     scale = layer.scale * layer.k_scale * _LOG2_E
     if layer.softcap:
@@ -169,14 +175,15 @@ def _scores(layer: Layer) -> Scores:
     return Scores(scale, 0.0, layer.v_scale)
 
 
-def _constants(cache: Cache, layer: Layer) -> dict[str, int | bool]:
+@cache
+def _constants(layer: Layer, block_size: int) -> dict[str, int | bool]:
     return {
         "GROUP": layer.group,
         "WINDOW": layer.window,
         "CAPPED": layer.softcap != 0,
         "DIM": layer.head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(layer.head_dim)),
-        "BLOCK_SIZE": cache.k.shape[1],
+        "BLOCK_SIZE": block_size,
     }
 
 
