@@ -147,14 +147,13 @@ def _rotate_and_write(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q, is_v = head < Q_HEADS, (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
-    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     left, rest = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
     right = left + HALF
     known = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
     turns, stays = known & (left < HALF)[None, :], known & (rest < DIM)[None, :]
     follow(OVERLAP)
     position, slot = tl.load(positions + token), tl.load(slots + token + 0 * head)
-    is_k, is_v = is_k & (slot >= 0), is_v & (slot >= 0)
+    is_k, is_v = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS) & (slot >= 0), is_v & (slot >= 0)
     heads = qkv + token * stride + head[:, None] * DIM
     a = tl.load(heads + left[None, :], mask=turns, other=0.0).to(tl.float32)
     b = tl.load(heads + right[None, :], mask=turns, other=0.0).to(tl.float32)
@@ -166,10 +165,7 @@ def _rotate_and_write(
         a = _scaled(a, factor, q_weight, k_weight, left, left < HALF, is_q, moved, q.dtype.element_ty)
         b = _scaled(b, factor, q_weight, k_weight, right, left < HALF, is_q, moved, q.dtype.element_ty)
         c = _scaled(c, factor, q_weight, k_weight, rest, rest < DIM, is_q, moved, q.dtype.element_ty)
-    angles = table + position * (2 * HALF) + left
-    cos = tl.load(angles, mask=left < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(angles + HALF, mask=left < HALF, other=0.0).to(tl.float32)[None, :]
-    cos, sin = tl.where(moved, cos, 1.0), tl.where(moved, sin, 0.0)
+    cos, sin = _angles(table + position * (2 * HALF), left, moved, HALF)
     own = (token * Q_HEADS + head) * DIM
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
     place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * DIM
@@ -177,6 +173,14 @@ def _rotate_and_write(
     _put(turns, b * cos + a * sin, right, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
     if DIM > 2 * HALF:
         _put(stays, c, rest, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+
+
+@triton.jit
+def _angles(row: tl.tensor, dims: tl.tensor, moved: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """Cosines and sines, for heads that are not moved those of 0."""
+    cos = tl.load(row + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    return tl.where(moved, cos, 1.0), tl.where(moved, sin, 0.0)
 
 
 @triton.jit
