@@ -63,10 +63,17 @@ def test_the_native_backend_comes_first_on_a_cpu(monkeypatch: pytest.MonkeyPatch
         choose("cpu_attn", SPEC, MACHINE)
 
 
-def test_no_backend_ignores_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    with pytest.raises(ConfigError, match="no soft cap"):
-        choose(None, replace(SPEC, softcap=30.0), MACHINE)
+def test_every_backend_of_the_table_can_be_made() -> None:
+    """A name that leads to no class, or to one that calls itself otherwise."""
+    assert [backend.BACKENDS[name]().name for name in backend.BACKENDS] == list(backend.BACKENDS)
+
+
+def test_on_a_gpu_our_own_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(MACHINE, device="cuda", capability=(9, 0))
+    monkeypatch.setattr("quire.attention.triton_attn.find_spec", lambda name: object())
+    assert choose(None, SPEC, gpu).name == "TRITON_ATTN"
+    monkeypatch.setattr("quire.attention.triton_attn.find_spec", lambda name: None)
+    assert choose(None, SPEC, gpu).name == "TORCH_SDPA"
 
 
 def test_names_are_taken_in_any_case() -> None:

@@ -47,12 +47,12 @@ def backend(request: pytest.FixtureRequest, packages: None) -> AttentionBackend:
     return BACKENDS[request.param]()
 
 
-@pytest.fixture(params=["TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"])
+@pytest.fixture(params=["TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"])
 def capped(request: pytest.FixtureRequest, packages: None) -> AttentionBackend:
     return BACKENDS[request.param]()
 
 
-@pytest.fixture(params=["TRITON_ATTN"])
+@pytest.fixture(params=["TORCH_SDPA", "TRITON_ATTN"])
 def full(request: pytest.FixtureRequest) -> AttentionBackend:
     """Those with soft cap, sinks, 8-bit caches and padding."""
     return BACKENDS[request.param]()
@@ -192,11 +192,9 @@ REAL = {
     [((32, 8), 128), ((16, 8), 128), ((8, 8), 64), ((14, 2), 64), ((6, 2), 80), ((4, 1), 256), ((16, 2), 96)],
 )
 @pytest.mark.parametrize("chunks", REAL.values(), ids=REAL.keys())
-def test_on_the_gpu(
-    full: AttentionBackend, chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None
-) -> None:
+def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
     spec = AttentionSpec(*heads, head_dim, torch.bfloat16, window)
-    check(full, chunks, spec, block=16, device="cuda")
+    check(TritonAttention(), chunks, spec, block=16, device="cuda")
 
 
 @pytest.mark.gpu
@@ -204,7 +202,7 @@ def test_on_the_gpu(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "fp8"])
-def test_kinds_on_the_gpu(full: AttentionBackend, dtype: torch.dtype, head_dim: int, extra: str) -> None:
+def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
     spec = AttentionSpec(8, 2, head_dim, dtype)
     if extra == "cap":
         spec = replace(spec, softcap=2.0, scale=1.0)
@@ -212,7 +210,7 @@ def test_kinds_on_the_gpu(full: AttentionBackend, dtype: torch.dtype, head_dim: 
         spec = replace(spec, k_scale=0.5, v_scale=2.0)
     kept_as = torch.float8_e4m3fn if extra == "fp8" else None
     chunks = REAL["mixed"] + [(1, 5000)]
-    check(full, chunks, spec, block=16, kept_as=kept_as, sinks=extra == "sinks", device="cuda")
+    check(TritonAttention(), chunks, spec, block=16, kept_as=kept_as, sinks=extra == "sinks", device="cuda")
 
 
 @pytest.mark.gpu

@@ -20,6 +20,8 @@ BACKENDS = LazyTable(
     {
         "CPU_ATTN": "quire.attention.cpu_attn:CPUAttention",
         "TRITON_ATTN": "quire.attention.triton_attn:TritonAttention",
+        "FLASH_ATTN": "quire.attention.flash_attn:FlashAttention",
+        "FLASHINFER": "quire.attention.flashinfer:FlashInfer",
         "TORCH_SDPA": "quire.attention.torch_sdpa:TorchSDPA",
     },
 )

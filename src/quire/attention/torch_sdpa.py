@@ -53,7 +53,7 @@ class TorchSDPA:
     name = "TORCH_SDPA"
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
-        return None if spec.softcap is None else "torch's attention has no soft cap on scores"
+        return None
 
     def plan(self, batch: Batch) -> None:
         batch.attention = _Step(batch)
@@ -67,14 +67,26 @@ class TorchSDPA:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "sinks are not built here yet"
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         for span in batch.attention.cut(k_cache.shape[1], spec.window):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
-            attended = _attend(queries, k_slots[span.slots], v_slots[span.slots], span, spec)
+            keys = _read(k_cache, span.slots, q.dtype, spec.k_scale)
+            values = _read(v_cache, span.slots, q.dtype, spec.v_scale)
+            if spec.softcap is None and sinks is None:
+                attended = _attend(queries, keys, values, span, spec)
+            else:
+                attended = _attend_by_scores(queries, keys, values, span, spec, sinks)
             out[span.tokens] = attended.flatten(0, 1)
         return out
+
+
+def _read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """[N, L] slots -> [N, L, kv_heads, head_dim]."""
+    flat = cache.view(-1, *cache.shape[2:])
+    if cache.dtype.itemsize > 1:
+        return flat[slots].to(dtype)
+    # 8-bit floats cannot be indexed everywhere.
+    return flat.view(torch.uint8)[slots].view(cache.dtype).to(dtype) * scale
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: AttentionSpec) -> Tensor:
@@ -95,6 +107,26 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: At
     return out.flatten(1, 2).unsqueeze(1) if fold else out.transpose(1, 2)
 
 
+def _attend_by_scores(
+    queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """`_attend`, with what torch's own attention does not have: a soft cap on scores, and sinks."""
+    group = spec.heads // spec.kv_heads
+    q, k, v = queries.float(), keys.float(), values.float()
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("nqhd,nlhd->nhql", q, k) * spec.score_scale
+    if spec.softcap is not None:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
+    seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if span.causal else span.mask
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(len(q), -1, q.shape[1], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return torch.einsum("nhql,nlhd->nqhd", weights, v).to(queries.dtype)
+
+
 def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """[N, L] positions of the [N] sequences -> the slots that hold them."""
     blocks = batch.block_tables[batch.rows[seqs]].long().gather(1, positions // block_size)
@@ -103,7 +135,7 @@ def _slots(batch: Batch, seqs: Tensor, positions: Tensor, block_size: int) -> Te
 
 def _decode_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
     """The sequences with one query, in few groups of like length: a long one must not pad them all."""
-    rows = np.flatnonzero(batch.query_lens_host == 1)
+    rows = np.flatnonzero((batch.query_lens_host == 1) & (batch.seq_lens_host > 0))
     lens = batch.seq_lens_host[rows]
     if window is not None:
         lens = np.minimum(lens, window)
