@@ -95,7 +95,7 @@ def check_until_a_near_tie(ours: RequestOutput, theirs: RequestOutput, way: str,
     found = ours.outputs[0], theirs.outputs[0]
     assert found[0].logprobs is not None and found[1].logprobs is not None
     for at in range(LENGTH):
-        mine, other = (list(each.logprobs[at].items()) for each in found)  # type: ignore[index]
+        mine, other = (list(each.logprobs[at].items()) for each in found)  # type: ignore[index, union-attr]
         best = sorted((value.logprob for _, value in other), reverse=True)
         if best[0] - best[1] < margin:
             return at

@@ -70,7 +70,9 @@ class Worker:
         size = self._make_cache(model, device, weights)
         device.warm_up(config)
         parts: list[Part] = [PromptLogprobs(head, slots, config.model.logprobs_mode)]
-        counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device) if device.pick else None
+        counts = None
+        if self.device.type == "cuda":
+            counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick, counts)
         self._runner = Runner(device=device, slots=slots, sampler=sampler, parts=parts)
         return size
