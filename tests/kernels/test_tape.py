@@ -1,6 +1,8 @@
 """Tapes: the same results as without one, whatever the contents; refused where torch itself computes."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -111,6 +113,18 @@ def test_a_failure_ends_the_recording() -> None:
     with pytest.raises(ValueError, match="broken"), record():
         raise ValueError("broken")
     assert native.recording() is None
+
+
+def test_a_recording_imports_nothing() -> None:
+    """The compiler of torch, loaded because a mode asks to be left alone by it."""
+    code = (
+        "import sys, torch; from quire.kernels.cpu import CPUOps; from quire.kernels.tape import record\n"
+        "x, before = torch.randn(2, 8), set(sys.modules)\n"
+        "with torch.inference_mode(), record() as tape: CPUOps().silu_mul(x)\n"
+        "assert tape.complete; print(*sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == []
 
 
 class Decoder:

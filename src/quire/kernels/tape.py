@@ -104,6 +104,11 @@ class _Watch(TorchDispatchMode):
         self.tape = tape
         self.pool = pool
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """To skip it, torch would import it: a second, and 130 MB."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
