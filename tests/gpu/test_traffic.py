@@ -52,7 +52,7 @@ class Traffic:
                 {"temperature": 0.9, "allowed_token_ids": [5, 6, 7, 8], "n": 2},
             ]
         )
-        return SamplingParams(max_tokens=rng.randrange(1, 60), ignore_eos=rng.random() < 0.5, **chosen)
+        return SamplingParams(max_tokens=rng.randrange(3, 60), ignore_eos=rng.random() < 0.5, **chosen)
 
     def arrive(self, number: int) -> None:
         which = self.rng.randrange(len(self.prompts)) if self.rng.random() < 0.5 else None

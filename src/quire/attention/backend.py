@@ -55,6 +55,8 @@ class AttentionBackend(Protocol):
     """The caches of a layer are [num_blocks, block_size, kv_heads, head_dim] each."""
 
     name: str
+    capturable: bool
+    """Whether a decode is the same launches whatever the lengths, so that a CUDA graph can hold it."""
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         """Why this backend cannot serve `spec` on `machine`; None if it can."""

@@ -11,6 +11,7 @@ from quire.kernels import attention, native
 
 class CPUAttention:
     name = "CPU_ATTN"
+    capturable = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cpu":

@@ -32,6 +32,7 @@ class _Step:
 
 class FlashAttention:
     name = "FLASH_ATTN"
+    capturable = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cuda":

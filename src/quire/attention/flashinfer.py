@@ -25,6 +25,7 @@ class _Step:
 
 class FlashInfer:
     name = "FLASHINFER"
+    capturable = False
 
     def __init__(self) -> None:
         self._wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = {}

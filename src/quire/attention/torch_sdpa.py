@@ -51,6 +51,7 @@ class _Step:
 
 class TorchSDPA:
     name = "TORCH_SDPA"
+    capturable = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         return None

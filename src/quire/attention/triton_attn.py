@@ -59,6 +59,7 @@ def _cut(batch: Batch, few: int, tile: int) -> _Cut:
 
 class TritonAttention:
     name = "TRITON_ATTN"
+    capturable = True
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cuda":

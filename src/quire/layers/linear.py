@@ -75,4 +75,5 @@ class GateUpLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size_in] -> [T, size_out]."""
-        return self.ops.silu_mul(self.multiply(x))
+        gated = self.method.gated(self, x)
+        return self.ops.silu_mul(self.multiply(x)) if gated is None else gated

@@ -68,6 +68,9 @@ class Packed:
         product: Product = layer.__dict__["product"]
         return product(x)
 
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        return None
+
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         lookup: Lookup = layer.__dict__["lookup"]
         return lookup(ids, dtype)

@@ -35,6 +35,10 @@ class LinearMethod(Protocol):
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...
 
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """For a layer of a gate and an up part: silu(gate) * up, where one kernel does that; else None."""
+        ...
+
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the weight, for an embedding: [T] ids -> [T, size_in]."""
         ...

@@ -35,9 +35,10 @@ class Plain:
         """The weight is used as it was loaded, by our own kernels."""
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
         if weight.is_cuda:
-            from quire.kernels.triton.matmul import linear
+            from quire.kernels.triton.matmul import gated, linear
 
             layer.__dict__["product"] = functools.partial(linear, weight=weight, bias=bias)
+            layer.__dict__["gated"] = functools.partial(gated, weight=weight) if bias is None else None
         if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
             layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
 
@@ -46,6 +47,10 @@ class Plain:
         if product is not None:
             return product(x)
         return F.linear(x, layer.get_parameter("weight"), layer._parameters["bias"])
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("gated")
+        return None if product is None else product(x)
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.get_parameter("weight")

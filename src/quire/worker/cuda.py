@@ -46,11 +46,14 @@ class Cuda:
         """Measured: the largest step is run, and the largest that will be captured."""
         limits = config.scheduler
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs)
-        sizes = [] if config.model.enforce_eager else ladder(limits.max_num_seqs)
+        sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return Needs(weights, activations, graphs, other=total - free - weights)
+
+    def _captures(self, config: EngineConfig) -> bool:
+        return self.model.attention.capturable and not config.model.enforce_eager
 
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int) -> int:
@@ -74,7 +77,7 @@ class Cuda:
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
-        if not config.model.enforce_eager:
+        if self._captures(config):
             self.graphs.capture(config.scheduler.max_num_seqs, seconds=_CAPTURE_S)
 
     def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
