@@ -11,13 +11,11 @@
 #define HEADS (CHUNK / 16)
 #define TILE 16    /* rows of the weight that are unpacked at a time */
 #define FEW (WIDE > 4 ? 4 : 1) /* rows of x that are computed without unpacking to memory */
+#define DIRECT 16  /* from so many rows of x on floats are copied too: rows that lie 2^n apart share few places of a cache */
 #define TASK_ROWS 64
 #define TASK_BYTES 16384 /* of the weight that a task reads, times rows of x */
-#if WIDE == 8
-#define STEP 3 /* rows of x at a time, as many as registers allow */
-#else
-#define STEP 6
-#endif
+/* Rows of x at a time, as many as registers allow. */
+#define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5)
 
 /* Sums live in registers only if no loop over them is left. */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -80,7 +78,7 @@ static void times_tile(const Rows *x, const float *const w[4], long columns, flo
     for (; r + STEP <= x->count; r += STEP)
         times_floats(STEP, x, r, w, columns, sums + r * TILE);
     for (; STEP > 4 && r + 4 <= x->count; r += 4)
-        times_floats(4 < STEP ? 4 : STEP, x, r, w, columns, sums + r * TILE);
+        times_floats(STEP > 4 ? 4 : 1, x, r, w, columns, sums + r * TILE);
     for (; r + 2 <= x->count; r += 2)
         times_floats(2, x, r, w, columns, sums + r * TILE);
     for (; r < x->count; r++)
@@ -176,8 +174,8 @@ INLINE void unpack_tile(int form, const Matrix *part, long row, long start, long
     float scales[HEADS], lows[HEADS];
     wide values[BLOCK / WIDE];
     for (int i = 0; i < TILE; i++) {
-        if (form == BF16) {
-            widen(row_at(part, row + i), 1, start, columns, 1, tile[i]);
+        if (!is_packed(form)) {
+            widen(row_at(part, row + i), form == BF16, start, columns, 1, tile[i]);
             continue;
         }
         const uint8_t *codes = open_row(form, part, row + i, start, columns, scales, lows);
@@ -205,12 +203,13 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, fl
                     times_few(form, FEW, &now, part, row + i, start, columns, sums + i);
             continue;
         }
-        if (form != F32)
+        int direct = form == F32 && x->count < DIRECT;
+        if (!direct)
             unpack_tile(form, part, row, start, columns, tile);
         for (long i = 0; i < end; i += 4) {
             const float *w[4];
             for (int j = 0; j < 4; j++)
-                w[j] = form == F32 ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
+                w[j] = direct ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
             times_tile(&now, w, columns, sums + i);
         }
     }
