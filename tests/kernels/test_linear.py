@@ -91,3 +91,7 @@ def test_nan_stays_in_its_row(dtype: torch.dtype, num_rows: int) -> None:
         out = product(x)
         assert not out[num_rows // 2].isfinite().any()
         assert out.isfinite().all(dim=1).sum() == num_rows - 1
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert Product([Matrix.plain(random(20, 70, seed=1))])(torch.empty(0, 70)).shape == (0, 20)

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged, write_gguf
+from torch import nn
 
 from quire.kernels import native
+from quire.kernels.linear import linear_reference
+from quire.kernels.quantized import unpack_reference
 from quire.quant.gguf import Packed, choose
 from quire.quant.plain import Plain
 
@@ -40,6 +43,34 @@ def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytes
     assert isinstance(choose([("Q4_1", 16, 64)], torch.device("cuda")), Plain)
     monkeypatch.setattr(native, "library", lambda: None)
     assert isinstance(choose([("Q4_1", 16, 64)], CPU), Plain)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q5_K"), ("Q4_1", "Q8_0", "Q5_0")]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
+    """A part in the place of another, a bias at the wrong output."""
+    generator = torch.Generator().manual_seed(0)
+    layer, sizes = nn.Module(), (24, 8, 13)
+    method = choose([(kind, size, 512) for kind, size in zip(kinds, sizes, strict=True)], CPU)
+    method.create(layer, 512, sizes, bias=bias, dtype=torch.float32, device=CPU)
+    parts, expected = method.parts(layer, sizes), []
+    x = torch.randn(7, 512, generator=generator)
+    for kind, part in zip(kinds, parts, strict=True):
+        # Small bytes are small scales too, wherever they are stored.
+        part["weight"].copy_(torch.randint(0, 30, part["weight"].shape, generator=generator))
+        weight = unpack_reference(part["weight"].clone(), kind)
+        if bias:
+            part["bias"].copy_(torch.randn(len(weight), generator=generator) * 1e-3)
+        expected.append(linear_reference(x, weight, part.get("bias")))
+    ids = torch.tensor([3, 0, 23])
+    rows = unpack_reference(parts[0]["weight"].clone(), kinds[0])[ids]
+    method.finish(layer)
+    for ours, theirs in zip(method.apply(layer, x).split(list(sizes), 1), expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 2e-4
+    assert torch.equal(method.rows(layer, ids, torch.float32), rows)
 
 
 @needs_native

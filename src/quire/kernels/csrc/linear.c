@@ -282,7 +282,7 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
 /* How a part is divided: units of rows of the weight, so many of them in one task. */
 INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
-    long size = part->interleaved ? GROUP : TILE, work = size * part->row_bytes * job->num_rows;
+    long size = part->interleaved ? GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
     *each = work > TASK_BYTES ? 1 : TASK_BYTES / work;
 }
