@@ -83,7 +83,7 @@ class ModelSection:
     )
     """What `logprobs` holds: before or after penalties and temperature, normalised or not."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs."""
+    """Never capture CUDA graphs, nor tapes on a CPU."""
     served_model_name: tuple[str, ...]
     """Names the API answers to; the first is the one it reports. Default: the model argument."""
     hf_token: str | None = field(default=None, repr=False)
