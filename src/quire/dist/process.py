@@ -31,8 +31,8 @@ def adopt(role: str) -> None:
 def calm_threads() -> None:
     """Let OpenMP's threads sleep soon when they wait for each other. Takes effect before torch is imported.
 
-    By default they spin for milliseconds, which on a busy machine is time that the awaited thread does not get,
-    at each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took 14 ms
-    with 500 to 2,000 turns and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
+    By default they spin for milliseconds, which on a busy machine is time that the awaited thread does not
+    get, at each of the 300 barriers of a decode step. Beside a busy process a step of the packaged model took
+    14 ms with 500 to 2,000 turns and 19 to 27 ms with 20,000, which is 6 % faster at best on an idle machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
