@@ -94,7 +94,7 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path) -> None:
         max_model_len=LONGEST,
         max_num_seqs=32,
         max_num_batched_tokens=128,
-        num_gpu_blocks_override=90,
+        num_gpu_blocks_override=40,
     )
     traffic = Traffic(llm.llm_engine, hf)
     scheduler, number = llm.llm_engine.core.scheduler, 0
@@ -104,7 +104,7 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path) -> None:
             if len(traffic.running) < 100:
                 traffic.arrive(number)
                 number += 1
-        for _ in range(traffic.rng.randrange(1, 30)):
+        for _ in range(traffic.rng.randrange(1, 10)):
             if llm.llm_engine.has_unfinished_requests():
                 traffic.step()
         if traffic.rng.random() < 0.1:

@@ -1,6 +1,7 @@
 """A CUDA device: rows that live there, steps that nobody waits for, decodes as captured graphs."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 
 import numpy as np
@@ -23,6 +24,9 @@ _IN_FLIGHT = 3
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
+_COMPILERS = 8
+_LONG_STEP, _SMALL = 4096, 32
+"""Steps that are run to have kernels compiled: a prompt of so many tokens, decodes up to so many rows."""
 
 
 class Cuda:
@@ -45,6 +49,7 @@ class Cuda:
     def needs(self, config: EngineConfig, weights: int) -> Needs:
         """Measured: the largest step is run, and the largest that will be captured."""
         limits = config.scheduler
+        self._compile(config)
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs)
         sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
@@ -55,9 +60,42 @@ class Cuda:
     def _captures(self, config: EngineConfig) -> bool:
         return self.model.attention.capturable and not config.model.enforce_eager
 
+    def _compile(self, config: EngineConfig) -> None:
+        """Have the kernels of all steps compiled, side by side: those of a few steps first, which bring most
+        of them, then those that other sizes add."""
+        sizes = ladder(config.scheduler.max_num_seqs)
+        longest = min(config.scheduler.max_num_batched_tokens, _LONG_STEP)
+        first = [(longest, 1), *((size, size) for size in {sizes[0], sizes[-1]})]
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            picks = [pool.submit(self._pick_blank, size, config) for size in {sizes[0], sizes[-1]}]
+            for steps in (first, [(size, size) for size in sizes[1:-1] if size <= _SMALL]):
+                wait_for([pool.submit(self._forward_blank, *step) for step in steps])
+            wait_for(picks)
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def _forward_blank(self, num_tokens: int, num_seqs: int) -> None:
+        batch, _ = self._blank(num_tokens, num_seqs)
+        self.model.attention.plan(batch)
+        self.model.head(self.model.forward(batch)[batch.logit_tokens])
+
+    @torch.inference_mode()
+    def _pick_blank(self, size: int, config: EngineConfig) -> None:
+        shape, dtype = (size, config.checkpoint.facts.vocab), getattr(torch, config.model.dtype)
+        self.pick(torch.zeros(shape, dtype=dtype, device=self.device), draws_of(self._blank(size, size)[1]))
+
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int) -> int:
         """Bytes that a step takes beyond what was there before."""
+        blank_step = self._blank(num_tokens, num_seqs)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.compute(*blank_step)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _blank(self, num_tokens: int, num_seqs: int) -> tuple[Batch, dict[str, Tensor]]:
+        """A step of sequences that read the first block and write nothing."""
         num_seqs = min(num_seqs, num_tokens)
         shape = Shape(num_tokens, num_seqs, num_seqs, 0)
         memory = torch.zeros(size_of(shape), dtype=torch.uint8)
@@ -69,11 +107,7 @@ class Cuda:
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
         arrays["seq_lens"][:] = lens
         sheet = tensors(memory.to(self.device), shape)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.compute(batch_of(sheet, self.block_tables, lens, lens), sheet)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return batch_of(sheet, self.block_tables, lens, lens), sheet
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
@@ -170,6 +204,11 @@ class _Pinned:
         if len(self._memory) < size:
             self._memory = pinned(2 * size)
         return self._memory[:size]
+
+
+def wait_for(tasks: list[Future[None]]) -> None:
+    for task in tasks:
+        task.result()
 
 
 def _joined(changes: list[tuple[Wide, Ints]]) -> tuple[Wide, Ints]:

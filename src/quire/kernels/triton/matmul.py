@@ -81,7 +81,7 @@ def _rows(
         tl.store(out + m * size_out + n, y, mask=n < size_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _tiles(
     out: tl.tensor,
     x: tl.tensor,
