@@ -138,3 +138,16 @@ def test_padding_reads_and_writes_nothing() -> None:
     assert arrays["slots"][1:].tolist() == [-1] * 3 and arrays["seq_lens"][1:].tolist() == [0] * 3
     assert arrays["rows"][1:].tolist() == [9] * 3 and arrays["block_places"][2:].tolist() == [90] * 6
     assert arrays["query_starts"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(1000, 1), (256, 4), (257, 1), (3, 8)])
+def test_a_blank_step_stays_within_the_block_tables(worker: Worker, num_tokens: int, num_seqs: int) -> None:
+    """A made-up sequence longer than any real one reads beyond its table."""
+    assert worker._runner is not None
+    device = worker._runner.device
+    assert isinstance(device, Cuda)
+    batch, sheet = device._blank(num_tokens, num_seqs)
+    longest = device.block_tables.shape[1] * 4
+    assert batch.seq_lens.max() <= longest and int(batch.seq_lens.sum()) == num_tokens
+    assert int(batch.query_starts[-1]) == num_tokens and (sheet["slots"] == -1).all()
+    assert len(batch.logit_tokens) == len(batch.seq_lens)

@@ -40,6 +40,7 @@ class Cuda:
         self.pick = pick
         self.device = device
         self.block_tables = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
+        self.max_len = slots.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(self.compute, self.block_tables)
         self._pinned = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
@@ -96,7 +97,7 @@ class Cuda:
 
     def _blank(self, num_tokens: int, num_seqs: int) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        num_seqs = min(num_seqs, num_tokens)
+        num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
         shape = Shape(num_tokens, num_seqs, num_seqs, 0)
         memory = torch.zeros(size_of(shape), dtype=torch.uint8)
         arrays = host_arrays(memory, shape)

@@ -69,14 +69,14 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
 
 
 def range_shape(layer: Layer, dtype: torch.dtype, crowded: bool) -> Shape:
-    """For `ranges`; `crowded`: where there are several (sequence, key head) pairs for each multiprocessor."""
+    """For `ranges`; `crowded`: where there is a (sequence, key head) pair for each multiprocessor."""
     rows = max(16, triton.next_power_of_2(layer.group))
     wide = layer.head_dim > 128
     if dtype == torch.float32:
         return Shape(rows, 16 if wide else 32, 4, 1)
     if wide or rows > 16:
         return Shape(rows, 32, 4, 3)
-    return Shape(rows, 64, 4, 2) if crowded else Shape(rows, 32, 2, 3)
+    return Shape(rows, 64, 4, 3) if crowded else Shape(rows, 32, 2, 3)
 
 
 class Ranges(NamedTuple):
@@ -90,7 +90,8 @@ def ranges_of(groups: int, max_keys: int, num_sms: int) -> Ranges:
     """For so many (sequence, key head) pairs; not by their lengths, which change under a captured graph."""
     if groups > _MAX_GROUPS:
         return Ranges(1, 1)
-    fair = max(1, min(5 * num_sms // 2 // groups, -(-max_keys // MIN_KEYS)))
+    wanted = 4 * num_sms if groups >= num_sms else 5 * num_sms // 2
+    fair = max(1, min(wanted // groups, -(-max_keys // MIN_KEYS)))
     if max_keys <= 2 * MAX_KEYS:
         return Ranges(fair, fair)
     return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)))
@@ -145,7 +146,7 @@ def attend_ranges(
     if layer.window:
         max_keys = min(max_keys, layer.window + layer.few)
     ranges = ranges or ranges_of(groups, max_keys, _num_sms(q.device))
-    shape = shape or range_shape(layer, q.dtype, groups >= 3 * _num_sms(q.device))
+    shape = shape or range_shape(layer, q.dtype, groups >= _num_sms(q.device))
     kernels.ranges[(layer.kv_heads, num_seqs, ranges.most)](
         out,
         q,
