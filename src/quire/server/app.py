@@ -160,9 +160,10 @@ def add_model_routes(app: FastAPI, api: Api) -> None:
             "permission": [permission],
         }
 
-    @app.get("/v1/models", **_replies(replies.ModelList))
+    @app.get("/v1/models", **_replies(replies.ModelList, 503))
     async def list_models() -> Response:
-        """Every name that the model is served under."""
+        """Every name that the model is served under, once it can be asked: clients wait for this answer."""
+        api.engine.check()
         return json_response(
             {"object": "list", "data": [card(name) for name in api.engine.facts.model_names]}
         )
