@@ -15,7 +15,6 @@ from quire.capacity import (
     human,
     kv_bytes_per_block,
     size_cache,
-    weight_bytes,
 )
 from quire.config.model import ArchFacts, RopeFacts
 from quire.errors import ConfigError
@@ -36,15 +35,6 @@ def size(kv_bytes: int = 0, **settings: Any) -> CacheSize:
 def test_bytes_of_a_block() -> None:
     assert kv_bytes_per_block(FACTS, "bfloat16", 16) == BLOCK
     assert kv_bytes_per_block(FACTS, "float32", 1) == BLOCK // 8
-
-
-def test_bytes_of_weights() -> None:
-    """Each matrix of the model, written out."""
-    attention = 64 * 64 + 2 * 64 * 32 + 64 * 64
-    layer = attention + 3 * 64 * 128 + 2 * 64
-    assert weight_bytes(FACTS, "float32") == 4 * (2 * layer + 2 * 320 * 64 + 64)
-    tied = dataclasses.replace(FACTS, tied=True)
-    assert weight_bytes(FACTS, "float16") - weight_bytes(tied, "float16") == 2 * 320 * 64
 
 
 def test_activations_grow_with_tokens_and_sequences() -> None:

@@ -1,4 +1,4 @@
-"""Bytes: what weights, activations and cache take, and how many blocks fit. Pure arithmetic, no device."""
+"""Bytes: what activations and cache take, and how many blocks fit. Pure arithmetic, no device."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,6 @@ def human(num_bytes: float) -> str:
 def kv_bytes_per_block(facts: ArchFacts, dtype: str, block_size: int) -> int:
     """Keys and values of one block, all layers."""
     return 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype] * block_size
-
-
-def weight_bytes(facts: ArchFacts, dtype: str) -> int:
-    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    attention = facts.hidden * (heads + 2 * kv_heads) + heads * facts.hidden
-    layer = attention + 3 * facts.hidden * facts.intermediate + 2 * facts.hidden
-    tables = facts.vocab * facts.hidden * (1 if facts.tied else 2)
-    return (facts.layers * layer + tables + facts.hidden) * DTYPE_BYTES[dtype]
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:

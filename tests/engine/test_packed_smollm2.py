@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here"),
 ]
-NUM_TOKENS = 1000
+NUM_TOKENS = 2000
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
@@ -41,7 +41,7 @@ def engines(path: Path) -> tuple[LLM, LLM]:
             str(path),
             dtype="float32",
             quantization=quantization,
-            max_model_len=1024,
+            max_model_len=2560,
             max_num_seqs=8,
             use_tqdm_on_load=False,
         )
@@ -51,8 +51,9 @@ def engines(path: Path) -> tuple[LLM, LLM]:
 
 
 def perplexity(llm: LLM) -> float:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = Path(__file__).with_name("prose.txt").read_text()
     ids = llm.get_tokenizer().encode(text)[:NUM_TOKENS]
+    assert len(ids) == NUM_TOKENS
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
