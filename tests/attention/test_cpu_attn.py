@@ -49,6 +49,11 @@ def test_an_own_scale_and_a_soft_cap_are_used() -> None:
     check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))
 
 
+def test_scores_far_below_the_largest_weigh_nothing() -> None:
+    """An exponent that wraps around below the least number: a huge weight, or a negative one."""
+    check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=30.0))
+
+
 def test_more_heads_on_one_key_head_than_a_block_has_rows() -> None:
     check(CPUAttention(), [(3, 4), (1, 9)], AttentionSpec(40, 1, 8, torch.float32))
 

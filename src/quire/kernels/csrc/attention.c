@@ -4,15 +4,20 @@
  * taken in tiles and ranges that start at fixed positions of the sequence, ranges are merged in order. So the
  * result is the same to the last bit whatever else is in the batch, however the work is split.
  */
+/* Loads that are moved up, far from where they are used, take registers from the sums of the inner loops. */
+#pragma GCC optimize("no-schedule-insns")
+
 #include <math.h>
 #include <omp.h>
 
 #include "simd.h"
 
-#define TILE 64       /* keys that are scored before the running maximum moves */
+#define TILE 128      /* keys that are scored before the running maximum moves */
 #define RANGE 128     /* keys that are summed apart, on another thread if there is one; a multiple of TILE */
-#define BLOCK_ROWS 32 /* rows that share the keys of a task */
+#define BLOCK_ROWS 96 /* rows that share the keys of a task */
+#define SHARE 48      /* of these, the rows that go through a tile before the next ones: a multiple of ROWS */
 #define ROWS 4        /* rows of the inner loops */
+#define STEP (2 * LANES) /* scores that are weighed side by side */
 #define FEW_ROWS 16   /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
 #define FEW_KEYS 8    /* keys whose values are taken before the next ones are touched, then */
 #define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
@@ -70,8 +75,8 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long from
     vf sums[ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < 4; k++)
-            sums[r][k] = (vf){0};
-    for (long d = 0; d < dim; d += LANES) {
+            sums[r][k] = load(q + r * dim) * load(keys[k] + from);
+    for (long d = LANES; d < dim; d += LANES) {
         vf key[4];
         for (int k = 0; k < 4; k++)
             key[k] = load(keys[k] + from + d);
@@ -85,6 +90,15 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long from
         lanes_sum4(sums[r], out + r * TILE);
 }
 
+INLINE void mix_key(int rows, int vectors, const float *values, const factors *weights, int at, vf (*sums)[4])
+{
+    for (int i = 0; i < vectors; i++) {
+        vf value = load(values + i * LANES);
+        for (int r = 0; r < rows; r++)
+            sums[r][i] = fused_by(value, weights[r], at, sums[r][i]);
+    }
+}
+
 /* Add the weighted values of keys [first, end) of a tile to `vectors` vectors, from `d` on, of some rows. */
 INLINE void mix(int rows, int vectors, const float *weights, const float *const *values, long first, long end, long d,
                 long dim, float *out)
@@ -93,7 +107,19 @@ INLINE void mix(int rows, int vectors, const float *weights, const float *const 
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < vectors; i++)
             sums[r][i] = load(out + r * dim + i * LANES);
-    for (long k = first; k < end; k++)
+    long k = first;
+    for (; k + FACTORS <= end; k += FACTORS) {
+        factors weight[ROWS];
+        for (int r = 0; r < rows; r++)
+            weight[r] = load_factors(weights + r * TILE + k);
+        mix_key(rows, vectors, values[k] + d, weight, 0, sums);
+        if (FACTORS > 1) {
+            mix_key(rows, vectors, values[k + 1] + d, weight, 1, sums);
+            mix_key(rows, vectors, values[k + 2] + d, weight, 2, sums);
+            mix_key(rows, vectors, values[k + 3] + d, weight, 3, sums);
+        }
+    }
+    for (; k < end; k++)
         for (int i = 0; i < vectors; i++) {
             vf value = load(values[k] + d + i * LANES);
             for (int r = 0; r < rows; r++)
@@ -115,59 +141,91 @@ INLINE void mix_all(int rows, const float *weights, const float **values, long f
         mix(rows, 1, weights, values, first, end, from + d, dim, out + d);
 }
 
-/* Scores of one row in, weights out; the sums so far are scaled to the new maximum. */
-static void soften(float *scores, float softcap, long dim, float *most, float *sum, float *out)
+/* Weights of STEP scores, none above `most`: e^(score - most), to 2 units in the last place, 0 where it is below
+ * the least normal number. As exp_lanes, with fewer steps. */
+INLINE void weigh(float *scores, float most, vf *total)
+{
+    const float shift = 12582912.0f + 127; /* 1.5 * 2^23 and the exponent of 1: the low bits are an exponent */
+    for (int i = 0; i < 2; i++) {
+        vf x = larger(splat(-88.1f), load(scores + i * LANES) - most);
+        vf shifted = fused(x, splat(1.44269504f), splat(shift)), n = shifted - shift;
+        vf r = fused(n, splat(-1.42860677e-6f), fused(n, splat(-0.693145752f), x)), square = r * r;
+        vf high = fused(r, splat(1.0f / 120), splat(1.0f / 24)), low = fused(r, splat(1.0f / 6), splat(0.5f));
+        high = fused(square, splat(1.0f / 720), high);
+        vf poly = fused(square, fused(square, high, low), r + 1.0f);
+        vf weight = poly * (vf)((vi)shifted << 23);
+        store(scores + i * LANES, weight);
+        total[i] += weight;
+    }
+}
+
+static void cap(float *scores, long count, float softcap)
+{
+    for (long k = 0; k < count; k += LANES) {
+        vf x = load(scores + k);
+        vf twice = exp_lanes(pick(x > 44 * softcap, splat(44), x / softcap) * 2.0f);
+        store(scores + k, pick(x == -INFINITY, x, softcap - 2.0f * softcap / (twice + 1.0f)));
+    }
+}
+
+/* The first `count` scores of one row in, a multiple of STEP, weights out; the sums so far are scaled to the new
+ * maximum. What lies behind is not seen: it would add nothing. */
+static void soften(float *scores, long count, float softcap, long dim, float *most, float *sum, float *out)
 {
     if (softcap > 0)
-        for (long k = 0; k < TILE; k += LANES) {
-            vf x = load(scores + k), seen = x;
-            vf twice = exp_lanes(pick(x > 44 * softcap, splat(44), x / softcap) * 2.0f);
-            vf capped = softcap - 2.0f * softcap / (twice + 1.0f);
-            store(scores + k, pick(seen == -INFINITY, seen, capped));
-        }
-    vf top = load(scores);
-    for (long k = LANES; k < TILE; k += LANES) {
-        vf x = load(scores + k);
-        top = pick(x > top, x, top);
-    }
-    float now = lanes_max(top);
+        cap(scores, count, softcap);
+    vf top[2] = {load(scores), load(scores + LANES)}, total[2] = {{0}};
+    for (long k = STEP; k < count; k += STEP)
+        for (int i = 0; i < 2; i++)
+            top[i] = larger(load(scores + k + i * LANES), top[i]);
+    float now = lanes_max(larger(top[0], top[1]));
     now = now > *most ? now : *most;
     if (now == -INFINITY) { /* the row sees nothing of this tile, nor of those before */
-        memset(scores, 0, TILE * sizeof(float));
+        memset(scores, 0, (size_t)count * sizeof(float));
         return;
     }
-    vf total = {0};
-    for (long k = 0; k < TILE; k += LANES) {
-        vf weight = exp_lanes(load(scores + k) - now);
-        store(scores + k, weight);
-        total += weight;
-    }
-    if (now != *most) {
+    for (long k = 0; k < count; k += STEP)
+        weigh(scores + k, now, total);
+    if (*most != -INFINITY && now != *most) {
         float fade = exp_one(*most - now);
         *sum *= fade;
         for (long d = 0; d < dim; d += LANES)
             store(out + d, load(out + d) * fade);
-        *most = now;
     }
-    *sum += lanes_sum(total);
+    *most = now;
+    *sum += lanes_sum(total[0] + total[1]);
 }
 
-/* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. */
+/* Ask for `count` keys and values of one head, which are copied soon. */
+static void fetch(const Job *job, long at, long count)
+{
+    long bytes = job->kv_bf16 ? 2 : 4;
+    for (long i = 0; i < count; i++, at += job->kv_heads * job->head_dim)
+        for (long d = at * bytes; d < (at + job->head_dim) * bytes; d += 64) {
+            __builtin_prefetch((const char *)job->k_cache + d);
+            __builtin_prefetch((const char *)job->v_cache + d);
+        }
+}
+
+/* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. Those of a
+ * single head are put side by side: many rows read them. */
 static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
                    const float **keys, const float **values)
 {
     const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
     long size = job->block_size, step = job->kv_heads * job->head_dim, width = task->num_kv_heads * job->head_dim;
+    int pack = job->kv_bf16 || task->num_kv_heads == 1;
     for (long position = first; position < end;) {
         long offset = position % size, until = at_most(position - offset + size, end);
         long at = (table[position / size] * size + offset) * step + task->kv_head * job->head_dim;
+        if (pack && until < end)
+            fetch(job, table[until / size] * size * step + task->kv_head * job->head_dim, at_most(size, end - until));
         for (; position < until; position++, at += step) {
             long k = position - tile;
-            if (job->kv_bf16) {
-                widen(job->k_cache, 1, at, width, 1.0f, scratch->keys + k * width);
-                widen(job->v_cache, 1, at, width, 1.0f, scratch->values + k * width);
-                keys[k] = scratch->keys + k * width;
-                values[k] = scratch->values + k * width;
+            if (pack) {
+                keys[k] = scratch->keys + k * width, values[k] = scratch->values + k * width;
+                widen(job->k_cache, (int)job->kv_bf16, at, width, 1.0f, scratch->keys + k * width);
+                widen(job->v_cache, (int)job->kv_bf16, at, width, 1.0f, scratch->values + k * width);
             } else {
                 keys[k] = (const float *)job->k_cache + at;
                 values[k] = (const float *)job->v_cache + at;
@@ -206,42 +264,57 @@ static void mix_some(long rows, const float *weights, const float **values, long
     }
 }
 
-/* Rows lie key head by key head, `each` of them. */
-static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
+/* Scores of rows [row, until) of a task to weights, among the keys [first, end) of a tile. */
+static void soften_rows(const Job *job, const Task *task, long tile, long first, long end, long row, long until,
+                        Scratch *scratch)
 {
-    const float *keys[TILE], *values[TILE];
     long group = job->heads / job->kv_heads, each = task->num_queries * group, dim = job->head_dim;
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
     long place = job->seq_lens[task->seq] - query_len + task->first_query; /* position of the first query */
-    long low = (first - tile) & ~3L, high = (end - tile + 3) & ~3L;
+    long count = (end - tile + STEP - 1) / STEP * STEP;
+    int all_seen = end - first == TILE && end <= place + 1 &&
+                   (!job->window || first > place + task->num_queries - 1 - job->window);
+    Sums *part = &scratch->part;
+    for (; row < until; row++) {
+        float *scores = scratch->weights + row * TILE;
+        if (!all_seen) {
+            long position = place + row % each / group;
+            long seen_first = at_least(first, job->window ? position - job->window + 1 : 0) - tile;
+            for (long k = 0; k < at_most(seen_first, count); k++)
+                scores[k] = -INFINITY;
+            for (long k = at_least(at_most(end, position + 1) - tile, 0); k < count; k++)
+                scores[k] = -INFINITY;
+        }
+        soften(scores, count, (float)job->softcap, dim, part->most + row, part->sum + row, part->out + row * dim);
+    }
+}
+
+/* Rows lie key head by key head, `each` of them. A few rows take every key in one pass over all heads, as it
+ * lies in memory; of many, some at a time go through the whole tile, which stays in the cache. */
+static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
+{
+    const float *keys[TILE], *values[TILE];
+    long heads = task->num_kv_heads, dim = job->head_dim;
+    long each = task->num_queries * (job->heads / job->kv_heads), low = (first - tile) & ~3L;
+    long high = (end - tile + 3) & ~3L, step = heads > 1 ? FEW_KEYS : TILE, share = heads > 1 ? each : SHARE;
     gather(job, task, tile, first, end, scratch, keys, values);
-    for (long k = low; k < high; k++) /* filled up to fours with a key that is there; masked below */
+    for (long k = low; k < high; k++) /* filled up to fours with a key that is there; masked later */
         if (k < first - tile || k >= end - tile)
             keys[k] = keys[first - tile];
-    long step = task->num_kv_heads > 1 ? FEW_KEYS : TILE;
-    for (long from = low; from < high; from += step)
-        for (long head = 0; head < task->num_kv_heads; head++)
-            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
-                score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, from,
-                           at_most(from + step, high), dim, scratch->weights + row * TILE);
-    Sums *part = &scratch->part;
-    for (long row = 0; row < task->num_kv_heads * each; row++) {
-        long position = place + row % each / group;
-        long seen_first = at_least(first, job->window ? position - job->window + 1 : 0) - tile;
-        long seen_end = at_most(end, position + 1) - tile;
-        for (long k = 0; k < at_most(seen_first, TILE); k++)
-            scratch->weights[row * TILE + k] = -INFINITY;
-        for (long k = at_least(seen_end, 0); k < TILE; k++)
-            scratch->weights[row * TILE + k] = -INFINITY;
-        soften(scratch->weights + row * TILE, (float)job->softcap, dim, part->most + row, part->sum + row,
-               part->out + row * dim);
+    for (long begin = 0; begin < each; begin += share) {
+        long until = at_most(begin + share, each);
+        for (long k = low; k < high; k += step)
+            for (long head = 0; head < heads; head++)
+                for (long r = begin, row = head * each + r; r < until; r += ROWS, row += ROWS)
+                    score_some(at_most(until - r, ROWS), scratch->q + row * dim, keys, head * dim, k,
+                               at_most(k + step, high), dim, scratch->weights + row * TILE);
+        soften_rows(job, task, tile, first, end, begin, heads > 1 ? heads * each : until, scratch);
+        for (long k = first - tile; k < end - tile; k += step)
+            for (long head = 0; head < heads; head++)
+                for (long r = begin, row = head * each + r; r < until; r += ROWS, row += ROWS)
+                    mix_some(at_most(until - r, ROWS), scratch->weights + row * TILE, values, head * dim, k,
+                             at_most(k + step, end - tile), dim, scratch->part.out + row * dim);
     }
-    first -= tile, end -= tile;
-    for (; first < end; first += step)
-        for (long head = 0; head < task->num_kv_heads; head++)
-            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
-                mix_some(at_most(each - r, ROWS), scratch->weights + row * TILE, values, head * dim, first,
-                         at_most(first + step, end), dim, part->out + row * dim);
 }
 
 static void merge(Sums *total, const Sums *part, long rows, long dim)
@@ -370,14 +443,14 @@ static long max_rows(const Job *job)
 
 static long scratch_size(const Job *job)
 {
-    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : 0;
+    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : dim;
     return rows * (dim + TILE) + 2 * TILE * width + 2 * rows * (dim + 2);
 }
 
 static Scratch carve_scratch(const Job *job, float *memory, long task_rows)
 {
     Scratch scratch;
-    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : 0;
+    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : dim;
     scratch.q = memory;
     scratch.weights = scratch.q + rows * dim;
     scratch.keys = scratch.weights + rows * TILE;

@@ -39,7 +39,41 @@ INLINE vf fused(vf a, vf b, vf c)
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+
+/* FACTORS numbers, and a * number `i` of them + c: the CPU's own instruction where it has one. */
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#define FACTORS 4
+typedef float32x4_t factors;
+INLINE factors load_factors(const float *at) { return vld1q_f32(at); }
+INLINE vf fused_by(vf a, factors by, int i, vf c)
+{
+    switch (i) { /* the instruction wants a constant */
+    case 0: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 0);
+    case 1: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 1);
+    case 2: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 2);
+    default: return (vf)vfmaq_laneq_f32((float32x4_t)c, (float32x4_t)a, by, 3);
+    }
+}
+#else
+#define FACTORS 1
+typedef const float *factors;
+INLINE factors load_factors(const float *at) { return at; }
+INLINE vf fused_by(vf a, factors by, int i, vf c) { return fused(a, splat(by[i]), c); }
+#endif
+
 INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
+
+/* NaN if b is. */
+INLINE vf larger(vf a, vf b)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 INLINE float lanes_sum(vf x)
 {
