@@ -83,7 +83,7 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
 
 
 class Lookup:
-    """Rows of a packed matrix, as exact as the file has them."""
+    """Rows of a matrix, as exact as it has them."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix

@@ -9,11 +9,13 @@ from tqdm import tqdm
 from quire.attention.backend import AttentionBackend
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
+from quire.kernels import native
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
 logger = get_logger(__name__)
@@ -37,6 +39,12 @@ def load_model(
 
     `packed` keeps quantized weights as they are stored where the device can compute with them.
     """
+    narrow = _narrow(checkpoint, dtype, device)
+
+    def linear(parts: tuple[str, ...]) -> LinearMethod:
+        method = source.linear(parts, device) if packed else Plain()
+        return Plain(narrow) if isinstance(method, Plain) else method
+
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     scope = Scope(
         dtype=dtype,
@@ -44,7 +52,7 @@ def load_model(
         backend=backend,
         max_len=max_model_len,
         ops=choose(device, dtype),
-        linear=lambda parts: source.linear(parts, device) if packed else Plain(),
+        linear=linear,
     )
     model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
@@ -58,6 +66,13 @@ def load_model(
     for layer in layers:
         layer.finish()
     return model.eval()
+
+
+def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """On a CPU that computes a bfloat16 checkpoint in float32, weights stay as narrow as they are stored: the
+    kernels widen them, and half the bytes are read."""
+    fits = device.type == "cpu" and dtype == torch.float32 and checkpoint.dtype == "bfloat16"
+    return torch.bfloat16 if fits and native.library() is not None else None
 
 
 def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:

@@ -10,10 +10,16 @@ from torch.nn import functional as F
 from quire.kernels import native
 from quire.kernels.linear import FORMS, Matrix, Product
 from quire.kernels.ops import choose
+from quire.kernels.quantized import Lookup
 from quire.quant.method import add_bias, row_parts
 
 
 class Plain:
+    """`kept_as`: a narrower type than the model's, in which the weight stays; the product widens it."""
+
+    def __init__(self, kept_as: torch.dtype | None = None) -> None:
+        self.kept_as = kept_as
+
     def create(
         self,
         layer: nn.Module,
@@ -24,7 +30,7 @@ class Plain:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        weight = torch.empty(sum(sizes_out), size_in, dtype=dtype, device=device)
+        weight = torch.empty(sum(sizes_out), size_in, dtype=self.kept_as or dtype, device=device)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
 
@@ -41,6 +47,7 @@ class Plain:
             layer.__dict__["gated"] = functools.partial(gated, weight=weight) if bias is None else None
         if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
             layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
+            layer.__dict__["lookup"] = Lookup(Matrix.plain(weight))
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("product")
@@ -54,4 +61,7 @@ class Plain:
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.get_parameter("weight")
+        if weight.dtype != dtype:
+            lookup: Lookup = layer.__dict__["lookup"]
+            return lookup(ids, dtype)
         return choose(weight.device, weight.dtype).embed(ids, weight)

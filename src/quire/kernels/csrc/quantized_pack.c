@@ -244,10 +244,28 @@ void quire_unpack(const Matrix *matrix, long row, long start, long num, float *i
         unpack_block(matrix, row, start + b, into + b * BLOCK);
 }
 
-/* Rows `ids` of a packed matrix: [num_ids, columns]. */
+static void plain_rows(const RowsJob *job)
+{
+    const Matrix *matrix = job->matrix;
+    long columns = matrix->columns;
+    float values[BLOCK];
+#pragma omp for schedule(static)
+    for (long i = 0; i < job->num_ids; i++)
+        for (long c = 0; c < columns; c += BLOCK) {
+            long count = columns - c < BLOCK ? columns - c : BLOCK;
+            widen(matrix->data, matrix->form == BF16, job->ids[i] * columns + c, count, 1.0f, values);
+            narrow(values, job->out, (int)job->out_bf16, i * columns + c, count);
+        }
+}
+
+/* Rows `ids` of a matrix: [num_ids, columns]. */
 void quire_rows(const RowsJob *job)
 {
     const Matrix *matrix = job->matrix;
+    if (matrix->form == F32 || matrix->form == BF16) {
+        plain_rows(job);
+        return;
+    }
     long blocks = matrix->columns / BLOCK;
     float values[BLOCK];
 #pragma omp for schedule(static)
