@@ -14,13 +14,11 @@ from quire.data.plan import Ints, StepPlan, StepResult
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
-from quire.worker.graphs import Graph, Graphs, ladder, pinned
+from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.sheet import Shape, blank, draws_of, fill, host_arrays, shape_of, size_of, tensors
 from quire.worker.slots import Slots, Wide
 
-_IN_FLIGHT = 3
-"""Host buffers of each kind: one more than there are steps under way."""
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
@@ -43,8 +41,8 @@ class Cuda:
         self.max_len = slots.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(self.compute, self.block_tables)
-        self._pinned = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
-        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(_IN_FLIGHT)])
+        self._pinned = cycle([_Pinned() for _ in range(IN_FLIGHT)])
+        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(IN_FLIGHT)])
         self._picked: Tensor | None = None
 
     def needs(self, config: EngineConfig, weights: int) -> Needs:

@@ -18,7 +18,8 @@ from quire.worker.slots import Slots, Wide
 
 log = get_logger(__name__)
 
-_IN_FLIGHT = 3
+IN_FLIGHT = 3
+"""Host buffers of each kind: one more than there are steps under way."""
 Compute = Callable[[Batch, dict[str, Tensor]], Computed]
 
 
@@ -68,7 +69,7 @@ class Graph:
         self.shape = Shape(size, size, size, 2 * size)
         self.pad_row = len(block_tables) - 1
         self._pad_place = self.pad_row * block_tables.shape[1]
-        memory = pinned(_IN_FLIGHT, size_of(self.shape))
+        memory = pinned(IN_FLIGHT, size_of(self.shape))
         self._hosts = cycle([(part, host_arrays(part, self.shape)) for part in memory])
         self._memory = torch.empty(size_of(self.shape), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.shape)
