@@ -25,6 +25,13 @@ def test_models_under_every_served_name() -> None:
     refused(ask("GET", "/v1/models/none", engine=engine), 404)
 
 
+def test_models_are_listed_once_they_can_be_asked() -> None:
+    """Clients poll this route to learn when a server is ready."""
+    engine = FakeEngine()
+    engine.dead = "the engine is starting"
+    assert refused(ask("GET", "/v1/models", engine=engine), 503)["message"] == "the engine is starting"
+
+
 def test_small_routes() -> None:
     engine = FakeEngine()
     assert ask("GET", "/version", engine=engine).json() == {"version": "1.2.3"}

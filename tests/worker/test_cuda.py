@@ -96,10 +96,13 @@ def test_a_late_token_does_not_land_in_a_row_with_a_new_owner(tiny: Any, worker:
     first = worker.submit(plan(1, {1: 2}, admitted=[admission(1, [7, 8], [9])]))
     second = worker.submit(plan(2, {1: 1}))
     other = [20, 21, 22, 23, 24]
-    third = worker.submit(plan(3, {1: 5}, released=[1], admitted=[admission(1, other, [11, 12])]))
-    first.wait(), second.wait()
-    fourth = worker.submit(plan(4, {1: 1}))
-    found = [third.wait().token_ids.item(), fourth.wait().token_ids.item()]
+    chunk = plan(3, {1: 2}, released=[1], admitted=[admission(1, other, [11, 12])])
+    chunk.samples[:] = False
+    third = worker.submit(chunk)
+    first.wait(), second.wait(), third.wait()
+    fourth = worker.submit(plan(4, {1: 3}))
+    fifth = worker.submit(plan(5, {1: 1}))
+    found = [fourth.wait().token_ids.item(), fifth.wait().token_ids.item()]
     assert found == greedy(tiny[1], other, 2)
 
 
