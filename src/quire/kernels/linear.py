@@ -11,11 +11,12 @@ from quire.kernels.native import Kernel, structure
 
 BLOCK = 32
 """Columns of a packed weight that are stored together."""
-GROUP = 8
-"""Rows that lie side by side in the interleaved layout."""
 FORMS = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the plain forms, as in linear.h."""
 _ROUNDED_BYTES = 80
+"""Of a block of a row of x, in scratch."""
+_PANEL = 4
+"""Rows of x that lie side by side in scratch, at most."""
 
 
 _linear = Kernel("quire_linear")
@@ -73,7 +74,8 @@ class Product:
         if self.parts[0].interleaved:
             row_bytes = self._size_in // BLOCK * _ROUNDED_BYTES
         copies = torch.get_num_threads() if num_rows == 1 else 1
-        scratch = torch.empty(max(num_rows, copies) * row_bytes, dtype=torch.uint8)
+        kept_rows = -(-max(num_rows, copies) // _PANEL) * _PANEL
+        scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
         job = _Job(
             out.data_ptr(),
             scratch.data_ptr(),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.linear import BLOCK, GROUP, Matrix, linear_reference
+from quire.kernels.linear import BLOCK, Matrix, linear_reference
 from quire.kernels.native import Kernel, structure
 
 
@@ -53,10 +53,15 @@ _RowsJob = structure("out ids matrix", "num_ids out_bf16")
 
 
 @functools.cache
+def group_rows() -> int:
+    """How many rows lie side by side in the interleaved layout; 0: this CPU does not multiply it."""
+    library = native.library()
+    return 0 if library is None else int(library.quire_group())
+
+
 def interleaves() -> bool:
     """Whether this CPU multiplies interleaved weights in whole numbers; else in float, row by row."""
-    library = native.library()
-    return library is not None and bool(library.quire_can_dot())
+    return group_rows() > 0
 
 
 def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
@@ -65,7 +70,7 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     rows, from_row_bytes = stored.shape
     columns = from_row_bytes // form.stored_bytes * form.stored_columns
     row_bytes = columns // BLOCK * form.block_bytes
-    kept_rows = -(-rows // GROUP) * GROUP if interleaved else rows
+    kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
     packed = torch.empty(kept_rows * row_bytes + _PADDING, dtype=torch.uint8)
     stored = stored.contiguous()
     job = _PackJob(

@@ -1,4 +1,4 @@
-/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of quantized.c.
+/* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of quantized*.c.
  *
  * In float every output is a sum over WIDE lanes of columns in order, of 1024 columns at a time: the same for any number of
  * rows of x, any division of the work and any form of the weight.
@@ -14,6 +14,7 @@
 #define DIRECT 16  /* from so many rows of x on floats are copied too: rows that lie 2^n apart share few places of a cache */
 #define TASK_ROWS 64
 #define TASK_BYTES 16384 /* of the weight that a task reads, times rows of x */
+#define TASK_UNITS 4 /* of interleaved weights, that a task reads with many rows of x */
 /* Rows of x at a time, as many as registers allow. */
 #define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5)
 
@@ -239,35 +240,51 @@ static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, 
     }
 }
 
-/* A row of x as the product reads it, at its place in `into`. */
+#if defined(DOT_NEON) || defined(DOT_X86)
+/* How many rows of x lie side by side in scratch. */
+INLINE long lanes_of(const LinearJob *job) { return job->num_rows < PANEL ? 1 : PANEL; }
+
+INLINE void round_row(const LinearJob *job, const float *x, long blocks, uint8_t *into)
+{
+#ifdef DOT_X86
+    quire_round_row(x, blocks, lanes_of(job), into);
+#else
+    (void)job;
+    quire_round_row(x, blocks, into);
+#endif
+}
+#endif
+
+/* A row of x as the product reads it, at its place in `into`. Behind the last row comes the last again. */
 static void prepare_row(const LinearJob *job, long row, uint8_t *into)
 {
-    long columns = job->parts->columns;
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+    long columns = job->parts->columns, from = at_most(row, job->num_rows - 1) * job->x_stride;
+#if defined(DOT_NEON) || defined(DOT_X86)
     if (job->parts->interleaved) {
-        const float *x = (const float *)job->x + row * job->x_stride;
-        long blocks = columns / BLOCK;
-        into += row * blocks * ROUNDED_BYTES;
+        long blocks = columns / BLOCK, lanes = lanes_of(job);
+        into += row / lanes * lanes * blocks * ROUNDED_BYTES + row % lanes * 4;
         if (!job->x_bf16) {
-            quire_round_row(x, blocks, into);
+            round_row(job, (const float *)job->x + from, blocks, into);
             return;
         }
-        for (long b = 0; b < blocks; b++, into += ROUNDED_BYTES) {
+        for (long b = 0; b < blocks; b++, into += lanes * ROUNDED_BYTES) {
             float values[BLOCK];
-            widen(job->x, 1, row * job->x_stride + b * BLOCK, BLOCK, 1, values);
-            quire_round_row(values, 1, into);
+            widen(job->x, 1, from + b * BLOCK, BLOCK, 1, values);
+            round_row(job, values, 1, into);
         }
         return;
     }
 #endif
     if (job->x_bf16)
-        widen(job->x, 1, row * job->x_stride, columns, 1, (float *)into + row * columns);
+        widen(job->x, 1, from, columns, 1, (float *)into + row * columns);
 }
+
+INLINE long task_rows(const LinearJob *job) { return job->parts->interleaved ? DOT_ROWS : TASK_ROWS; }
 
 static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *prepared, long at, long unit, long end, long row)
 {
-    long columns = part->columns, row_end = at_most(row + TASK_ROWS, job->num_rows);
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+    long columns = part->columns, row_end = at_most(row + task_rows(job), job->num_rows);
+#if defined(DOT_NEON) || defined(DOT_X86)
     if (part->interleaved) {
         quire_dot_task(job, part, prepared, at, row, row_end, unit, end);
         return;
@@ -282,9 +299,13 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
 /* How a part is divided: units of rows of the weight, so many of them in one task. */
 INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
-    long size = part->interleaved ? GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
+    long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
     *each = work > TASK_BYTES ? 1 : TASK_BYTES / work;
+#ifdef DOT_NEON
+    if (part->interleaved && job->num_rows >= TASK_UNITS && *units >= 4 * TASK_UNITS * omp_get_num_threads())
+        *each = TASK_UNITS;
+#endif
 }
 
 void quire_linear(const LinearJob *job)
@@ -295,11 +316,12 @@ void quire_linear(const LinearJob *job)
         prepared += omp_get_thread_num() * job->scratch_bytes;
         prepare_row(job, 0, prepared);
     } else if (needed) {
+        long rows = job->parts->interleaved && job->num_rows > PANEL ? (job->num_rows + PANEL - 1) / PANEL * PANEL : job->num_rows;
 #pragma omp for schedule(static)
-        for (long row = 0; row < job->num_rows; row++)
+        for (long row = 0; row < rows; row++)
             prepare_row(job, row, prepared);
     }
-    long row_tasks = (job->num_rows + TASK_ROWS - 1) / TASK_ROWS, tasks = 0, units, each;
+    long row_tasks = (job->num_rows + task_rows(job) - 1) / task_rows(job), tasks = 0, units, each;
     for (long p = 0; p < job->num_parts; p++) {
         divide(job, job->parts + p, &units, &each);
         tasks += (units + each - 1) / each * row_tasks;
@@ -317,6 +339,6 @@ void quire_linear(const LinearJob *job)
             at += part->rows;
         }
         long unit = left / row_tasks * each;
-        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % row_tasks * TASK_ROWS);
+        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % row_tasks * task_rows(job));
     }
 }

@@ -4,8 +4,34 @@
 
 #include "simd.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 #define BLOCK 32 /* columns that are stored together */
-#define GROUP 8  /* rows that lie side by side in the interleaved layout */
+
+/* Whether and how this CPU multiplies interleaved weights: with NEON (quantized.c) or with AVX2 or AVX-512 (quantized_x86.c).
+ * GROUP: rows that lie side by side in the interleaved layout. UNIT_GROUPS: groups that are computed together. PANEL: rows of x that
+ * lie side by side in scratch, from so many rows on. DOT_ROWS: rows of x of a task, at most. */
+#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#define DOT_NEON
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define DOT_X86
+#endif
+#if defined(DOT_X86) && defined(__AVX512BW__)
+#define GROUP 16
+#else
+#define GROUP 8
+#endif
+#ifdef DOT_X86
+#define UNIT_GROUPS 2
+#define PANEL 4
+#define DOT_ROWS 64
+#else
+#define UNIT_GROUPS 1
+#define PANEL 1
+#define DOT_ROWS 128
+#endif
 
 /* How a weight is stored; the same numbers as in quantized.py. A code of 4 or 8 bits stands for scale * code + low,
  * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). */
@@ -22,7 +48,7 @@ INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
 INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
 
 /* A matrix [rows, columns]. In the layout of rows, a row of a packed form is the scales, the lows and the codes of all
- * its blocks. Interleaved, a block of 8 rows is the scales, the lows (8 rows each) and the codes, 4 bytes of each row in
+ * its blocks. Interleaved, a block of a group is the scales, the lows (GROUP of each) and the codes, 4 bytes of each row in
  * turn; the last group is filled up with zeros. Codes of 4 bits: byte i of a block holds column i in its low and column
  * 16 + i in its high half. */
 typedef struct {
@@ -71,16 +97,18 @@ INLINE float read_head(int form, const uint8_t *heads, long i)
 
 INLINE long at_most(long x, long most) { return x < most ? x : most; }
 
-/* 32 columns of a row of x as whole numbers, see quantized.c: 32 high and 32 low bytes, the scale, and the sums of all 32, of the
- * first 16 and of the last 16 columns. */
+/* 32 columns of a row of x as whole numbers of 2 bytes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns. */
 #define ROUNDED_BYTES (2 * BLOCK + 16)
 
-/* Whether this CPU multiplies interleaved weights; the functions below are there only then. */
-int quire_can_dot(void);
+#ifdef DOT_X86
+/* `lanes`: rows that lie side by side. */
+void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into);
+#else
 void quire_round_row(const float *x, long blocks, uint8_t *into);
-/* Rows [row, row_end) of x, 64 at most, times groups [group, group_end) of a part whose outputs begin at column `at`. */
-void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
-                    long group_end);
+#endif
+/* Rows [row, row_end) of x, DOT_ROWS at most, times units [unit, unit_end) of a part whose outputs begin at column `at`. */
+void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long unit,
+                    long unit_end);
 /* Blocks [start, start + num) of a row of a packed matrix as floats. */
 void quire_unpack(const Matrix *matrix, long row, long start, long num, float *into);
 

@@ -27,6 +27,16 @@ typedef struct {
 
 static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210};
 
+/* Rows of a group of the interleaved layout; 0 if this CPU does not multiply it. */
+int quire_group(void)
+{
+#if defined(DOT_NEON) || defined(DOT_X86)
+    return GROUP;
+#else
+    return 0;
+#endif
+}
+
 /* Codes of 4 bits, one to a byte, to two in a byte. */
 INLINE void pair(Block *into)
 {

@@ -1,0 +1,315 @@
+/* Products with interleaved packed weights, in whole numbers: sums of two products of int16, GROUP rows of the weight at a time.
+ *
+ * x is rounded to 16 bits with a scale for each 32 columns. What is computed for a row of x does not depend on the other rows,
+ * nor on how the work is divided: the sums of whole numbers are exact, and what follows them is always the same.
+ */
+#include "linear.h"
+
+#ifdef DOT_X86
+
+#define MOST 32767   /* the largest code of x */
+#define PAIRS 16     /* pairs of columns in a block: (4i, 4i + 2) is pair 2i, (4i + 1, 4i + 3) pair 2i + 1 */
+#define CHUNK 8      /* blocks of a weight that are made ready at a time: they stay in the first cache */
+#define TASK_ROWS 64 /* rows of x in one task, at most */
+#define FEW (PANEL - 1) /* rows of x that are multiplied straight from the weights, at most */
+#define WIDTH (UNIT_GROUPS * GROUP)
+#define AHEAD 1536   /* bytes from what is multiplied to what is fetched */
+
+#if GROUP == 16
+typedef __m512i ints;
+typedef __m512 reals;
+typedef __m256i halves;
+#define OP(name) _mm512_##name
+#define PANELS 3 /* of x in a tile: 24 sums in 32 registers */
+#else
+typedef __m256i ints;
+typedef __m256 reals;
+typedef __m128i halves;
+#define OP(name) _mm256_##name
+#define PANELS 1 /* 8 sums in 16 registers */
+#endif
+
+typedef ints ints_any __attribute__((aligned(1), may_alias));
+typedef halves halves_any __attribute__((aligned(1), may_alias));
+
+/* Sums live in registers only if no loop over them is left. */
+#define UNROLL _Pragma("GCC unroll 16")
+#define KEEP_LOOP _Pragma("GCC unroll 1")
+/* What lies in memory is read and written here: the compiler would keep more sums in registers than there are. */
+#define STAY asm volatile("" ::: "memory")
+
+INLINE ints same(int32_t x) { return OP(set1_epi32)(x); }
+
+/* sum + the products of two int16 in each lane, at this place of the code: a compiler that moves it runs out of registers. */
+INLINE ints plus_pairs(ints sum, ints a, ints b)
+{
+#if defined(__AVX512VNNI__) && (GROUP == 16 || defined(__AVX512VL__))
+    asm volatile("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#elif GROUP == 8 && defined(__AVXVNNI__)
+    asm volatile("{vex} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    ints both;
+    asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(both) : "v"(a), "v"(b));
+#endif
+    return sum;
+}
+
+/* 32 columns of a row of x: 16 pairs of codes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns, 4 bytes
+ * each and `lanes` * 4 bytes apart. */
+void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    for (long b = 0; b < blocks; b++, x += BLOCK, into += lanes * ROUNDED_BYTES) {
+        __m256 most = _mm256_setzero_ps(), bad = most; /* bad: 0, or NaN if x is not finite */
+        int32_t sums[2], codes[PAIRS];
+        for (int i = 0; i < BLOCK; i += 8) {
+            __m256 at = _mm256_loadu_ps(x + i);
+            most = _mm256_max_ps(_mm256_andnot_ps(sign, at), most);
+            bad = _mm256_fmadd_ps(at, _mm256_setzero_ps(), bad);
+        }
+        float top = lanes_max((vf)most), inverse = top > 1e-30f ? MOST / top : 0;
+        for (int i = 0; i < 2; i++) {
+            __m256i one = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), _mm256_set1_ps(inverse)));
+            __m256i two = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), _mm256_set1_ps(inverse)));
+            __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
+            __m256i pairs = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
+            __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+            four = _mm_hadd_epi32(four, four);
+            sums[i] = _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
+            both = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(both, 0xd8), 0xd8);
+            _mm256_storeu_si256((__m256i *)(codes + 8 * i), both);
+        }
+        float scale = top / MOST + lanes_sum((vf)bad);
+        float head[4] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0], scale * (float)sums[1]};
+        for (int i = 0; i < PAIRS; i++)
+            memcpy(into + 4 * lanes * i, codes + i, 4);
+        for (int i = 0; i < 4; i++)
+            memcpy(into + 4 * lanes * (PAIRS + i), head + i, 4);
+    }
+}
+
+/* 32 columns of a group of the weight, ready to be multiplied. */
+typedef struct {
+    ints codes[PAIRS];
+    reals scale[2], low[2];
+} Ready;
+
+INLINE reals group_heads(int form, const uint8_t *at)
+{
+    if (has_halves(form))
+        return OP(cvtph_ps)(*(const halves_any *)at);
+    return OP(loadu_ps)((const float *)at);
+}
+
+/* Reads the scales and lows of a block; returns where its codes are. */
+INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, reals *low)
+{
+    long each = heads_of(form), bytes = GROUP * head_bytes(form);
+    for (int i = 0; i < each; i++) {
+        scale[i] = group_heads(form, weight + i * bytes);
+        if (has_low(form))
+            low[i] = group_heads(form, weight + (each + i) * bytes);
+        else
+            low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)(-8)) : OP(setzero_ps)();
+    }
+    return weight + each * (has_low(form) + 1) * bytes;
+}
+
+INLINE void make_ready(int form, const uint8_t *weight, Ready *into)
+{
+    const uint8_t *codes = read_heads(form, weight, into->scale, into->low);
+    const ints nibbles = same(0x000f000f);
+    for (int i = 0; i < code_bytes(form) / 4; i++) {
+        ints at = *(const ints_any *)(codes + 4 * GROUP * i);
+        if (is_four(form)) {
+            into->codes[2 * i] = at & nibbles;
+            into->codes[2 * i + 1] = OP(srli_epi16)(at, 8) & nibbles;
+            into->codes[2 * i + 8] = OP(srli_epi16)(at, 4) & nibbles;
+            into->codes[2 * i + 9] = OP(srli_epi16)(at, 12);
+        } else {
+            into->codes[2 * i] = OP(srai_epi16)(OP(slli_epi16)(at, 8), 8);
+            into->codes[2 * i + 1] = OP(srai_epi16)(at, 8);
+        }
+    }
+}
+
+/* What follows the whole numbers: `dots` of the columns that share a head, with that head and those of x. */
+INLINE reals plus_scaled(reals sum, ints dots, reals scale, reals low, float x_scale, float x_sum)
+{
+    sum = OP(fmadd_ps)(low, OP(set1_ps)(x_sum), sum);
+    return OP(fmadd_ps)(OP(mul_ps)(OP(cvtepi32_ps)(dots), scale), OP(set1_ps)(x_scale), sum);
+}
+
+/* The two halves of a block of a group times those of `count` rows of x. Codes of 4 bits are masked where they lie, and their sums
+ * shifted down: by 256 they stay below 2^30. */
+INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t *const *x, ints dots[][2])
+{
+    ints sums[FEW][4];
+    UNROLL
+    for (int i = 0; i < code_bytes(form) / 4; i++) {
+        ints at = *(const ints_any *)(codes + 4 * GROUP * i), part[4];
+        int parts = is_four(form) ? 4 : 2, to = is_four(form) ? 0 : i / 4 * 2;
+        if (is_four(form)) {
+            part[0] = at & same(0x000f000f);
+            part[1] = at & same(0x0f000f00);
+            part[2] = at & same(0x00f000f0);
+            part[3] = OP(srli_epi16)(at, 12);
+        } else {
+            part[0] = OP(srai_epi16)(OP(slli_epi16)(at, 8), 8);
+            part[1] = OP(srai_epi16)(at, 8);
+        }
+        UNROLL
+        for (int r = 0; r < count; r++)
+            for (int p = 0; p < parts; p++) {
+                ints with = same(x[r][2 * i + p % 2 + p / 2 * 8]);
+                int is_first = i % (is_four(form) ? 8 : 4) == 0;
+                sums[r][to + p] = is_first ? OP(madd_epi16)(part[p], with) : plus_pairs(sums[r][to + p], part[p], with);
+            }
+    }
+    UNROLL
+    for (int r = 0; r < count; r++) {
+        ints second = is_four(form) ? OP(srai_epi32)(sums[r][1], 8) : sums[r][1];
+        ints third = is_four(form) ? OP(srai_epi32)(sums[r][2], 4) : sums[r][2];
+        dots[r][0] = OP(add_epi32)(sums[r][0], second);
+        dots[r][1] = OP(add_epi32)(third, sums[r][3]);
+    }
+}
+
+/* Few rows of x times one group, straight from the weights. */
+INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][WIDTH])
+{
+    reals sums[FEW], scale[2], low[2];
+    const int32_t *codes_of[FEW];
+    UNROLL
+    for (int r = 0; r < count; r++)
+        sums[r] = OP(setzero_ps)();
+    for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form), x += ROUNDED_BYTES) {
+        ints dots[FEW][2];
+        const uint8_t *codes = read_heads(form, weight, scale, low);
+        for (long i = 0; i < GROUP * block_bytes(form); i += 64)
+            __builtin_prefetch(weight + AHEAD + i);
+        for (int r = 0; r < count; r++)
+            codes_of[r] = (const int32_t *)(x + r * blocks * ROUNDED_BYTES);
+        dot_halves(form, count, codes, codes_of, dots);
+        UNROLL
+        for (int r = 0; r < count; r++) {
+            const float *head = (const float *)(codes_of[r] + PAIRS);
+            if (heads_of(form) == 1)
+                sums[r] = plus_scaled(sums[r], OP(add_epi32)(dots[r][0], dots[r][1]), scale[0], low[0], head[0], head[1]);
+            else
+                for (int h = 0; h < 2; h++)
+                    sums[r] = plus_scaled(sums[r], dots[r][h], scale[h], low[h], head[0], head[2 + h]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < count; r++)
+        OP(storeu_ps)(out[r], sums[r]);
+}
+
+/* out += `panels` panels of x, `apart` bytes from each other, times `num` blocks of two groups. */
+INLINE void times_tile(int heads, int panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
+{
+    for (long b = 0; b < num; b++, x += PANEL * ROUNDED_BYTES)
+        for (int h = 0; h < heads; h++) {
+            ints sums[PANELS * PANEL][2];
+            UNROLL
+            for (int r = 0; r < PANEL * panels; r++)
+                sums[r][0] = sums[r][1] = same(0);
+            KEEP_LOOP
+            for (int i = h * PAIRS / heads; i < (h + 1) * PAIRS / heads; i++) {
+                ints left = ready[b][0].codes[i], right = ready[b][1].codes[i];
+                UNROLL
+                for (int r = 0; r < PANEL * panels; r++) {
+                    ints at = same(((const int32_t *)(x + r / PANEL * apart))[PANEL * i + r % PANEL]);
+                    sums[r][0] = plus_pairs(sums[r][0], left, at);
+                    sums[r][1] = plus_pairs(sums[r][1], right, at);
+                }
+            }
+            UNROLL
+            for (int r = 0; r < PANEL * panels; r++) {
+                const float *head = (const float *)(x + r / PANEL * apart) + PANEL * PAIRS + r % PANEL;
+                for (int g = 0; g < 2; g++) {
+                    const Ready *with = &ready[b][g];
+                    reals sum = OP(loadu_ps)(out[r] + g * GROUP);
+                    sum = plus_scaled(sum, sums[r][g], with->scale[h], with->low[h], head[0], head[PANEL * (heads == 1 ? 1 : 2 + h)]);
+                    OP(storeu_ps)(out[r] + g * GROUP, sum);
+                }
+            }
+            STAY;
+        }
+}
+
+/* All panels of a task. The last may have fewer rows that count. */
+static void times_ready(int heads, long count, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
+{
+    long r = 0;
+    if (heads == 1) {
+        for (; PANELS > 1 && r + PANELS * PANEL <= count; r += PANELS * PANEL)
+            times_tile(1, PANELS, ready, x + r / PANEL * apart, apart, num, out + r);
+        for (; r < count; r += PANEL)
+            times_tile(1, 1, ready, x + r / PANEL * apart, apart, num, out + r);
+        return;
+    }
+    for (; PANELS > 1 && r + PANELS * PANEL <= count; r += PANELS * PANEL)
+        times_tile(2, PANELS, ready, x + r / PANEL * apart, apart, num, out + r);
+    for (; r < count; r += PANEL)
+        times_tile(2, 1, ready, x + r / PANEL * apart, apart, num, out + r);
+}
+
+/* Many rows of x times a unit of the weight: its groups begin at `left` and `right`. */
+INLINE void times_many(int form, long count, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks, float out[][WIDTH])
+{
+    Ready ready[CHUNK][2];
+    long bytes = GROUP * block_bytes(form), apart = blocks * PANEL * ROUNDED_BYTES;
+    memset(out, 0, (size_t)count * sizeof *out);
+    for (long start = 0; start < blocks; start += CHUNK) {
+        long num = at_most(CHUNK, blocks - start);
+        for (long b = 0; b < num; b++) {
+            make_ready(form, left + (start + b) * bytes, &ready[b][0]);
+            make_ready(form, right + (start + b) * bytes, &ready[b][1]);
+        }
+        times_ready(heads_of(form), count, ready, x + start * PANEL * ROUNDED_BYTES, apart, num, out);
+    }
+}
+
+INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
+                     long unit, long unit_end)
+{
+    float sums[TASK_ROWS][WIDTH];
+    long blocks = part->columns / BLOCK, count = row_end - row, bytes = blocks * GROUP * block_bytes(form);
+    x += row * blocks * ROUNDED_BYTES;
+    for (; unit < unit_end; unit++) {
+        long first = unit * WIDTH, width = at_most(WIDTH, part->rows - first);
+        const uint8_t *left = (const uint8_t *)part->data + unit * UNIT_GROUPS * bytes, *right = width > GROUP ? left + bytes : left;
+        if (job->num_rows >= PANEL)
+            times_many(form, (count + PANEL - 1) / PANEL * PANEL, left, right, x, blocks, sums);
+        else
+            for (int g = 0; g < (width > GROUP ? 2 : 1); g++)
+                switch (count) {
+                case 1: times_few(form, 1, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
+                case 2: times_few(form, 2, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP)); break;
+                default: times_few(form, 3, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP));
+                }
+        for (long r = 0; r < count; r++) {
+            for (long i = 0; job->bias && i < width; i++)
+                sums[r][i] += job->bias[at + first + i];
+            narrow(sums[r], job->out, (int)job->out_bf16, (row + r) * job->out_stride + at + first, width);
+        }
+    }
+}
+
+void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long unit,
+                    long unit_end)
+{
+    switch (part->form) {
+    case FOUR_H: run_task(FOUR_H, job, part, x, at, row, row_end, unit, unit_end); break;
+    case FOUR_LOW_H: run_task(FOUR_LOW_H, job, part, x, at, row, row_end, unit, unit_end); break;
+    case EIGHT_H: run_task(EIGHT_H, job, part, x, at, row, row_end, unit, unit_end); break;
+    case FOUR_LOW_F: run_task(FOUR_LOW_F, job, part, x, at, row, row_end, unit, unit_end); break;
+    case EIGHT_LOW_F: run_task(EIGHT_LOW_F, job, part, x, at, row, row_end, unit, unit_end); break;
+    case FOUR_LOW_F_16: run_task(FOUR_LOW_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
+    default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, unit, unit_end);
+    }
+}
+
+#endif
