@@ -9,9 +9,12 @@
 
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
 
-#define MOST 8159    /* the largest code: its high plane is 127 */
-#define CHUNK 64     /* blocks of a weight that are made ready at a time */
-#define TASK_ROWS 64 /* rows of x in one task, at most */
+#define MOST 8159     /* the largest code: its high plane is 127 */
+#define HALVES 8      /* of groups, 4 rows of the weight each, that a few rows of x meet while they are in the nearest cache, */
+#define CHUNK 24      /* and blocks of them */
+#ifndef DOT_ROWS
+#define DOT_ROWS 64
+#endif
 
 /* 1.5 * 2^23 as a float. A whole number below 2^22 added to its bits is that number added to the float. */
 #define MAGIC_BITS 0x4b400000
@@ -50,10 +53,11 @@ void quire_round_row(const float *x, long blocks, uint8_t *into)
     }
 }
 
-/* 32 columns of 4 rows of the weight. `shift` takes the MAGIC away again. */
+/* 32 columns of 4 rows of the weight. `shift` takes the MAGIC away again. Of a block with two heads there are two: the codes are
+ * in the first. */
 typedef struct {
     int8x16_t codes[8];
-    float32x4_t scale[2], shift[2], low[2];
+    float32x4_t scale, shift, low;
 } Half;
 
 INLINE float32x4_t four_heads(int form, const uint8_t *at)
@@ -69,12 +73,12 @@ INLINE void read_half(int form, const uint8_t *weight, int half, Half *into)
     long each = heads_of(form), bytes = GROUP * head_bytes(form);
     const uint8_t *heads = weight + 4 * half * head_bytes(form), *codes = weight + each * (has_low(form) + 1) * bytes + 16 * half;
     for (int i = 0; i < each; i++) {
-        into->scale[i] = four_heads(form, heads + i * bytes);
-        into->shift[i] = vmulq_n_f32(into->scale[i], -MAGIC);
+        into[i].scale = four_heads(form, heads + i * bytes);
+        into[i].shift = vmulq_n_f32(into[i].scale, -MAGIC);
         if (has_low(form))
-            into->low[i] = four_heads(form, heads + (each + i) * bytes);
+            into[i].low = four_heads(form, heads + (each + i) * bytes);
         else if (is_four(form))
-            into->low[i] = vmulq_n_f32(into->scale[i], -8);
+            into[i].low = vmulq_n_f32(into[i].scale, -8);
     }
     for (int i = 0; i < (is_four(form) ? 4 : 8); i++) {
         uint8x16_t at = vld1q_u8(codes + 4 * GROUP * i);
@@ -104,8 +108,8 @@ INLINE float32x4_t dot(int form, const Half *weight, int head, const int8_t *x, 
     }
     low = vaddq_s32(low, vshlq_n_s32(high, 6));
     if (is_four(form))
-        return vfmaq_f32(weight->shift[head], vreinterpretq_f32_s32(low), weight->scale[head]);
-    return vmulq_f32(vcvtq_f32_s32(low), weight->scale[head]);
+        return vfmaq_f32(weight[head].shift, vreinterpretq_f32_s32(low), weight[head].scale);
+    return vmulq_f32(vcvtq_f32_s32(low), weight[head].scale);
 }
 
 /* One row of x. */
@@ -115,131 +119,206 @@ INLINE float32x4_t times_block(int form, const Half *weight, const uint8_t *x, f
     float32x4_t head = vld1q_f32((const float *)(x + 2 * BLOCK));
     int lows = is_four(form) || has_low(form);
     if (heads_of(form) == 1) {
-        sum = lows ? vfmaq_laneq_f32(sum, weight->low[0], head, 1) : sum;
+        sum = lows ? vfmaq_laneq_f32(sum, weight[0].low, head, 1) : sum;
         return vfmaq_laneq_f32(sum, dot(form, weight, 0, codes, 0, 2), head, 0);
     }
-    sum = lows ? vfmaq_laneq_f32(sum, weight->low[0], head, 2) : sum;
-    sum = lows ? vfmaq_laneq_f32(sum, weight->low[1], head, 3) : sum;
+    sum = lows ? vfmaq_laneq_f32(sum, weight[0].low, head, 2) : sum;
+    sum = lows ? vfmaq_laneq_f32(sum, weight[1].low, head, 3) : sum;
     sum = vfmaq_laneq_f32(sum, dot(form, weight, 0, codes, 0, 1), head, 0);
     return vfmaq_laneq_f32(sum, dot(form, weight, 1, codes, 1, 2), head, 0);
 }
 
-/* times_block of four rows, `apart` bytes from each other, for codes of 4 bits and one head: the same operations, without the
- * copies between registers that a compiler adds. Constants come from memory because loads are free here and moves are not. */
-INLINE void times_block_four(const Half *weight, const uint8_t *x, long apart, float32x4_t *sums)
+/* times_block of 4 or 8 rows, `apart` bytes from each other, and `num` blocks, for codes of 4 bits and one head: the same
+ * operations, in an order that keeps both pipes busy. The high plane is summed first, shifted in place, and the low plane on
+ * top; the MAGIC is there from the start. A change from float operations to dot products costs a cycle, so they stand apart;
+ * loads are free if they are spread, even of constants. What is loaded ahead for the block behind the last is that one again.
+ *
+ * v0..7: sums, v8..15: whole sums of a block, v16..23: codes, v24..31: x. */
+#define DOT4(code, lane)                                                                                                         \
+    "sdot v8.4s, v" #code ".16b, v24.4b[" #lane "]\nsdot v9.4s, v" #code ".16b, v25.4b[" #lane "]\n"                             \
+    "sdot v10.4s, v" #code ".16b, v26.4b[" #lane "]\nsdot v11.4s, v" #code ".16b, v27.4b[" #lane "]\n"
+#define DOT8(code, lane)                                                                                                         \
+    "sdot v12.4s, v" #code ".16b, v28.4b[" #lane "]\nsdot v13.4s, v" #code ".16b, v29.4b[" #lane "]\n"                           \
+    "sdot v14.4s, v" #code ".16b, v30.4b[" #lane "]\nsdot v15.4s, v" #code ".16b, v31.4b[" #lane "]\n"
+/* 16 columns of rows 0..3 or 4..7, with other work in between. */
+#define LEFT4(p, q, r, s) DOT4(16, 0) p DOT4(17, 1) q DOT4(18, 2) r DOT4(19, 3) s
+#define LEFT8(p, q, r, s) DOT8(16, 0) p DOT8(17, 1) q DOT8(18, 2) r DOT8(19, 3) s
+#define RIGHT4(p, q, r, s) DOT4(20, 0) p DOT4(21, 1) q DOT4(22, 2) r DOT4(23, 3) s
+#define RIGHT8(p, q, r, s) DOT8(20, 0) p DOT8(21, 1) q DOT8(22, 2) r DOT8(23, 3) s
+#define LOAD(to, from, at) "ldr q" #to ", [%[" #from "], " #at "]\n"
+#define X4(at) LOAD(24, a, at), LOAD(25, b, at), LOAD(26, c, at), LOAD(27, d, at)
+#define X8(at) LOAD(28, e, at), LOAD(29, f, at), LOAD(30, g, at), LOAD(31, h, at)
+#define ALL(p, q, r, s) p q r s
+#define EACH(what, ...) what(__VA_ARGS__)
+#define LEFT_CODES "ldp q16, q17, [%[w]]\nldp q18, q19, [%[w], 32]\n"
+#define RIGHT_CODES "ldp q20, q21, [%[w], 64]\nldp q22, q23, [%[w], 96]\n"
+#define MAGIC4 LOAD(8, m, 0) LOAD(9, m, 0) LOAD(10, m, 0) LOAD(11, m, 0)
+#define MAGIC8 LOAD(12, m, 0) LOAD(13, m, 0) LOAD(14, m, 0) LOAD(15, m, 0)
+#define SHL(sum) "shl v" #sum ".4s, v" #sum ".4s, 6\n"
+#define STEP(by, row) "add %[" #row "], %[" #row "], %[" #by "]\n"
+#define STOP(by) "csel %[" #by "], %[" #by "], xzr, ne\n" /* no step from the last block */
+#define HEADS LOAD(20, w, %[scale]) LOAD(21, w, %[low])
+#define SHIFT(to) LOAD(to, w, %[shift])
+#define SCALE(to, sum) "fmla v" #to ".4s, v" #sum ".4s, v20.4s\n"
+#define LOW(row, x) "fmla v" #row ".4s, v21.4s, v" #x ".s[1]\n"
+#define ADD(row, from, x) "fmla v" #row ".4s, v" #from ".4s, v" #x ".s[0]\n"
+#define FINISH4                                                                                                                  \
+    SCALE(22, 8) SCALE(23, 9) SHIFT(8) SHIFT(9) SCALE(8, 10) SCALE(9, 11)
+#define OUT4(op) op " q0, [%[out]]\n" op " q1, [%[out], %[wide]]\n" op " q2, [%[out], %[wide] * 2]\n" op " q3, [%[out], %[wide] * 3]\n"
+#define OUT8(op)                                                                                                                 \
+    op " q4, [%[out], %[wide] * 4]\n" op " q5, [%[out], %[wide] * 5]\n" op " q6, [%[out], %[wide] * 6]\n"                        \
+    op " q7, [%[out], %[wide] * 7]\n"
+#define CONSTANTS                                                                                                                \
+    [m] "r"(magic), [out] "r"(out), [scale] "i"(offsetof(Half, scale)), [shift] "i"(offsetof(Half, shift)),                      \
+        [low] "i"(offsetof(Half, low)), [wide] "i"(16 * HALVES)
+#define USED                                                                                                                     \
+    "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18",   \
+        "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "memory", "cc"
+
+static const int32_t magic[4] = {MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6, MAGIC_BITS >> 6};
+
+static void times_blocks_four(const Half *weight, const uint8_t *x, long apart, long num, float out[][4 * HALVES])
 {
-    static const int32_t magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
-#define DOT(code, lane) /* high planes to v24.., low planes to v28.. */                                                          \
-    "sdot v24.4s, v" #code ".16b, v8.4b[" #lane "]\n"                                                                            \
-    "sdot v28.4s, v" #code ".16b, v9.4b[" #lane "]\n"                                                                            \
-    "sdot v25.4s, v" #code ".16b, v10.4b[" #lane "]\n"                                                                           \
-    "sdot v29.4s, v" #code ".16b, v11.4b[" #lane "]\n"                                                                           \
-    "sdot v26.4s, v" #code ".16b, v12.4b[" #lane "]\n"                                                                           \
-    "sdot v30.4s, v" #code ".16b, v13.4b[" #lane "]\n"                                                                           \
-    "sdot v27.4s, v" #code ".16b, v14.4b[" #lane "]\n"                                                                           \
-    "sdot v31.4s, v" #code ".16b, v15.4b[" #lane "]\n"
-#define COLUMNS(high, low)                                                                                                       \
-    "ldr q8, [%[x], #" #high "]\nldr q9, [%[x], #" #low "]\n"                                                                    \
-    "ldr q10, [%[y], #" #high "]\nldr q11, [%[y], #" #low "]\n"                                                                  \
-    "ldr q12, [%[z], #" #high "]\nldr q13, [%[z], #" #low "]\n"                                                                  \
-    "ldr q14, [%[u], #" #high "]\nldr q15, [%[u], #" #low "]\n"
-#define ROW(row, high, dots, to, head, shifted)                                                                                  \
-    "shl v" #high ".4s, v" #high ".4s, #6\n"                                                                                     \
-    "ldr q" #shifted ", [%[w], %[shift]]\n"                                                                                      \
-    "ldr q" #head ", [%[" #row "], #64]\n"                                                                                       \
-    "add v" #dots ".4s, v" #dots ".4s, v" #high ".4s\n"                                                                          \
-    "fmla %[" #to "].4s, v17.4s, v" #head ".s[1]\n"                                                                              \
-    "fmla v" #shifted ".4s, v" #dots ".4s, v16.4s\n"                                                                             \
-    "fmla %[" #to "].4s, v" #shifted ".4s, v" #head ".s[0]\n"
-    asm volatile("ldp q16, q17, [%[w]]\nldp q18, q19, [%[w], #32]\nldp q20, q21, [%[w], #64]\nldp q22, q23, [%[w], #96]\n"
-                 "movi v24.4s, #0\nmovi v25.4s, #0\nmovi v26.4s, #0\nmovi v27.4s, #0\n"
-                 "ldr q28, [%[magic]]\nldr q29, [%[magic]]\nldr q30, [%[magic]]\nldr q31, [%[magic]]\n"
-                 COLUMNS(0, 32) DOT(16, 0) DOT(17, 1) DOT(18, 2) DOT(19, 3)
-                 COLUMNS(16, 48) DOT(20, 0) DOT(21, 1) DOT(22, 2) DOT(23, 3)
-                 "ldr q16, [%[w], %[scale]]\nldr q17, [%[w], %[low]]\n"
-                 ROW(x, 24, 28, sx, 8, 9) ROW(y, 25, 29, sy, 10, 11) ROW(z, 26, 30, sz, 12, 13) ROW(u, 27, 31, su, 14, 15)
-                 : [sx] "+w"(sums[0]), [sy] "+w"(sums[1]), [sz] "+w"(sums[2]), [su] "+w"(sums[3])
-                 : [x] "r"(x), [y] "r"(x + apart), [z] "r"(x + 2 * apart), [u] "r"(x + 3 * apart), [w] "r"(weight),
-                   [magic] "r"(magic), [scale] "i"(offsetof(Half, scale)), [shift] "i"(offsetof(Half, shift)),
-                   [low] "i"(offsetof(Half, low))
-                 : "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23",
-                   "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "memory");
-#undef ROW
-#undef COLUMNS
-#undef DOT
+    const uint8_t *a = x, *b = a + apart, *c = b + apart, *d = c + apart;
+    long size = ROUNDED_BYTES, half = sizeof(Half);
+    asm volatile(OUT4("ldr") LEFT_CODES MAGIC4 EACH(ALL, X4(0))
+                 "1:\n" EACH(LEFT4, "", "", RIGHT_CODES "subs %[n], %[n], 1\n", EACH(ALL, X4(16)))
+                 EACH(RIGHT4, "", STOP(size), "", EACH(ALL, X4(48)) SHL(8) SHL(9) SHL(10) SHL(11))
+                 EACH(RIGHT4, "", "", "", EACH(ALL, X4(32)) HEADS SHIFT(22) SHIFT(23))
+                 EACH(LEFT4, "", "", "", EACH(ALL, X4(64)))
+                 STEP(size, a) STEP(size, b) STEP(size, c) STEP(size, d)
+                 FINISH4 STOP(half) STEP(half, w) LEFT_CODES LOW(0, 24) LOW(1, 25) LOW(2, 26) LOW(3, 27)
+                 ADD(0, 22, 24) ADD(1, 23, 25) ADD(2, 8, 26) ADD(3, 9, 27) MAGIC4 EACH(ALL, X4(0)) "b.ne 1b\n"
+                 OUT4("str")
+                 : [a] "+r"(a), [b] "+r"(b), [c] "+r"(c), [d] "+r"(d), [w] "+r"(weight), [n] "+r"(num), [size] "+r"(size),
+                   [half] "+r"(half)
+                 : CONSTANTS
+                 : USED);
+}
+
+static void times_blocks_eight(const Half *weight, const uint8_t *x, long apart, long num, float out[][4 * HALVES])
+{
+    const uint8_t *a = x, *b = a + apart, *c = b + apart, *d = c + apart;
+    const uint8_t *e = d + apart, *f = e + apart, *g = f + apart, *h = g + apart;
+    long size = ROUNDED_BYTES, half = sizeof(Half);
+    asm volatile(OUT4("ldr") OUT8("ldr")
+                 LEFT_CODES MAGIC4 MAGIC8 EACH(ALL, X4(0)) EACH(ALL, X8(0))
+                 "1:\n" LEFT4("", RIGHT_CODES, "", "subs %[n], %[n], 1\n") EACH(LEFT8, X4(16))
+                 EACH(RIGHT4, X8(16)) EACH(RIGHT8, SHL(8) LOAD(24, a, 48), SHL(9) LOAD(25, b, 48), SHL(10) LOAD(26, c, 48),
+                                           SHL(11) LOAD(27, d, 48) STOP(size))
+                 RIGHT4(SHL(12) LOAD(28, e, 48), SHL(13) LOAD(29, f, 48), SHL(14) LOAD(30, g, 48), SHL(15) LOAD(31, h, 48))
+                 EACH(RIGHT8, X4(32))
+                 LEFT4(LOAD(28, e, 32) SHIFT(22), LOAD(29, f, 32) SHIFT(23), LOAD(30, g, 32), LOAD(31, h, 32) HEADS)
+                 LEFT8(LOAD(24, a, 64) STEP(size, a), LOAD(25, b, 64) STEP(size, b), LOAD(26, c, 64) STEP(size, c),
+                       LOAD(27, d, 64) STEP(size, d))
+                 FINISH4 EACH(ALL, X8(64)) LOW(0, 24) LOW(1, 25) LOW(2, 26) LOW(3, 27)
+                 ADD(0, 22, 24) ADD(1, 23, 25) SHIFT(22) SHIFT(23) ADD(2, 8, 26) ADD(3, 9, 27) MAGIC4 EACH(ALL, X4(0))
+                 SCALE(22, 12) SCALE(23, 13) SHIFT(12) SHIFT(13) SCALE(12, 14) SCALE(13, 15)
+                 STOP(half) STEP(half, w) LEFT_CODES LOW(4, 28) LOW(5, 29) LOW(6, 30) LOW(7, 31)
+                 ADD(4, 22, 28) ADD(5, 23, 29) ADD(6, 12, 30) ADD(7, 13, 31)
+                 STEP(size, e) STEP(size, f) STEP(size, g) STEP(size, h) MAGIC8 EACH(ALL, X8(0)) "b.ne 1b\n"
+                 OUT4("str") OUT8("str")
+                 : [a] "+r"(a), [b] "+r"(b), [c] "+r"(c), [d] "+r"(d), [e] "+r"(e), [f] "+r"(f), [g] "+r"(g), [h] "+r"(h),
+                   [w] "+r"(weight), [n] "+r"(num), [size] "+r"(size), [half] "+r"(half)
+                 : CONSTANTS
+                 : USED);
 }
 
 /* One row of x times one group, straight from the weights. */
 INLINE void times_one(int form, const uint8_t *weight, const uint8_t *x, long blocks, float *out)
 {
     float32x4_t top = vdupq_n_f32(0), bottom = top;
-    Half part;
+    Half part[2];
     for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form), x += ROUNDED_BYTES) {
-        read_half(form, weight, 0, &part);
-        top = times_block(form, &part, x, top);
-        read_half(form, weight, 1, &part);
-        bottom = times_block(form, &part, x, bottom);
+        read_half(form, weight, 0, part);
+        top = times_block(form, part, x, top);
+        read_half(form, weight, 1, part);
+        bottom = times_block(form, part, x, bottom);
     }
     vst1q_f32(out, top);
     vst1q_f32(out + 4, bottom);
 }
 
-/* Four rows of x, or one, times `num` blocks of 4 rows of the weight, which were made ready. */
-INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x, long blocks, long num, float out[][GROUP])
+/* Eight, four rows of x, or one, times `num` blocks of 4 rows of the weight, which were made ready. */
+INLINE void times_ready(int form, int count, const Half *ready, const uint8_t *x, long apart, long num, float out[][4 * HALVES])
 {
-    float32x4_t sums[4];
-    long apart = blocks * ROUNDED_BYTES;
-    for (int r = 0; r < count; r++)
-        sums[r] = vld1q_f32(out[r]);
-    for (long b = 0; b < num; b++, x += ROUNDED_BYTES)
-        if (count == 4 && is_four(form) && heads_of(form) == 1)
-            times_block_four(ready + b, x, apart, sums);
+    if (count > 1 && is_four(form) && heads_of(form) == 1) {
+        if (count == 8)
+            times_blocks_eight(ready, x, apart, num, out);
         else
-            for (int r = 0; r < count; r++)
-                sums[r] = times_block(form, ready + b, x + r * apart, sums[r]);
-    for (int r = 0; r < count; r++)
-        vst1q_f32(out[r], sums[r]);
+            times_blocks_four(ready, x, apart, num, out);
+        return;
+    }
+    for (int first = 0; first < count; first += 4) {
+        float32x4_t sums[4];
+        int some = (int)at_most(count - first, 4);
+        const uint8_t *from = x + first * apart;
+        for (int r = 0; r < some; r++)
+            sums[r] = vld1q_f32(out[first + r]);
+        for (long b = 0; b < num; b++, from += ROUNDED_BYTES)
+            for (int r = 0; r < some; r++)
+                sums[r] = times_block(form, ready + b * heads_of(form), from + r * apart, sums[r]);
+        for (int r = 0; r < some; r++)
+            vst1q_f32(out[first + r], sums[r]);
+    }
 }
 
-INLINE void times_many(int form, long count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][GROUP])
+/* `count` rows of x, every one through all that is ready. */
+INLINE long times_rows(int form, int step, long r, long count, Half ready[][CHUNK], long halves, const uint8_t *x, long apart,
+                       long num, float out[][4 * HALVES])
 {
-    Half ready[CHUNK];
+    for (; r + step <= count; r += step)
+        for (long h = 0; h < halves; h++)
+            times_ready(form, step, ready[h], x + r * apart, apart, num, (float(*)[4 * HALVES])(out[r] + 4 * h));
+    return r;
+}
+
+/* Rows of x times `halves` of groups. What is made ready of the weight, and a few rows of x, stay in the nearest cache. */
+INLINE void times_many(int form, long count, const uint8_t *weight, long halves, const uint8_t *x, long blocks,
+                       float out[][4 * HALVES])
+{
+    Half ready[HALVES][CHUNK];
+    long apart = blocks * ROUNDED_BYTES, bytes = GROUP * block_bytes(form), each = heads_of(form);
     memset(out, 0, (size_t)count * sizeof *out);
-    for (long start = 0; start < blocks; start += CHUNK) {
-        long num = at_most(CHUNK, blocks - start);
-        for (int half = 0; half < 2; half++) {
-            const uint8_t *from = x + start * ROUNDED_BYTES;
-            long r = 0;
+    for (long start = 0; start < blocks; start += CHUNK / each) {
+        long num = at_most(CHUNK / each, blocks - start), r = 0;
+        const uint8_t *from = x + start * ROUNDED_BYTES;
+        for (long h = 0; h < halves; h++)
             for (long b = 0; b < num; b++)
-                read_half(form, weight + (start + b) * GROUP * block_bytes(form), half, ready + b);
-            for (; r + 4 <= count; r += 4, from += 4 * blocks * ROUNDED_BYTES)
-                times_ready(form, 4, ready, from, blocks, num, (float(*)[GROUP])(out[r] + 4 * half));
-            for (; r < count; r++, from += blocks * ROUNDED_BYTES)
-                times_ready(form, 1, ready, from, blocks, num, (float(*)[GROUP])(out[r] + 4 * half));
-        }
+                read_half(form, weight + (h / 2 * blocks + start + b) * bytes, h % 2, &ready[h][b * each]);
+        r = times_rows(form, 8, r, count, ready, halves, from, apart, num, out);
+        r = times_rows(form, 4, r, count, ready, halves, from, apart, num, out);
+        times_rows(form, 1, r, count, ready, halves, from, apart, num, out);
     }
+}
+
+/* `width` products of a row with rows `first`.. of the weight, if there are as many. */
+INLINE void finish(const LinearJob *job, const Matrix *part, float *sums, long at, long row, long first, long width)
+{
+    width = at_most(width, part->rows - first);
+    if (job->bias)
+        for (long i = 0; i < width; i++)
+            sums[i] += job->bias[at + first + i];
+    narrow(sums, job->out, (int)job->out_bf16, row * job->out_stride + at + first, width);
 }
 
 INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
                      long group, long group_end)
 {
-    float sums[TASK_ROWS][GROUP];
-    long blocks = part->columns / BLOCK, count = row_end - row;
+    long blocks = part->columns / BLOCK, count = row_end - row, bytes = blocks * GROUP * block_bytes(form);
+    const uint8_t *weight = (const uint8_t *)part->data + group * bytes;
+    float sums[DOT_ROWS][4 * HALVES];
     x += row * blocks * ROUNDED_BYTES;
-    for (; group < group_end; group++) {
-        const uint8_t *weight = (const uint8_t *)part->data + group * blocks * GROUP * block_bytes(form);
-        long first = group * GROUP, width = part->rows - first < GROUP ? part->rows - first : GROUP;
-        if (count >= 4)
-            times_many(form, count, weight, x, blocks, sums);
-        else
-            for (long r = 0; r < count; r++)
-                times_one(form, weight, x + r * blocks * ROUNDED_BYTES, blocks, sums[r]);
+    for (; count < 4 && group < group_end; group++, weight += bytes)
         for (long r = 0; r < count; r++) {
-            if (job->bias)
-                for (long i = 0; i < width; i++)
-                    sums[r][i] += job->bias[at + first + i];
-            narrow(sums[r], job->out, (int)job->out_bf16, (row + r) * job->out_stride + at + first, width);
+            times_one(form, weight, x + r * blocks * ROUNDED_BYTES, blocks, sums[0]);
+            finish(job, part, sums[0], at, row + r, group * GROUP, GROUP);
         }
+    for (long groups; group < group_end; group += groups, weight += groups * bytes) {
+        groups = at_most(HALVES / 2, group_end - group);
+        times_many(form, count, weight, 2 * groups, x, blocks, sums);
+        for (long r = 0; r < count; r++)
+            finish(job, part, sums[r], at, row + r, group * GROUP, groups * GROUP);
     }
 }
 
