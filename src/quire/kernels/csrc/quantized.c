@@ -7,20 +7,15 @@
 
 #include "linear.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#ifdef DOT_NEON
 
 #define MOST 8159     /* the largest code: its high plane is 127 */
 #define HALVES 8      /* of groups, 4 rows of the weight each, that a few rows of x meet while they are in the nearest cache, */
 #define CHUNK 24      /* and blocks of them */
-#ifndef DOT_ROWS
-#define DOT_ROWS 64
-#endif
 
 /* 1.5 * 2^23 as a float. A whole number below 2^22 added to its bits is that number added to the float. */
 #define MAGIC_BITS 0x4b400000
 #define MAGIC 12582912.0f
-
-int quire_can_dot(void) { return 1; }
 
 void quire_round_row(const float *x, long blocks, uint8_t *into)
 {
@@ -335,9 +330,5 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
     default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
     }
 }
-
-#else
-
-int quire_can_dot(void) { return 0; }
 
 #endif
