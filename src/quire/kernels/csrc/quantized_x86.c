@@ -54,33 +54,40 @@ INLINE ints plus_pairs(ints sum, ints a, ints b)
     return sum;
 }
 
+INLINE float lanes_most(__m256 x)
+{
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
 /* 32 columns of a row of x: 16 pairs of codes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns, 4 bytes
  * each and `lanes` * 4 bytes apart. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
 {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
     for (long b = 0; b < blocks; b++, x += BLOCK, into += lanes * ROUNDED_BYTES) {
         __m256 most = _mm256_setzero_ps(), bad = most; /* bad: 0, or NaN if x is not finite */
-        int32_t sums[2], codes[PAIRS];
+        __m256i sums[2];
+        int32_t codes[PAIRS];
         for (int i = 0; i < BLOCK; i += 8) {
             __m256 at = _mm256_loadu_ps(x + i);
-            most = _mm256_max_ps(_mm256_andnot_ps(sign, at), most);
+            most = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), at), most);
             bad = _mm256_fmadd_ps(at, _mm256_setzero_ps(), bad);
         }
-        float top = lanes_max((vf)most), inverse = top > 1e-30f ? MOST / top : 0;
+        float top = lanes_most(most), inverse = top > 1e-30f ? MOST / top : 0;
         for (int i = 0; i < 2; i++) {
             __m256i one = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), _mm256_set1_ps(inverse)));
             __m256i two = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), _mm256_set1_ps(inverse)));
             __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
-            __m256i pairs = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
-            __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-            four = _mm_hadd_epi32(four, four);
-            sums[i] = _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
+            sums[i] = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
             both = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(both, 0xd8), 0xd8);
             _mm256_storeu_si256((__m256i *)(codes + 8 * i), both);
         }
-        float scale = top / MOST + lanes_sum((vf)bad);
-        float head[4] = {scale, scale * (float)(sums[0] + sums[1]), scale * (float)sums[0], scale * (float)sums[1]};
+        __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_setzero_si256());
+        __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+        int32_t left = _mm_cvtsi128_si32(whole), right = _mm_extract_epi32(whole, 1);
+        float scale = top * (1.0f / MOST) + lanes_sum((vf)bad);
+        float head[4] = {scale, scale * (float)(left + right), scale * (float)left, scale * (float)right};
         for (int i = 0; i < PAIRS; i++)
             memcpy(into + 4 * lanes * i, codes + i, 4);
         for (int i = 0; i < 4; i++)
@@ -239,36 +246,43 @@ INLINE void times_tile(int heads, int panels, const Ready (*ready)[2], const uin
         }
 }
 
-/* All panels of a task. The last may have fewer rows that count. */
-static void times_ready(int heads, long count, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
+INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
 {
-    long r = 0;
-    if (heads == 1) {
-        for (; PANELS > 1 && r + PANELS * PANEL <= count; r += PANELS * PANEL)
-            times_tile(1, PANELS, ready, x + r / PANEL * apart, apart, num, out + r);
-        for (; r < count; r += PANEL)
-            times_tile(1, 1, ready, x + r / PANEL * apart, apart, num, out + r);
-        return;
+    for (long take; panels; panels -= take, x += take * apart, out += take * PANEL) {
+        take = PANELS == 1 || panels == 1 ? 1 : panels == 2 || panels == 4 ? 2 : 3; /* better 2 and 2 than 3 and 1 */
+        if (take == 1)
+            times_tile(heads, 1, ready, x, apart, num, out);
+#if PANELS > 1
+        else if (take == 2)
+            times_tile(heads, 2, ready, x, apart, num, out);
+        else
+            times_tile(heads, 3, ready, x, apart, num, out);
+#endif
     }
-    for (; PANELS > 1 && r + PANELS * PANEL <= count; r += PANELS * PANEL)
-        times_tile(2, PANELS, ready, x + r / PANEL * apart, apart, num, out + r);
-    for (; r < count; r += PANEL)
-        times_tile(2, 1, ready, x + r / PANEL * apart, apart, num, out + r);
+}
+
+/* The same for all forms with so many heads. */
+static void times_ready(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
+{
+    if (heads == 1)
+        times_panels(1, panels, ready, x, apart, num, out);
+    else
+        times_panels(2, panels, ready, x, apart, num, out);
 }
 
 /* Many rows of x times a unit of the weight: its groups begin at `left` and `right`. */
-INLINE void times_many(int form, long count, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks, float out[][WIDTH])
+INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks, float out[][WIDTH])
 {
     Ready ready[CHUNK][2];
     long bytes = GROUP * block_bytes(form), apart = blocks * PANEL * ROUNDED_BYTES;
-    memset(out, 0, (size_t)count * sizeof *out);
+    memset(out, 0, (size_t)(panels * PANEL) * sizeof *out);
     for (long start = 0; start < blocks; start += CHUNK) {
         long num = at_most(CHUNK, blocks - start);
         for (long b = 0; b < num; b++) {
             make_ready(form, left + (start + b) * bytes, &ready[b][0]);
             make_ready(form, right + (start + b) * bytes, &ready[b][1]);
         }
-        times_ready(heads_of(form), count, ready, x + start * PANEL * ROUNDED_BYTES, apart, num, out);
+        times_ready(heads_of(form), panels, ready, x + start * PANEL * ROUNDED_BYTES, apart, num, out);
     }
 }
 
@@ -282,7 +296,7 @@ INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const u
         long first = unit * WIDTH, width = at_most(WIDTH, part->rows - first);
         const uint8_t *left = (const uint8_t *)part->data + unit * UNIT_GROUPS * bytes, *right = width > GROUP ? left + bytes : left;
         if (job->num_rows >= PANEL)
-            times_many(form, (count + PANEL - 1) / PANEL * PANEL, left, right, x, blocks, sums);
+            times_many(form, (count + PANEL - 1) / PANEL, left, right, x, blocks, sums);
         else
             for (int g = 0; g < (width > GROUP ? 2 : 1); g++)
                 switch (count) {
