@@ -47,9 +47,10 @@ INLINE ints plus_pairs(ints sum, ints a, ints b)
     asm volatile("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #elif GROUP == 8 && defined(__AVXVNNI__)
     asm volatile("{vex} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#elif GROUP == 16
+    asm volatile("vpmaddwd %2, %1, %%zmm31\n\tvpaddd %%zmm31, %0, %0" : "+v"(sum) : "v"(a), "v"(b) : "xmm31");
 #else
-    ints both;
-    asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(both) : "v"(a), "v"(b));
+    asm volatile("vpmaddwd %2, %1, %%ymm15\n\tvpaddd %%ymm15, %0, %0" : "+x"(sum) : "x"(a), "x"(b) : "xmm15");
 #endif
     return sum;
 }
