@@ -104,36 +104,45 @@ INLINE const uint8_t *row_at(const Matrix *part, long row)
     return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
 }
 
-/* The same without memory in between: 4 rows of the weight, columns [start, start + columns), few rows of x. `count` may be more
- * than there are: the last row is computed again. */
-INLINE void times_bf16(int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+/* The same without memory in between: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x. `count` may
+ * be more than there are: the last row is computed again. */
+INLINE void times_bf16(int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
-    wide sum[FEW][4];
-    const uint16_t *w[4];
+    wide sum[FEW][8], values[2];
+    const uint16_t *w[8];
     const float *from[FEW];
     long k = 0;
     for (int r = 0; r < count; r++)
         from[r] = x_row(x, r);
-    for (int i = 0; i < 4; i++) {
+    UNROLL
+    for (int i = 0; i < num; i++) {
         w[i] = (const uint16_t *)row_at(part, row + i) + start;
         for (int r = 0; r < count; r++)
             sum[r][i] = (wide){0};
     }
-    for (; k + WIDE <= columns; k += WIDE)
-        for (int i = 0; i < 4; i++) {
-            wide values = wide_bf16(w[i] + k);
-            fetch(w[i] + k, 4 * part->row_bytes);
+    for (; k + 2 * WIDE <= columns; k += 2 * WIDE)
+        UNROLL
+        for (int i = 0; i < num; i++) {
+            wide_two_bf16(w[i] + k, values);
+            fetch(w[i] + k, num * part->row_bytes);
             for (int r = 0; r < count; r++)
-                sum[r][i] = wide_fused(wide_load(from[r] + k), values, sum[r][i]);
+                for (int j = 0; j < 2; j++)
+                    sum[r][i] = wide_fused(wide_load(from[r] + k + j * WIDE), values[j], sum[r][i]);
         }
+    for (; k + WIDE <= columns; k += WIDE)
+        UNROLL
+        for (int i = 0; i < num; i++)
+            for (int r = 0; r < count; r++)
+                sum[r][i] = wide_fused(wide_load(from[r] + k), wide_bf16(w[i] + k), sum[r][i]);
     UNROLL
     for (int r = 0; r < count; r++)
-        add_sums(sum[r], sums + r * TILE);
-    for (int i = 0; k < columns && i < 4; i++) {
-        float values[WIDE];
-        widen(w[i], 1, k, columns - k, 1, values);
+        for (int i = 0; i < num; i += 4)
+            add_sums(sum[r] + i, sums + r * TILE + i);
+    for (int i = 0; k < columns && i < num; i++) {
+        float left[WIDE];
+        widen(w[i], 1, k, columns - k, 1, left);
         for (int r = 0; r < count; r++)
-            sums[r * TILE + i] += rest(from[r] + k, values, 0, columns - k);
+            sums[r * TILE + i] += rest(from[r] + k, left, 0, columns - k);
     }
 }
 
@@ -179,7 +188,7 @@ INLINE void times_packed(int form, int count, const Rows *x, const Matrix *part,
 INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
     if (form == BF16)
-        times_bf16(count, x, part, row, start, columns, sums);
+        times_bf16(count, count == 1 ? 8 : 4, x, part, row, start, columns, sums);
     else
         times_packed(form, count, x, part, row, start, columns, sums);
 }
@@ -211,8 +220,9 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, fl
         long columns = at_most(CHUNK, part->columns - start);
         Rows now = {x->x + start, x->stride, x->count};
         if (form != F32 && x->count <= FEW) {
-            for (long i = 0; i < end; i += 4)
-                if (FEW == 1 || x->count == 1)
+            int one = FEW == 1 || x->count == 1;
+            for (long i = 0; i < end; i += one && form == BF16 ? 8 : 4)
+                if (one)
                     times_few(form, 1, &now, part, row + i, start, columns, sums + i);
                 else
                     times_few(form, FEW, &now, part, row + i, start, columns, sums + i);

@@ -58,6 +58,18 @@ INLINE wide wide_bf16(const uint16_t *at)
 #endif
 }
 
+INLINE void wide_two_bf16(const uint16_t *at, wide *into)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    uint16x8_t both = vld1q_u16(at), zero = vdupq_n_u16(0);
+    into[0] = (wide)vreinterpretq_f32_u16(vzip1q_u16(zero, both));
+    into[1] = (wide)vreinterpretq_f32_u16(vzip2q_u16(zero, both));
+#else
+    into[0] = wide_bf16(at);
+    into[1] = wide_bf16(at + WIDE);
+#endif
+}
+
 /* `count` scales or lows as floats. Up to 15 more are read and written. */
 INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
 {
