@@ -40,13 +40,21 @@ typedef halves halves_any __attribute__((aligned(1), may_alias));
 
 INLINE ints same(int32_t x) { return OP(set1_epi32)(x); }
 
-/* sum + the products of two int16 in each lane, at this place of the code: a compiler that moves it runs out of registers. */
+/* The sum of the products of two int16 in each lane, at this place of the code: a compiler that moves it runs out of registers. */
+INLINE ints pairs(ints a, ints b)
+{
+    ints sum;
+    asm volatile("vpmaddwd %2, %1, %0" : "=v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+
+/* The same on top of `sum`. */
 INLINE ints plus_pairs(ints sum, ints a, ints b)
 {
 #if defined(__AVX512VNNI__) && (GROUP == 16 || defined(__AVX512VL__))
     asm volatile("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #elif GROUP == 8 && defined(__AVXVNNI__)
-    asm volatile("{vex} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    asm volatile("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
 #elif GROUP == 16
     asm volatile("vpmaddwd %2, %1, %%zmm31\n\tvpaddd %%zmm31, %0, %0" : "+v"(sum) : "v"(a), "v"(b) : "xmm31");
 #else
@@ -171,7 +179,7 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
             for (int p = 0; p < parts; p++) {
                 ints with = same(x[r][2 * i + p % 2 + p / 2 * 8]);
                 int is_first = i % (is_four(form) ? 8 : 4) == 0;
-                sums[r][to + p] = is_first ? OP(madd_epi16)(part[p], with) : plus_pairs(sums[r][to + p], part[p], with);
+                sums[r][to + p] = is_first ? pairs(part[p], with) : plus_pairs(sums[r][to + p], part[p], with);
             }
     }
     UNROLL
@@ -220,11 +228,15 @@ INLINE void times_tile(int heads, int panels, const Ready (*ready)[2], const uin
     for (long b = 0; b < num; b++, x += PANEL * ROUNDED_BYTES)
         for (int h = 0; h < heads; h++) {
             ints sums[PANELS * PANEL][2];
+            int first = h * PAIRS / heads;
             UNROLL
-            for (int r = 0; r < PANEL * panels; r++)
-                sums[r][0] = sums[r][1] = same(0);
+            for (int r = 0; r < PANEL * panels; r++) {
+                ints at = same(((const int32_t *)(x + r / PANEL * apart))[PANEL * first + r % PANEL]);
+                sums[r][0] = pairs(ready[b][0].codes[first], at);
+                sums[r][1] = pairs(ready[b][1].codes[first], at);
+            }
             KEEP_LOOP
-            for (int i = h * PAIRS / heads; i < (h + 1) * PAIRS / heads; i++) {
+            for (int i = first + 1; i < first + PAIRS / heads; i++) {
                 ints left = ready[b][0].codes[i], right = ready[b][1].codes[i];
                 UNROLL
                 for (int r = 0; r < PANEL * panels; r++) {
