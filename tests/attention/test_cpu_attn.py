@@ -44,6 +44,15 @@ def test_sequences_of_many_tiles_and_ranges(chunks: Chunks, window: int | None) 
     check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, torch.float32, window))
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 72])
+@pytest.mark.parametrize("window", [None, 70])
+def test_prompts_longer_than_a_block_of_rows(window: int | None, head_dim: int) -> None:
+    """Keys left out that the last rows of a block see, or weighed that the first ones do not."""
+    check(
+        CPUAttention(), [(150, 101), (66, 62), (1, 5)], AttentionSpec(3, 1, head_dim, torch.float32, window)
+    )
+
+
 def test_an_own_scale_and_a_soft_cap_are_used() -> None:
     check(CPUAttention(), [(4, 0), (1, 3)], AttentionSpec(2, 2, 8, torch.float32, scale=0.9))
     check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))
@@ -51,7 +60,7 @@ def test_an_own_scale_and_a_soft_cap_are_used() -> None:
 
 def test_scores_far_below_the_largest_weigh_nothing() -> None:
     """An exponent that wraps around below the least number: a huge weight, or a negative one."""
-    check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=30.0))
+    check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=20.0))
 
 
 def test_more_heads_on_one_key_head_than_a_block_has_rows() -> None:
@@ -124,6 +133,16 @@ def test_the_same_bits_alone_and_in_a_batch_and_in_pieces(case: Case, threads: i
             assert torch.equal(torch.cat((first, second)), together[0])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_long_prompt_in_pieces_has_the_same_bits(window: int | None) -> None:
+    """Four rows at a time, or fewer, or alone; tiles that a piece sees in part."""
+    case = Case([(200, 30)], AttentionSpec(6, 2, 64, torch.float32, window), 16, 0, torch.float32)
+    together, q = case.attend(CPUAttention(), [0])[0], case.q[0]
+    for start, end in ((0, 1), (0, 99), (63, 128), (97, 98), (98, 200), (199, 200)):
+        case.chunks[0], case.q[0] = (end - start, 30 + start), q[start:end]
+        assert torch.equal(case.attend(CPUAttention(), [0])[0], together[start:end])
 
 
 @given(case=cases(torch.bfloat16))

@@ -1,26 +1,19 @@
 /* Paged attention over a whole batch.
  *
  * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are
- * taken in tiles and ranges that start at fixed positions of the sequence, ranges are merged in order. So the
- * result is the same to the last bit whatever else is in the batch, however the work is split.
+ * taken in tiles that start at fixed positions of the sequence, tiles are merged in order. So the result is the same to the last bit whatever else is in the batch, however the work is split.
  */
 /* Loads that are moved up, far from where they are used, take registers from the sums of the inner loops. */
 #pragma GCC optimize("no-schedule-insns")
 
-#include <math.h>
 #include <omp.h>
 
-#include "simd.h"
+#include "attend.h"
 
-#define TILE 128      /* keys that are scored before the running maximum moves */
-#define RANGE 128     /* keys that are summed apart, on another thread if there is one; a multiple of TILE */
-#define BLOCK_ROWS 96 /* rows that share the keys of a task */
-#define SHARE 48      /* of these, the rows that go through a tile before the next ones: a multiple of ROWS */
-#define ROWS 4        /* rows of the inner loops */
-#define STEP (2 * LANES) /* scores that are weighed side by side */
-#define FEW_ROWS 16   /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
-#define FEW_KEYS 8    /* keys whose values are taken before the next ones are touched, then */
-#define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
+#define BLOCK_ROWS 192 /* rows that share the keys of a task */
+#define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
+#define FEW_KEYS 8     /* keys whose values are taken before the next ones are touched, then */
+#define LOG2_E 1.4426950408889634
 
 /* The same fields, in the same order, as in attention.py. */
 typedef struct {
@@ -43,7 +36,7 @@ typedef struct {
 
 typedef struct {
     int32_t seq, kv_head, num_kv_heads, first_query, num_queries;
-    int32_t range;  /* the only one to sum, -1: all of them */
+    int32_t tile;   /* the only one to sum, -1: all of them */
     int64_t saved;  /* where its sums are kept until they are merged */
 } Task;
 
@@ -67,133 +60,6 @@ static void clear(Sums *sums, long rows, long dim)
         sums->most[i] = -INFINITY;
     memset(sums->sum, 0, (size_t)rows * sizeof(float));
     memset(sums->out, 0, (size_t)(rows * dim) * sizeof(float));
-}
-
-/* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */
-INLINE void score4(int rows, const float *q, const float *const *keys, long from, long dim, float *out)
-{
-    vf sums[ROWS][4];
-    for (int r = 0; r < rows; r++)
-        for (int k = 0; k < 4; k++)
-            sums[r][k] = load(q + r * dim) * load(keys[k] + from);
-    for (long d = LANES; d < dim; d += LANES) {
-        vf key[4];
-        for (int k = 0; k < 4; k++)
-            key[k] = load(keys[k] + from + d);
-        for (int r = 0; r < rows; r++) {
-            vf query = load(q + r * dim + d);
-            for (int k = 0; k < 4; k++)
-                sums[r][k] = fused(query, key[k], sums[r][k]);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        lanes_sum4(sums[r], out + r * TILE);
-}
-
-INLINE void mix_key(int rows, int vectors, const float *values, const factors *weights, int at, vf (*sums)[4])
-{
-    for (int i = 0; i < vectors; i++) {
-        vf value = load(values + i * LANES);
-        for (int r = 0; r < rows; r++)
-            sums[r][i] = fused_by(value, weights[r], at, sums[r][i]);
-    }
-}
-
-/* Add the weighted values of keys [first, end) of a tile to `vectors` vectors, from `d` on, of some rows. */
-INLINE void mix(int rows, int vectors, const float *weights, const float *const *values, long first, long end, long d,
-                long dim, float *out)
-{
-    vf sums[ROWS][4];
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < vectors; i++)
-            sums[r][i] = load(out + r * dim + i * LANES);
-    long k = first;
-    for (; k + FACTORS <= end; k += FACTORS) {
-        factors weight[ROWS];
-        for (int r = 0; r < rows; r++)
-            weight[r] = load_factors(weights + r * TILE + k);
-        mix_key(rows, vectors, values[k] + d, weight, 0, sums);
-        if (FACTORS > 1) {
-            mix_key(rows, vectors, values[k + 1] + d, weight, 1, sums);
-            mix_key(rows, vectors, values[k + 2] + d, weight, 2, sums);
-            mix_key(rows, vectors, values[k + 3] + d, weight, 3, sums);
-        }
-    }
-    for (; k < end; k++)
-        for (int i = 0; i < vectors; i++) {
-            vf value = load(values[k] + d + i * LANES);
-            for (int r = 0; r < rows; r++)
-                sums[r][i] = fused(value, splat(weights[r * TILE + k]), sums[r][i]);
-        }
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < vectors; i++)
-            store(out + r * dim + i * LANES, sums[r][i]);
-}
-
-/* The values lie `from` floats behind the pointers. */
-INLINE void mix_all(int rows, const float *weights, const float **values, long from, long first, long end, long dim,
-                    float *out)
-{
-    long d = 0;
-    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES)
-        mix(rows, DIM_CHUNK, weights, values, first, end, from + d, dim, out + d);
-    for (; d < dim; d += LANES)
-        mix(rows, 1, weights, values, first, end, from + d, dim, out + d);
-}
-
-/* Weights of STEP scores, none above `most`: e^(score - most), to 2 units in the last place, 0 where it is below
- * the least normal number. As exp_lanes, with fewer steps. */
-INLINE void weigh(float *scores, float most, vf *total)
-{
-    const float shift = 12582912.0f + 127; /* 1.5 * 2^23 and the exponent of 1: the low bits are an exponent */
-    for (int i = 0; i < 2; i++) {
-        vf x = larger(splat(-88.1f), load(scores + i * LANES) - most);
-        vf shifted = fused(x, splat(1.44269504f), splat(shift)), n = shifted - shift;
-        vf r = fused(n, splat(-1.42860677e-6f), fused(n, splat(-0.693145752f), x)), square = r * r;
-        vf high = fused(r, splat(1.0f / 120), splat(1.0f / 24)), low = fused(r, splat(1.0f / 6), splat(0.5f));
-        high = fused(square, splat(1.0f / 720), high);
-        vf poly = fused(square, fused(square, high, low), r + 1.0f);
-        vf weight = poly * (vf)((vi)shifted << 23);
-        store(scores + i * LANES, weight);
-        total[i] += weight;
-    }
-}
-
-static void cap(float *scores, long count, float softcap)
-{
-    for (long k = 0; k < count; k += LANES) {
-        vf x = load(scores + k);
-        vf twice = exp_lanes(pick(x > 44 * softcap, splat(44), x / softcap) * 2.0f);
-        store(scores + k, pick(x == -INFINITY, x, softcap - 2.0f * softcap / (twice + 1.0f)));
-    }
-}
-
-/* The first `count` scores of one row in, a multiple of STEP, weights out; the sums so far are scaled to the new
- * maximum. What lies behind is not seen: it would add nothing. */
-static void soften(float *scores, long count, float softcap, long dim, float *most, float *sum, float *out)
-{
-    if (softcap > 0)
-        cap(scores, count, softcap);
-    vf top[2] = {load(scores), load(scores + LANES)}, total[2] = {{0}};
-    for (long k = STEP; k < count; k += STEP)
-        for (int i = 0; i < 2; i++)
-            top[i] = larger(load(scores + k + i * LANES), top[i]);
-    float now = lanes_max(larger(top[0], top[1]));
-    now = now > *most ? now : *most;
-    if (now == -INFINITY) { /* the row sees nothing of this tile, nor of those before */
-        memset(scores, 0, (size_t)count * sizeof(float));
-        return;
-    }
-    for (long k = 0; k < count; k += STEP)
-        weigh(scores + k, now, total);
-    if (*most != -INFINITY && now != *most) {
-        float fade = exp_one(*most - now);
-        *sum *= fade;
-        for (long d = 0; d < dim; d += LANES)
-            store(out + d, load(out + d) * fade);
-    }
-    *most = now;
-    *sum += lanes_sum(total[0] + total[1]);
 }
 
 /* Ask for `count` keys and values of one head, which are copied soon. */
@@ -234,100 +100,120 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
     }
 }
 
-/* Scores of some rows with keys [first, end), a multiple of 4. */
-INLINE void score_all(int rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
-                      float *out)
+/* Position of the first query of a task. */
+static long place_of(const Job *job, const Task *task)
 {
-    for (long k = first; k < end; k += 4)
-        score4(rows, q, keys + k, from, dim, out + k);
-}
-
-static void score_some(long rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
-                       float *out)
-{
-    switch (rows) {
-    case 4: score_all(4, q, keys, from, first, end, dim, out); break;
-    case 3: score_all(3, q, keys, from, first, end, dim, out); break;
-    case 2: score_all(2, q, keys, from, first, end, dim, out); break;
-    default: score_all(1, q, keys, from, first, end, dim, out);
-    }
-}
-
-static void mix_some(long rows, const float *weights, const float **values, long from, long first, long end, long dim,
-                     float *out)
-{
-    switch (rows) {
-    case 4: mix_all(4, weights, values, from, first, end, dim, out); break;
-    case 3: mix_all(3, weights, values, from, first, end, dim, out); break;
-    case 2: mix_all(2, weights, values, from, first, end, dim, out); break;
-    default: mix_all(1, weights, values, from, first, end, dim, out);
-    }
-}
-
-/* Scores of rows [row, until) of a task to weights, among the keys [first, end) of a tile. */
-static void soften_rows(const Job *job, const Task *task, long tile, long first, long end, long row, long until,
-                        Scratch *scratch)
-{
-    long group = job->heads / job->kv_heads, each = task->num_queries * group, dim = job->head_dim;
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
-    long place = job->seq_lens[task->seq] - query_len + task->first_query; /* position of the first query */
-    long count = (end - tile + STEP - 1) / STEP * STEP;
-    int all_seen = end - first == TILE && end <= place + 1 &&
-                   (!job->window || first > place + task->num_queries - 1 - job->window);
-    Sums *part = &scratch->part;
-    for (; row < until; row++) {
-        float *scores = scratch->weights + row * TILE;
-        if (!all_seen) {
-            long position = place + row % each / group;
-            long seen_first = at_least(first, job->window ? position - job->window + 1 : 0) - tile;
-            for (long k = 0; k < at_most(seen_first, count); k++)
-                scores[k] = -INFINITY;
-            for (long k = at_least(at_most(end, position + 1) - tile, 0); k < count; k++)
-                scores[k] = -INFINITY;
-        }
-        soften(scores, count, (float)job->softcap, dim, part->most + row, part->sum + row, part->out + row * dim);
+    return job->seq_lens[task->seq] - query_len + task->first_query;
+}
+
+/* Scores of one row, whose query stands at `place`, to weights, among the keys [first, end) of a tile. */
+static void soften_row(const Job *job, long tile, long first, long end, long place, long row, Scratch *scratch)
+{
+    float *scores = scratch->weights + row * TILE;
+    long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP);
+    long seen_first = at_least(first, job->window ? place - job->window + 1 : 0) - tile;
+    for (long k = 0; k < at_most(seen_first, count); k++)
+        scores[k] = -INFINITY;
+    for (long k = at_least(at_most(end, place + 1) - tile, 0); k < count; k++)
+        scores[k] = -INFINITY;
+    soften(scores, count, (float)(job->softcap * LOG2_E), scratch->part.most + row, scratch->part.sum + row);
+}
+
+/* A few rows of each key head: every key in one pass over all heads, as it lies in memory. */
+static void attend_few(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
+                       const float *const *values, Scratch *scratch)
+{
+    long heads = task->num_kv_heads, dim = job->head_dim, group = job->heads / job->kv_heads, each = task->num_queries * group;
+    long begin = first - tile, until = end - tile, fours = (until + 3) & ~3L;
+    for (long k = begin & ~3L; k < until; k += FEW_KEYS)
+        for (long head = 0; head < heads; head++)
+            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
+                score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, k, at_most(k + FEW_KEYS, fours), dim,
+                           scratch->weights + row * TILE);
+    for (long row = 0; row < heads * each; row++)
+        soften_row(job, tile, first, end, place_of(job, task) + row % each / group, row, scratch);
+    for (long k = begin; k < until; k += FEW_KEYS)
+        for (long head = 0; head < heads; head++)
+            for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
+                mix_some(at_most(each - r, ROWS), k > begin, scratch->weights + row * TILE, values, head * dim, k,
+                         at_most(k + FEW_KEYS, until), dim, scratch->part.out + row * dim);
+}
+
+/* Scores with keys [first, end) that lie side by side, from the next lower multiple of 4 on. */
+static void score_packed(long rows, const float *q, const float *const *keys, long first, long end, long dim, float *out)
+{
+    long low = first & ~3L, high = (end + 3) & ~3L;
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    if (rows == 4 && dim > 4) {
+        score_four(q, keys[first] - first * dim, low, high, dim, out);
+        return;
+    }
+#endif
+    score_some(rows, q, keys, 0, low, high, dim, out);
+}
+
+static void mix_packed(long rows, const float *weights, const float *const *values, long first, long end, long dim, float *out)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    long whole = (end - first) & ~3L;
+    if (rows == 4 && dim % 16 == 0 && whole > 0) {
+        for (long d = 0; d < dim; d += 16)
+            mix_sixteen(weights + first, values[first] + d, whole, dim, out + d);
+        if (first + whole < end)
+            mix_some(rows, 1, weights, values, 0, first + whole, end, dim, out);
+        return;
+    }
+#endif
+    mix_some(rows, 0, weights, values, 0, first, end, dim, out);
+}
+
+/* Many rows of one key head: keys, then values stay in the cache. No row goes further than the last of four sees. */
+static void attend_many(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
+                        const float *const *values, Scratch *scratch)
+{
+    long dim = job->head_dim, group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
+    long place = place_of(job, task);
+    for (long row = 0; row < all; row += ROWS) {
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
+        score_packed(rows, scratch->q + row * dim, keys, begin, seen_end - tile, dim, scratch->weights + row * TILE);
+        for (long r = row; r < row + rows; r++)
+            soften_row(job, tile, first, seen_end, place + r / group, r, scratch);
+    }
+    for (long row = 0; row < all; row += ROWS) {
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
+        mix_packed(rows, scratch->weights + row * TILE, values, begin, seen_end - tile, dim, scratch->part.out + row * dim);
     }
 }
 
-/* Rows lie key head by key head, `each` of them. A few rows take every key in one pass over all heads, as it
- * lies in memory; of many, some at a time go through the whole tile, which stays in the cache. */
+/* Rows lie key head by key head. */
 static void attend_tile(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch)
 {
     const float *keys[TILE], *values[TILE];
-    long heads = task->num_kv_heads, dim = job->head_dim;
-    long each = task->num_queries * (job->heads / job->kv_heads), low = (first - tile) & ~3L;
-    long high = (end - tile + 3) & ~3L, step = heads > 1 ? FEW_KEYS : TILE, share = heads > 1 ? each : SHARE;
     gather(job, task, tile, first, end, scratch, keys, values);
-    for (long k = low; k < high; k++) /* filled up to fours with a key that is there; masked later */
+    for (long k = (first - tile) & ~3L; k < ((end - tile + 3) & ~3L); k++) /* filled up to fours with a key that is there */
         if (k < first - tile || k >= end - tile)
             keys[k] = keys[first - tile];
-    for (long begin = 0; begin < each; begin += share) {
-        long until = at_most(begin + share, each);
-        for (long k = low; k < high; k += step)
-            for (long head = 0; head < heads; head++)
-                for (long r = begin, row = head * each + r; r < until; r += ROWS, row += ROWS)
-                    score_some(at_most(until - r, ROWS), scratch->q + row * dim, keys, head * dim, k,
-                               at_most(k + step, high), dim, scratch->weights + row * TILE);
-        soften_rows(job, task, tile, first, end, begin, heads > 1 ? heads * each : until, scratch);
-        for (long k = first - tile; k < end - tile; k += step)
-            for (long head = 0; head < heads; head++)
-                for (long r = begin, row = head * each + r; r < until; r += ROWS, row += ROWS)
-                    mix_some(at_most(until - r, ROWS), scratch->weights + row * TILE, values, head * dim, k,
-                             at_most(k + step, end - tile), dim, scratch->part.out + row * dim);
-    }
+    if (task->num_kv_heads > 1)
+        attend_few(job, task, tile, first, end, keys, values, scratch);
+    else
+        attend_many(job, task, tile, first, end, keys, values, scratch);
 }
 
+/* Add `part` to `total`, both scaled to the larger maximum. */
 static void merge(Sums *total, const Sums *part, long rows, long dim)
 {
-    for (long r = 0; r < rows; r++) {
-        if (part->most[r] == -INFINITY)
-            continue;
-        float most = part->most[r] > total->most[r] ? part->most[r] : total->most[r];
-        float old = exp_one(total->most[r] - most), new = exp_one(part->most[r] - most);
-        total->most[r] = most;
-        total->sum[r] = total->sum[r] * old + part->sum[r] * new;
-        for (long d = r * dim; d < (r + 1) * dim; d += LANES)
-            store(total->out + d, load(total->out + d) * old + load(part->out + d) * new);
+    for (long row = 0; row < rows; row += LANES) {
+        long left = rows - row;
+        vf old = take(total->most, 0, row, left), new = take(part->most, 0, row, left), most = larger(old, new);
+        vf base = pick(most == -INFINITY, splat(0), most), share[2] = {old - base, new - base};
+        two_to(2, share);
+        put(total->most, 0, row, left, most);
+        put(total->sum, 0, row, left,
+            fused(take(total->sum, 0, row, left), share[0], take(part->sum, 0, row, left) * share[1]));
+        for (long r = 0; r < at_most(left, LANES); r++)
+            for (long d = (row + r) * dim; d < (row + r + 1) * dim; d += LANES)
+                store(total->out + d, fused(load(total->out + d), splat(share[0][r]), load(part->out + d) * share[1][r]));
     }
 }
 
@@ -371,26 +257,23 @@ static void run_task(const Job *job, const Task *task, Scratch *scratch, float *
     seen(job, task, &first, &end);
     for (long row = 0; row < rows; row++) {
         long at = token_of(job, task, row, &head) * job->q_stride;
-        widen(job->q, (int)job->q_bf16, at + head * dim, dim, (float)job->scale, scratch->q + row * dim);
+        widen(job->q, (int)job->q_bf16, at + head * dim, dim, (float)(job->scale * LOG2_E), scratch->q + row * dim);
     }
     clear(&scratch->total, rows, dim);
-    long from = task->range < 0 ? first / RANGE : task->range;
-    long until = task->range < 0 ? (end + RANGE - 1) / RANGE : from + 1;
-    for (long range = from; range < until; range++) {
-        clear(&scratch->part, rows, dim);
-        for (long tile = range * RANGE; tile < (range + 1) * RANGE; tile += TILE)
-            if (tile < end && tile + TILE > first)
-                attend_tile(job, task, tile, at_least(tile, first), at_most(tile + TILE, end), scratch);
-        if (task->range < 0)
+    long from = task->tile < 0 ? first / TILE : task->tile, until = task->tile < 0 ? (end + TILE - 1) / TILE : from + 1;
+    for (long at = from; at < until; at++) {
+        long tile = at * TILE;
+        attend_tile(job, task, tile, at_least(tile, first), at_most(tile + TILE, end), scratch);
+        if (task->tile < 0)
             merge(&scratch->total, &scratch->part, rows, dim);
     }
-    if (task->range < 0)
+    if (task->tile < 0)
         write_out(job, task, &scratch->total);
     else
         memcpy(saved + task->saved, scratch->part.most, (size_t)(rows * (dim + 2)) * sizeof(float));
 }
 
-/* Sum up the ranges that were computed apart: `task` is the first of `count`. */
+/* Sum up the tiles that were computed apart: `task` is the first of `count`. */
 static void join(const Job *job, const Task *task, long count, Scratch *scratch, float *saved)
 {
     long rows = rows_of(job, task), dim = job->head_dim;
@@ -405,7 +288,7 @@ static void join(const Job *job, const Task *task, long count, Scratch *scratch,
 static int same_rows(const Task *a, const Task *b) { return a->seq == b->seq && a->kv_head == b->kv_head; }
 
 /* The last queries of a sequence, which see most, come first. Where the queries of a sequence make one block
- * only, it is split by ranges too, if there is a thread to share them with. */
+ * only, it is split by tiles too, if there is a thread to share them with. */
 static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
 {
     long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1), count = 0;
@@ -418,13 +301,13 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
                 Task task = {seq, kv_head, together, (int32_t)at, (int32_t)at_most(step, query_len - at), -1, 0};
                 long first, end;
                 seen(job, &task, &first, &end);
-                long from = first / RANGE, until = (end + RANGE - 1) / RANGE;
+                long from = first / TILE, until = (end + TILE - 1) / TILE;
                 if (query_len > step || until - from <= 1 || !split) {
                     tasks[count++] = task;
                     continue;
                 }
-                for (long range = from; range < until; range++) {
-                    task.range = (int32_t)range;
+                for (long tile = from; tile < until; tile++) {
+                    task.tile = (int32_t)tile;
                     task.saved = *saved_size;
                     *saved_size += rows_of(job, &task) * (job->head_dim + 2);
                     tasks[count++] = task;
@@ -465,7 +348,7 @@ int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len
                              int64_t num_threads)
 {
     long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1);
-    long splits = job->num_seqs * job->kv_heads * (max_seq_len / RANGE + 1);
+    long splits = job->num_seqs * job->kv_heads * (max_seq_len / TILE + 1);
     job->max_tasks = splits + job->kv_heads * (num_tokens / step + job->num_seqs);
     job->max_saved = splits * at_most(step, max_query_len) * group * (job->head_dim + 2);
     long each = job->max_tasks * (long)sizeof(Task) + scratch_size(job) * (long)sizeof(float);
@@ -489,7 +372,7 @@ void quire_attention(const Job *job)
         return;
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < count; i++) {
-        if (tasks[i].range < 0 || (i > 0 && same_rows(tasks + i, tasks + i - 1)))
+        if (tasks[i].tile < 0 || (i > 0 && same_rows(tasks + i, tasks + i - 1)))
             continue;
         long number = 1;
         while (i + number < count && same_rows(tasks + i, tasks + i + number))

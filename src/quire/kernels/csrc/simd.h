@@ -91,10 +91,14 @@ INLINE float lanes_sum(vf x)
 
 INLINE float lanes_max(vf x)
 {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return vmaxnmvq_f32((float32x4_t)x);
+#else
     float most = x[0];
     for (int i = 1; i < LANES; i++)
         most = x[i] > most ? x[i] : most;
     return most;
+#endif
 }
 
 /* out[i] = the sum of the lanes of x[i], always added in the same order. */
@@ -113,6 +117,53 @@ INLINE void lanes_sum4(const vf *x, float *out)
     for (int i = 0; i < 4; i++)
         out[i] = lanes_sum(x[i]);
 #endif
+}
+
+/* A constant that the next operation may overwrite: read again each time, which is cheaper than a copy. */
+INLINE vf fresh(const vf *constant)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    vf x;
+    __asm__ volatile("ldr %q0, %1" : "=w"(x) : "m"(*constant));
+    return x;
+#else
+    return *constant;
+#endif
+}
+
+#define SAME4(x) x, x, x, x
+#if LANES == 8
+#define SAME(x) {SAME4(x), SAME4(x)}
+#else
+#define SAME(x) {SAME4(x)}
+#endif
+
+/* x[i] = 2^x[i] for x <= 0, to 2 units in the last place; exactly 0 below -126.5. NaN stays NaN. Of several vectors at a time one
+ * does not wait for the other. */
+INLINE void two_to(int count, vf *x)
+{
+    static const vf one = SAME(1.0f), second = SAME(0.240222421f), fourth = SAME(9.67151281e-3f);
+    static const float others[4] = {1.32647272e-3f, 5.55073374e-2f, 0.693146978f};
+    const float shift = 12582912.0f + 127; /* 1.5 * 2^23 and the exponent of 1: the low bits are an exponent */
+    vf shifted[4], square[4], high[4], low[4];
+    for (int i = 0; i < count; i++)
+        x[i] = larger(splat(-127.0f), x[i]);
+    for (int i = 0; i < count; i++)
+        shifted[i] = x[i] + shift;
+    for (int i = 0; i < count; i++)
+        x[i] -= shifted[i] - shift;
+    for (int i = 0; i < count; i++)
+        high[i] = fused_by(x[i], load_factors(others), 0, fresh(&fourth));
+    for (int i = 0; i < count; i++)
+        square[i] = x[i] * x[i];
+    for (int i = 0; i < count; i++)
+        low[i] = fused_by(x[i], load_factors(others), 1, fresh(&second));
+    for (int i = 0; i < count; i++)
+        low[i] = fused(square[i], high[i], low[i]);
+    for (int i = 0; i < count; i++)
+        x[i] = fused(square[i], low[i], fused_by(x[i], load_factors(others), 2, fresh(&one)));
+    for (int i = 0; i < count; i++)
+        x[i] *= (vf)((vi)shifted[i] << 23);
 }
 
 /* e^x for x <= 88, to 2 units in the last place; exactly 0 below -87. NaN stays NaN. */

@@ -1,0 +1,227 @@
+/* The inner loops of attention: scores of a tile of keys, their weights, and the values mixed by them.
+ *
+ * Scores are in units of log2: q carries the factor. */
+#ifndef QUIRE_ATTEND_H
+#define QUIRE_ATTEND_H
+
+#include <math.h>
+
+#include "simd.h"
+
+#define TILE 128         /* keys that are scored before they are weighed */
+#define ROWS 4           /* rows of the inner loops */
+#define SIDE (LANES == 4 ? 4 : 2) /* vectors of scores that are weighed side by side */
+#define STEP (SIDE * LANES)
+#define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
+
+/* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */
+INLINE void score4(int rows, const float *q, const float *const *keys, long from, long dim, float *out)
+{
+    vf sums[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < 4; k++)
+            sums[r][k] = load(q + r * dim) * load(keys[k] + from);
+    for (long d = LANES; d < dim; d += LANES) {
+        vf key[4];
+        for (int k = 0; k < 4; k++)
+            key[k] = load(keys[k] + from + d);
+        for (int r = 0; r < rows; r++) {
+            vf query = load(q + r * dim + d);
+            for (int k = 0; k < 4; k++)
+                sums[r][k] = fused(query, key[k], sums[r][k]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        lanes_sum4(sums[r], out + r * TILE);
+}
+
+INLINE void mix_key(int rows, int vectors, const float *values, const factors *weights, int at, vf (*sums)[4])
+{
+    for (int i = 0; i < vectors; i++) {
+        vf value = load(values + i * LANES);
+        for (int r = 0; r < rows; r++)
+            sums[r][i] = fused_by(value, weights[r], at, sums[r][i]);
+    }
+}
+
+/* The weighted values of keys [first, end) of a tile, `vectors` vectors of them from `d` on, of some rows; with `more`, on top of
+ * what is there. */
+INLINE void mix(int rows, int vectors, int more, const float *weights, const float *const *values, long first, long end, long d,
+                long dim, float *out)
+{
+    vf sums[ROWS][4] = {{{0}}};
+    for (int r = 0; more && r < rows; r++)
+        for (int i = 0; i < vectors; i++)
+            sums[r][i] = load(out + r * dim + i * LANES);
+    long k = first;
+    for (; k + FACTORS <= end; k += FACTORS) {
+        factors weight[ROWS];
+        for (int r = 0; r < rows; r++)
+            weight[r] = load_factors(weights + r * TILE + k);
+        mix_key(rows, vectors, values[k] + d, weight, 0, sums);
+        if (FACTORS > 1) {
+            mix_key(rows, vectors, values[k + 1] + d, weight, 1, sums);
+            mix_key(rows, vectors, values[k + 2] + d, weight, 2, sums);
+            mix_key(rows, vectors, values[k + 3] + d, weight, 3, sums);
+        }
+    }
+    for (; k < end; k++)
+        for (int i = 0; i < vectors; i++) {
+            vf value = load(values[k] + d + i * LANES);
+            for (int r = 0; r < rows; r++)
+                sums[r][i] = fused(value, splat(weights[r * TILE + k]), sums[r][i]);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < vectors; i++)
+            store(out + r * dim + i * LANES, sums[r][i]);
+}
+
+/* The values lie `from` floats behind the pointers. */
+INLINE void mix_all(int rows, int more, const float *weights, const float *const *values, long from, long first, long end,
+                    long dim, float *out)
+{
+    long d = 0;
+    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES)
+        mix(rows, DIM_CHUNK, more, weights, values, first, end, from + d, dim, out + d);
+    for (; d < dim; d += LANES)
+        mix(rows, 1, more, weights, values, first, end, from + d, dim, out + d);
+}
+
+static void cap(float *scores, long count, float softcap)
+{
+    for (long k = 0; k < count; k += LANES) {
+        vf x = load(scores + k);
+        vf twice = exp_lanes(pick(x > 44 * softcap, splat(44), x / softcap) * 2.0f);
+        store(scores + k, pick(x == -INFINITY, x, softcap - 2.0f * softcap / (twice + 1.0f)));
+    }
+}
+
+/* The first `count` scores of one row in, a multiple of STEP, weights out; their largest and their sum. */
+static void soften(float *scores, long count, float softcap, float *most, float *sum)
+{
+    if (softcap > 0)
+        cap(scores, count, softcap);
+    vf top[SIDE], total[2] = {{0}};
+    for (int i = 0; i < SIDE; i++)
+        top[i] = load(scores + i * LANES);
+    for (long k = STEP; k < count; k += STEP)
+        for (int i = 0; i < SIDE; i++)
+            top[i] = larger(load(scores + k + i * LANES), top[i]);
+    for (int i = 1; i < SIDE; i++)
+        top[0] = larger(top[i], top[0]);
+    float now = lanes_max(top[0]);
+    *most = now;
+    *sum = 0;
+    if (now == -INFINITY) { /* the row sees nothing of this tile */
+        memset(scores, 0, (size_t)count * sizeof(float));
+        return;
+    }
+    for (long k = 0; k < count; k += STEP) {
+        vf weights[SIDE];
+        for (int i = 0; i < SIDE; i++)
+            weights[i] = load(scores + k + i * LANES) - now;
+        two_to(SIDE, weights);
+        for (int i = 0; i < SIDE; i++) {
+            store(scores + k + i * LANES, weights[i]);
+            total[i % 2] += weights[i];
+        }
+    }
+    *sum = lanes_sum(total[0] + total[1]);
+}
+
+/* Scores of some rows with keys [first, end), a multiple of 4. */
+INLINE void score_all(int rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
+                      float *out)
+{
+    for (long k = first; k < end; k += 4)
+        score4(rows, q, keys + k, from, dim, out + k);
+}
+
+static void score_some(long rows, const float *q, const float *const *keys, long from, long first, long end, long dim,
+                       float *out)
+{
+    switch (rows) {
+    case 4: score_all(4, q, keys, from, first, end, dim, out); break;
+    case 3: score_all(3, q, keys, from, first, end, dim, out); break;
+    case 2: score_all(2, q, keys, from, first, end, dim, out); break;
+    default: score_all(1, q, keys, from, first, end, dim, out);
+    }
+}
+
+static void mix_some(long rows, int more, const float *weights, const float *const *values, long from, long first, long end,
+                     long dim, float *out)
+{
+    switch (rows) {
+    case 4: mix_all(4, more, weights, values, from, first, end, dim, out); break;
+    case 3: mix_all(3, more, weights, values, from, first, end, dim, out); break;
+    case 2: mix_all(2, more, weights, values, from, first, end, dim, out); break;
+    default: mix_all(1, more, weights, values, from, first, end, dim, out);
+    }
+}
+
+
+/* Four rows of scores with keys [first, end), a multiple of 4, and their weighted values: as score_some and mix_some, of keys and
+ * values that lie side by side. */
+#if defined(__ARM_NEON) && defined(__aarch64__)
+
+#define ZERO(row) "movi v" #row ".4s, 0\n"
+/* 4 columns. */
+#define SCORE(op, query, sum0, sum1, sum2, sum3)                                                                                 \
+    "ldr q20, [%[" #query "], %[d]]\n" op " v" #sum0 ".4s, v20.4s, v16.4s\n" op " v" #sum1 ".4s, v20.4s, v17.4s\n"               \
+    op " v" #sum2 ".4s, v20.4s, v18.4s\n" op " v" #sum3 ".4s, v20.4s, v19.4s\n"
+#define SCORES(op)                                                                                                               \
+    "ldr q16, [%[k], %[d]]\nldr q17, [%[l], %[d]]\nldr q18, [%[m], %[d]]\nldr q19, [%[n], %[d]]\n" SCORE(op, q0, 0, 1, 2, 3)     \
+    SCORE(op, q1, 4, 5, 6, 7) SCORE(op, q2, 8, 9, 10, 11) SCORE(op, q3, 12, 13, 14, 15)
+#define PAIRS(to, from) "faddp v" #to ".4s, v" #to ".4s, v" #from ".4s\n"
+#define MOVE(pointer, by) "add %[" #pointer "], %[" #pointer "], " #by "\n"
+#define MIX(value, i0, i1, i2, i3, lane)                                                                                         \
+    "fmla v" #i0 ".4s, v" #value ".4s, v16.s[" #lane "]\nfmla v" #i1 ".4s, v" #value ".4s, v17.s[" #lane "]\n"                   \
+    "fmla v" #i2 ".4s, v" #value ".4s, v18.s[" #lane "]\nfmla v" #i3 ".4s, v" #value ".4s, v19.s[" #lane "]\n"
+#define MIX_KEY(lane, a, b, c, e)                                                                                                \
+    "ldp q" #a ", q" #b ", [%[v]]\nldp q" #c ", q" #e ", [%[v], 32]\nadd %[v], %[v], %[bytes]\n"                                 \
+    MIX(a, 0, 4, 8, 12, lane) MIX(b, 1, 5, 9, 13, lane) MIX(c, 2, 6, 10, 14, lane) MIX(e, 3, 7, 11, 15, lane)
+#define ZEROS                                                                                                                    \
+    ZERO(0) ZERO(1) ZERO(2) ZERO(3) ZERO(4) ZERO(5) ZERO(6) ZERO(7) ZERO(8) ZERO(9) ZERO(10) ZERO(11) ZERO(12) ZERO(13)          \
+    ZERO(14) ZERO(15)
+#define USED                                                                                                                     \
+    "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18",   \
+        "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", "v27", "memory", "cc"
+
+static void score_four(const float *q, const float *keys, long first, long end, long dim, float *out)
+{
+    const float *k = keys + first * dim, *l = k + dim, *m = l + dim, *n = m + dim;
+    float *to = out + first;
+    long count = end - first, bytes = 4 * dim, d = 0;
+    if (count > 0)
+        asm volatile("1:\nmov %[d], 0\n" SCORES("fmul") MOVE(d, 16)
+                     "2:\n" SCORES("fmla") MOVE(d, 16) "cmp %[d], %[bytes]\nb.ne 2b\n"
+                     PAIRS(0, 1) PAIRS(2, 3) PAIRS(4, 5) PAIRS(6, 7) PAIRS(8, 9) PAIRS(10, 11) PAIRS(12, 13) PAIRS(14, 15)
+                     PAIRS(0, 2) PAIRS(4, 6) PAIRS(8, 10) PAIRS(12, 14)
+                     MOVE(k, %[fours]) MOVE(l, %[fours]) MOVE(m, %[fours]) MOVE(n, %[fours])
+                     "str q4, [%[out], %[row]]\nstr q8, [%[out], %[row] * 2]\nstr q12, [%[out], %[row] * 3]\nstr q0, [%[out]], 16\n"
+                     "subs %[count], %[count], 4\nb.gt 1b\n"
+                     : [k] "+r"(k), [l] "+r"(l), [m] "+r"(m), [n] "+r"(n), [out] "+r"(to), [count] "+r"(count), [d] "+r"(d)
+                     : [q0] "r"(q), [q1] "r"(q + dim), [q2] "r"(q + 2 * dim), [q3] "r"(q + 3 * dim), [bytes] "r"(bytes),
+                       [fours] "r"(4 * bytes), [row] "i"(4 * TILE)
+                     : USED);
+}
+
+/* Sixteen columns of the values of `count` keys, a multiple of 4. */
+static void mix_sixteen(const float *weights, const float *values, long count, long dim, float *out)
+{
+    long bytes = 4 * dim;
+    if (count > 0)
+        asm volatile(ZEROS "1:\nldr q17, [%[w], %[row]]\nldr q18, [%[w], %[row] * 2]\nldr q19, [%[w], %[row] * 3]\n"
+                     "ldr q16, [%[w]], 16\n" MIX_KEY(0, 20, 21, 22, 23) MIX_KEY(1, 24, 25, 26, 27)
+                     MIX_KEY(2, 20, 21, 22, 23) MIX_KEY(3, 24, 25, 26, 27) "subs %[count], %[count], 4\nb.gt 1b\n"
+                     "stp q0, q1, [%[out]]\nstp q2, q3, [%[out], 32]\nadd %[out], %[out], %[bytes]\n"
+                     "stp q4, q5, [%[out]]\nstp q6, q7, [%[out], 32]\nadd %[out], %[out], %[bytes]\n"
+                     "stp q8, q9, [%[out]]\nstp q10, q11, [%[out], 32]\nadd %[out], %[out], %[bytes]\n"
+                     "stp q12, q13, [%[out]]\nstp q14, q15, [%[out], 32]\n"
+                     : [w] "+r"(weights), [v] "+r"(values), [count] "+r"(count), [out] "+r"(out)
+                     : [bytes] "r"(bytes), [row] "i"(4 * TILE)
+                     : USED);
+}
+#endif
+
+#endif
