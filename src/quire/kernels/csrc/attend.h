@@ -10,8 +10,7 @@
 
 #define TILE 128         /* keys that are scored before they are weighed */
 #define ROWS 4           /* rows of the inner loops */
-#define SIDE (LANES == 4 ? 4 : 2) /* vectors of scores that are weighed side by side */
-#define STEP (SIDE * LANES)
+#define STEP (SIDE * LANES) /* scores that are weighed side by side */
 #define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
 
 /* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */

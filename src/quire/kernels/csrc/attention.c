@@ -1,7 +1,8 @@
 /* Paged attention over a whole batch.
  *
- * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are
- * taken in tiles that start at fixed positions of the sequence, tiles are merged in order. So the result is the same to the last bit whatever else is in the batch, however the work is split.
+ * A row is one query of one head. What is computed for a row depends on that row and its keys alone: keys are taken in tiles that
+ * start at fixed positions of the sequence, tiles are merged in order. So the result is the same to the last bit whatever else is in
+ * the batch, however the work is split.
  */
 /* Loads that are moved up, far from where they are used, take registers from the sums of the inner loops. */
 #pragma GCC optimize("no-schedule-insns")

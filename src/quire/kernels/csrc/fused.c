@@ -79,12 +79,20 @@ typedef struct {
     int64_t num_rows, size, stride, bf16;
 } SiluMulJob;
 
-INLINE void silu_mul_lanes(const SiluMulJob *job, long row, long at, long left, int bf16)
+/* `count` vectors from `at` on; only the last may have less than LANES `left`. */
+INLINE void silu_mul_lanes(const SiluMulJob *job, int count, long row, long at, long left, int bf16)
 {
-    vf gate = take(job->gate_up, bf16, row * job->stride + at, left), minus = -gate;
-    vf up = take(job->gate_up, bf16, row * job->stride + job->size + at, left);
-    vf e = exp_lanes(pick(minus > 88.0f, splat(88.0f), minus));
-    put(job->out, bf16, row * job->size + at, left, rounded(gate / (e + 1.0f), bf16) * up);
+    vf gate[SIDE], e[SIDE];
+    for (int i = 0; i < count; i++) {
+        gate[i] = take(job->gate_up, bf16, row * job->stride + at + i * LANES, left - i * LANES);
+        e[i] = smaller(splat(88.0f), -gate[i]);
+    }
+    e_to(count, e);
+    for (int i = 0; i < count; i++) {
+        vf up = take(job->gate_up, bf16, row * job->stride + job->size + at + i * LANES, left - i * LANES);
+        vf x = rounded(gate[i] / (e[i] + 1.0f), bf16) * up;
+        put(job->out, bf16, row * job->size + at + i * LANES, left - i * LANES, x);
+    }
 }
 
 INLINE void silu_mul(const SiluMulJob *job, int bf16)
@@ -94,10 +102,10 @@ INLINE void silu_mul(const SiluMulJob *job, int bf16)
     for (long task = 0; task < job->num_rows * pieces; task++) {
         long row = task / pieces, i = task % pieces * COLUMNS;
         long end = i + COLUMNS < job->size ? i + COLUMNS : job->size;
-        for (; i + LANES <= end; i += LANES)
-            silu_mul_lanes(job, row, i, LANES, bf16);
-        if (i < end)
-            silu_mul_lanes(job, row, i, end - i, bf16);
+        for (; i + SIDE * LANES <= end; i += SIDE * LANES)
+            silu_mul_lanes(job, SIDE, row, i, SIDE * LANES, bf16);
+        for (; i < end; i += LANES)
+            silu_mul_lanes(job, 1, row, i, end - i, bf16);
     }
 }
 

@@ -75,6 +75,17 @@ INLINE vf larger(vf a, vf b)
 #endif
 }
 
+INLINE vf smaller(vf a, vf b)
+{
+#if defined(__ARM_NEON) && defined(__aarch64__)
+    return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return pick(a < b, a, b);
+#endif
+}
+
 INLINE float lanes_sum(vf x)
 {
 #if defined(__ARM_NEON) && defined(__aarch64__)
@@ -137,21 +148,21 @@ INLINE vf fresh(const vf *constant)
 #else
 #define SAME(x) {SAME4(x)}
 #endif
+#define SIDE (LANES == 4 ? 4 : 2) /* vectors that are computed side by side, so that one does not wait for the other */
+#define EXPONENT (12582912.0f + 127) /* 1.5 * 2^23 and the exponent of 1: added to n, the low bits are the exponent of 2^n */
 
-/* x[i] = 2^x[i] for x <= 0, to 2 units in the last place; exactly 0 below -126.5. NaN stays NaN. Of several vectors at a time one
- * does not wait for the other. */
+/* x[i] = 2^x[i] for x <= 0, to 2 units in the last place; exactly 0 below -126.5. NaN stays NaN. */
 INLINE void two_to(int count, vf *x)
 {
     static const vf one = SAME(1.0f), second = SAME(0.240222421f), fourth = SAME(9.67151281e-3f);
     static const float others[4] = {1.32647272e-3f, 5.55073374e-2f, 0.693146978f};
-    const float shift = 12582912.0f + 127; /* 1.5 * 2^23 and the exponent of 1: the low bits are an exponent */
-    vf shifted[4], square[4], high[4], low[4];
+    vf power[SIDE], square[SIDE], high[SIDE], low[SIDE];
     for (int i = 0; i < count; i++)
         x[i] = larger(splat(-127.0f), x[i]);
     for (int i = 0; i < count; i++)
-        shifted[i] = x[i] + shift;
+        power[i] = x[i] + EXPONENT;
     for (int i = 0; i < count; i++)
-        x[i] -= shifted[i] - shift;
+        x[i] -= power[i] - EXPONENT;
     for (int i = 0; i < count; i++)
         high[i] = fused_by(x[i], load_factors(others), 0, fresh(&fourth));
     for (int i = 0; i < count; i++)
@@ -163,28 +174,45 @@ INLINE void two_to(int count, vf *x)
     for (int i = 0; i < count; i++)
         x[i] = fused(square[i], low[i], fused_by(x[i], load_factors(others), 2, fresh(&one)));
     for (int i = 0; i < count; i++)
-        x[i] *= (vf)((vi)shifted[i] << 23);
+        x[i] *= (vf)((vi)power[i] << 23);
 }
 
-/* e^x for x <= 88, to 2 units in the last place; exactly 0 below -87. NaN stays NaN. */
+/* x[i] = e^x[i] for x <= 88, to 2 units in the last place; exactly 0 below -87.7. NaN stays NaN. */
+INLINE void e_to(int count, vf *x)
+{
+    static const vf half = SAME(0.5f), fourth = SAME(1.0f / 24);
+    static const float others[4] = {1.0f / 120, 1.0f / 6, -0.693145752f, -1.42860677e-6f};
+    vf power[SIDE], square[SIDE], high[SIDE], low[SIDE];
+    for (int i = 0; i < count; i++)
+        x[i] = larger(splat(-88.1f), x[i]);
+    for (int i = 0; i < count; i++) {
+        power[i] = fused(x[i], splat(1.44269504f), splat(EXPONENT));
+        high[i] = power[i] - EXPONENT;
+    }
+    for (int i = 0; i < count; i++)
+        x[i] = fused_by(high[i], load_factors(others), 2, x[i]);
+    for (int i = 0; i < count; i++)
+        x[i] = fused_by(high[i], load_factors(others), 3, x[i]);
+    for (int i = 0; i < count; i++) {
+        square[i] = x[i] * x[i];
+        high[i] = fused_by(x[i], load_factors(others), 0, fresh(&fourth));
+    }
+    for (int i = 0; i < count; i++)
+        low[i] = fused_by(x[i], load_factors(others), 1, fresh(&half));
+    for (int i = 0; i < count; i++)
+        high[i] = fused(square[i], splat(1.0f / 720), high[i]);
+    for (int i = 0; i < count; i++)
+        low[i] = fused(square[i], high[i], low[i]);
+    for (int i = 0; i < count; i++)
+        x[i] = fused(square[i], low[i], x[i] + 1.0f);
+    for (int i = 0; i < count; i++)
+        x[i] *= (vf)((vi)power[i] << 23);
+}
+
 INLINE vf exp_lanes(vf x)
 {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    vi tiny = x < -87.0f;
-    vf bounded = pick(tiny, splat(-87.0f), x);
-    vf shifted = bounded * 1.44269504f + shift;
-    vf n = shifted - shift;
-    vf r = bounded - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
-    vf poly = splat(1.0f / 720);
-    poly = poly * r + 1.0f / 120;
-    poly = poly * r + 1.0f / 24;
-    poly = poly * r + 1.0f / 6;
-    poly = poly * r + 0.5f;
-    poly = poly * r + 1.0f;
-    poly = poly * r + 1.0f;
-    vi power = ((vi)shifted - (vi)splat(shift) + 127) << 23;
-    return pick(tiny, splat(0), poly * (vf)power);
+    e_to(1, &x);
+    return x;
 }
 
 INLINE float exp_one(float x) { return exp_lanes(splat(x))[0]; }
