@@ -13,8 +13,13 @@
 #define FEW (WIDE > 4 ? 4 : 1) /* rows of x that are computed without unpacking to memory */
 #define DIRECT 16  /* from so many rows of x on floats are copied too: rows that lie 2^n apart share few places of a cache */
 #define TASK_ROWS 64
-#define TASK_BYTES 16384 /* of the weight that a task reads, times rows of x */
-#define TASK_UNITS 4 /* of interleaved weights, that a task reads with many rows of x */
+#define TASK_BYTES 65536 /* of the weight that a task reads, times rows of x, at most */
+#define SHARES 4         /* tasks for each thread, at least */
+#ifdef DOT_NEON
+#define TASK_UNITS 4 /* of interleaved weights: what a task reads, at least, if there are enough; quantized.c goes through them together */
+#else
+#define TASK_UNITS 1
+#endif
 /* Rows of x at a time, as many as registers allow. */
 #define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5)
 
@@ -325,11 +330,9 @@ INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
-    *each = work > TASK_BYTES ? 1 : TASK_BYTES / work;
-#ifdef DOT_NEON
-    if (part->interleaved && job->num_rows >= TASK_UNITS && *units >= 4 * TASK_UNITS * omp_get_num_threads())
-        *each = TASK_UNITS;
-#endif
+    long least = part->interleaved ? TASK_UNITS : 1, wanted = TASK_BYTES / work;
+    *each = at_most(wanted > least ? wanted : least, *units / (SHARES * omp_get_num_threads()));
+    *each += !*each;
 }
 
 void quire_linear(const LinearJob *job)

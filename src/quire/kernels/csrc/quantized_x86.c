@@ -191,6 +191,13 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     }
 }
 
+/* Asks for a block. */
+INLINE void fetch(int form, const uint8_t *weight)
+{
+    for (long i = 0; i < GROUP * block_bytes(form); i += 64)
+        __builtin_prefetch(weight + i);
+}
+
 /* Few rows of x times one group, straight from the weights. */
 INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t *x, long blocks, float out[][WIDTH])
 {
@@ -202,8 +209,7 @@ INLINE void times_few(int form, int count, const uint8_t *weight, const uint8_t 
     for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form), x += ROUNDED_BYTES) {
         ints dots[FEW][2];
         const uint8_t *codes = read_heads(form, weight, scale, low);
-        for (long i = 0; i < GROUP * block_bytes(form); i += 64)
-            __builtin_prefetch(weight + AHEAD + i);
+        fetch(form, weight + AHEAD);
         for (int r = 0; r < count; r++)
             codes_of[r] = (const int32_t *)(x + r * blocks * ROUNDED_BYTES);
         dot_halves(form, count, codes, codes_of, dots);
@@ -288,12 +294,15 @@ INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t
 {
     Ready ready[CHUNK][2];
     long bytes = GROUP * block_bytes(form), apart = blocks * PANEL * ROUNDED_BYTES;
+    long chunks = (blocks + CHUNK - 1) / CHUNK, each = (blocks + chunks - 1) / chunks;
     memset(out, 0, (size_t)(panels * PANEL) * sizeof *out);
-    for (long start = 0; start < blocks; start += CHUNK) {
-        long num = at_most(CHUNK, blocks - start);
+    for (long start = 0; start < blocks; start += each) {
+        long num = at_most(each, blocks - start), next = start + num < blocks ? start + num : UNIT_GROUPS * blocks;
         for (long b = 0; b < num; b++) {
             make_ready(form, left + (start + b) * bytes, &ready[b][0]);
             make_ready(form, right + (start + b) * bytes, &ready[b][1]);
+            fetch(form, left + (next + b) * bytes);
+            fetch(form, right + (next + b) * bytes);
         }
         times_ready(heads_of(form), panels, ready, x + start * PANEL * ROUNDED_BYTES, apart, num, out);
     }
