@@ -1,6 +1,6 @@
 """Random traffic on a GPU: arrivals, aborts, preemptions in a small cache. Nothing leaks, nothing is wrong.
 
-`QUIRE_TEST_TRAFFIC_S` says for how long; 20 seconds by default.
+`QUIRE_TEST_TRAFFIC_S` says for how long, 20 seconds by default, `QUIRE_TEST_TRAFFIC_SEED` which traffic.
 """
 
 import os
@@ -18,13 +18,14 @@ from quire.core.local import LocalEngine
 
 pytestmark = pytest.mark.gpu
 SECONDS = float(os.environ.get("QUIRE_TEST_TRAFFIC_S", "20"))
+SEED = int(os.environ.get("QUIRE_TEST_TRAFFIC_SEED", "0"))
 VOCAB, LONGEST = 128, 200
 
 
 class Traffic:
     def __init__(self, engine: LocalEngine, hf: Any) -> None:
         self.engine, self.hf = engine, hf
-        self.rng = random.Random(0)
+        self.rng = random.Random(SEED)
         self.prompts = [self._prompt() for _ in range(12)]
         self.expected = [self._greedy(prompt, 40) for prompt in self.prompts]
         self.running: dict[str, tuple[int | None, SamplingParams]] = {}

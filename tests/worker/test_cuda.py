@@ -149,7 +149,7 @@ def test_a_blank_step_stays_within_the_block_tables(worker: Worker, num_tokens: 
     assert worker._runner is not None
     device = worker._runner.device
     assert isinstance(device, Cuda)
-    batch, sheet = device._blank(num_tokens, num_seqs)
+    batch, sheet = device._blank(device._split(num_tokens, num_seqs))
     longest = device.block_tables.shape[1] * 4
     assert batch.seq_lens.max() <= longest and int(batch.seq_lens.sum()) == num_tokens
     assert int(batch.query_starts[-1]) == num_tokens and (sheet["slots"] == -1).all()

@@ -23,8 +23,10 @@ _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
 _COMPILERS = 8
-_LONG_STEP, _SMALL = 4096, 32
-"""Steps that are run to have kernels compiled: a prompt of so many tokens, decodes up to so many rows."""
+_LONG_STEP = 4096
+"""Tokens of the longest prompt that is run to have kernels compiled."""
+_MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
+"""Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
 
 class Cuda:
@@ -62,45 +64,53 @@ class Cuda:
     def _compile(self, config: EngineConfig) -> None:
         """Have the kernels of all steps compiled, side by side: those of a few steps first, which bring most
         of them, then those that other sizes add."""
-        sizes = ladder(config.scheduler.max_num_seqs)
-        longest = min(config.scheduler.max_num_batched_tokens, _LONG_STEP)
-        first = [(longest, 1), *((size, size) for size in {sizes[0], sizes[-1]})]
+        limits = config.scheduler
+        *others, last = ladder(limits.max_num_seqs)
+        sizes = [*(size for size in others if size & (size - 1) == 0), last]  # powers of two, and the largest
+        longest = min(limits.max_num_batched_tokens, _LONG_STEP)
+        first = [self._split(longest, 1), _decodes(1), _decodes(sizes[-1])]
+        mixed = [_decodes(min(count, sizes[-1]), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             picks = [pool.submit(self._pick_blank, size, config) for size in {sizes[0], sizes[-1]}]
-            for steps in (first, [(size, size) for size in sizes[1:-1] if size <= _SMALL]):
-                wait_for([pool.submit(self._forward_blank, *step) for step in steps])
+            for steps in (first, [*mixed, *map(_decodes, sizes[1:-1])]):
+                wait_for([pool.submit(self._forward_blank, lens) for lens in steps])
             wait_for(picks)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _forward_blank(self, num_tokens: int, num_seqs: int) -> None:
-        batch, _ = self._blank(num_tokens, num_seqs)
+    def _forward_blank(self, lens: Ints) -> None:
+        batch, _ = self._blank(lens)
         self.model.attention.plan(batch)
         self.model.head(self.model.forward(batch)[batch.logit_tokens])
 
     @torch.inference_mode()
     def _pick_blank(self, size: int, config: EngineConfig) -> None:
         shape, dtype = (size, config.checkpoint.facts.vocab), getattr(torch, config.model.dtype)
-        self.pick(torch.zeros(shape, dtype=dtype, device=self.device), draws_of(self._blank(size, size)[1]))
+        draws = draws_of(self._blank(_decodes(size))[1])
+        self.pick(torch.zeros(shape, dtype=dtype, device=self.device), draws)
 
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int) -> int:
         """Bytes that a step takes beyond what was there before."""
-        blank_step = self._blank(num_tokens, num_seqs)
+        blank_step = self._blank(self._split(num_tokens, num_seqs))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.compute(*blank_step)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def _blank(self, num_tokens: int, num_seqs: int) -> tuple[Batch, dict[str, Tensor]]:
-        """A step of sequences that read the first block and write nothing."""
+    def _split(self, num_tokens: int, num_seqs: int) -> Ints:
+        """So many tokens over so many sequences, or more if they were too long."""
         num_seqs = min(max(num_seqs, -(-num_tokens // self.max_len)), num_tokens)
-        shape = Shape(num_tokens, num_seqs, num_seqs, 0)
-        memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-        arrays = host_arrays(memory, shape)
         lens = np.full(num_seqs, num_tokens // num_seqs, np.int32)
         lens[: num_tokens % num_seqs] += 1
+        return lens
+
+    def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
+        """A step of sequences that read the first block and write nothing."""
+        shape = Shape(int(lens.sum()), len(lens), len(lens), 0)
+        memory = torch.zeros(size_of(shape), dtype=torch.uint8)
+        arrays = host_arrays(memory, shape)
         blank(arrays, 0, len(self.block_tables) - 1, 0, 0)
         np.cumsum(lens, out=arrays["query_starts"][1:])
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
@@ -203,6 +213,10 @@ class _Pinned:
         if len(self._memory) < size:
             self._memory = pinned(2 * size)
         return self._memory[:size]
+
+
+def _decodes(count: int, *prompts: int) -> Ints:
+    return np.array([*prompts, *[1] * count], np.int32)
 
 
 def wait_for(tasks: list[Future[None]]) -> None:

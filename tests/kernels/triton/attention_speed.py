@@ -78,7 +78,7 @@ class Load:
         self.out = torch.empty_like(self.q)
 
     def decode(self, cache: Cache, shape: Shape | None, parts: int | None) -> None:
-        ranges = Ranges(parts, parts) if parts else None
+        ranges = Ranges(parts, parts, launch.MIN_KEYS) if parts else None
         launch.attend_ranges(self.out, self.q, cache, self.seqs, None, self.layer, None, ranges, shape)
 
     def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:

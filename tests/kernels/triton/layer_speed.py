@@ -105,7 +105,7 @@ class Model:
 def steps() -> None:
     for name, sizes in MODELS.items():
         model = Model(sizes)
-        for batch in (1, 2, 4, 8, 16, 32, 128, 256):
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             ids, positions = torch.randint(0, 4000, (2, batch), device="cuda")
             slots = torch.randperm(1024, device="cuda")[:batch]
             run = functools.partial(model.step, ids, positions, slots)

@@ -13,19 +13,22 @@ LAYER = Layer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
 
 
 def test_ranges_fill_the_device_and_no_more() -> None:
-    assert ranges_of(8, 4096, 132) == Ranges(41, 41)
-    assert ranges_of(2048, 4096, 132) == Ranges(1, 1)
+    assert ranges_of(8, 4096, 132) == Ranges(41, 41, 64)
+    assert ranges_of(2048, 4096, 132) == Ranges(1, 1, 64)
+    assert ranges_of(64, 4096, 132) == Ranges(8, 8, 64)
+    # In a full batch only what is long enough to be worth a merge.
+    assert ranges_of(256, 4096, 132) == Ranges(4, 4, 640)
     # What has few keys at most is not cut at all.
-    assert ranges_of(8, 64, 132) == Ranges(1, 1)
+    assert ranges_of(8, 64, 132) == Ranges(1, 1, 64)
 
 
 def test_a_long_sequence_can_be_cut_where_short_ones_are_not() -> None:
     """A full batch in which one sequence alone takes longer than all others together."""
     ranges = ranges_of(512, 131072, 132)
-    assert ranges == Ranges(1, 6)
+    assert ranges == Ranges(1, 6, 64)
     # Where none can be very long, no time is spent on empty ranges.
-    assert ranges_of(512, 4096, 132) == Ranges(1, 1)
-    assert ranges_of(1 << 20, 131072, 132) == Ranges(1, 1)
+    assert ranges_of(512, 4096, 132) == Ranges(1, 1, 64)
+    assert ranges_of(1 << 20, 131072, 132) == Ranges(1, 1, 64)
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 16, 40, 71])
@@ -34,8 +37,8 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
     layer = LAYER._replace(heads=group, kv_heads=1)
     assert launch.tile_shape(layer, dtype, 500).block_m >= group
     assert launch.tile_shape(layer, dtype, 2).block_m >= group
-    for crowded in (False, True):
-        assert launch.range_shape(layer, dtype, crowded).block_m >= group * layer.few
+    for groups in (8, 64, 256, 2048):
+        assert launch.range_shape(layer, dtype, groups, 132).block_m >= group * layer.few
 
 
 @pytest.mark.parametrize("window", [None, 90])

@@ -10,7 +10,13 @@ from quire.kernels.triton.matmul import Plan, Rows, Tiles, choose, gated, linear
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
-PLANS = [Rows(2, 4), Rows(8, 4), Tiles(32, 64, 1, 4, 3), Tiles(16, 32, 3, 4, 3)]
+PLANS = [
+    Rows(2, 4),
+    Rows(8, 4),
+    Tiles(16, 32, 64, 1, 4, 3),
+    Tiles(16, 16, 32, 3, 4, 3),
+    Tiles(64, 32, 32, 2, 4, 3),
+]
 gpu = pytest.mark.gpu
 
 
@@ -36,22 +42,22 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return x.double() @ weight.double().T
 
 
-@pytest.mark.parametrize("num", [1, 3, 16])
+@pytest.mark.parametrize("num", [1, 3, 16, 70])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_products_of_odd_sizes(plan: Rows | Tiles, num: int) -> None:
-    x, weight, bias = random(num, 108)[:, 4:], random(37, 104), random(37)
+    x, weight, bias = random(num, 112)[:, 8:], random(37, 104), random(37)
     close(multiply(x, weight, None, plan), product(x, weight))
     close(multiply(x, weight, bias, plan), product(x, weight) + bias.double())
 
 
-@pytest.mark.parametrize("plan", PLANS[:3], ids=str)
+@pytest.mark.parametrize("plan", [*PLANS[:3], Tiles(64, 32, 32, 1, 4, 3)], ids=str)
 def test_gate_and_up_in_one(plan: Rows | Tiles) -> None:
     x, weight = random(3, 72), random(2 * 21, 72)
     expected = Reference().silu_mul(product(x, weight).to(DTYPE)).double()
     close(multiply(x, weight, None, plan, gated=True), expected)
 
 
-@pytest.mark.parametrize("num", [1, 5, 16, 40])
+@pytest.mark.parametrize("num", [1, 5, 16, 40, 130])
 def test_what_is_chosen_multiplies(num: int) -> None:
     x, weight, bias = random(num, 256), random(64, 256), random(64)
     close(linear(x, weight), product(x, weight))
@@ -63,33 +69,38 @@ def test_split_products_can_follow_each_other() -> None:
     """The counters are zero again after each."""
     x, weight = random(2, 256), random(64, 256)
     for _ in range(3):
-        close(multiply(x, weight, None, Tiles(16, 32, 4, 4, 3)), product(x, weight))
+        close(multiply(x, weight, None, Tiles(16, 16, 32, 4, 4, 3)), product(x, weight))
 
 
 SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (6144, 4096), (4096, 4096), (4096, 14336), (151936, 1024)]
 
 
 @gpu
-@pytest.mark.parametrize("num", [1, 2, 4, 7, 8, 16])
+@pytest.mark.parametrize("num", [1, 2, 4, 7, 8, 16, 31, 64, 100, 128])
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
 def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in), random(size_out, size_in)
     close(linear(x, weight), product(x, weight))
-    plans: list[Plan] = [Rows(4, 8), Tiles(32, 128, 1 if size_out > 50000 else 4, 4, 4)]
+    plans: list[Plan] = [Rows(4, 8), Tiles(16, 32, 128, 1 if size_out > 50000 else 4, 4, 4)]
     for plan in plans:
         if plan is not None:
             close(multiply(x, weight, None, plan), product(x, weight))
 
 
 @gpu
-@pytest.mark.parametrize("num", [1, 4, 8, 16])
+@pytest.mark.parametrize("num", [1, 4, 8, 16, 32, 50, 128])
 @pytest.mark.parametrize(("size_out", "size_in"), [(6144, 1024), (28672, 4096)])
 def test_real_gates(size_out: int, size_in: int, num: int) -> None:
     x, weight = random(num, size_in) / size_in**0.5, random(size_out, size_in)
     close(gated(x, weight), Reference().silu_mul(product(x, weight).to(DTYPE)).double())
 
 
-@pytest.mark.parametrize("num", range(1, 17))
+def test_a_slice_that_the_copy_engine_cannot_read_is_multiplied_too() -> None:
+    x, weight = random(20, 260)[:, 4:], random(64, 256)
+    close(linear(x, weight), product(x, weight))
+
+
+@pytest.mark.parametrize("num", range(1, 129))
 def test_every_shape_has_a_plan_that_fits(num: int) -> None:
     for size_out, size_in in [*SHAPES, (100, 96), (6144, 1024), (28672, 4096), (512, 20000)]:
         for parts in (1, 2):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.launch import follow
+
 _NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite: the difference of two is no NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -226,7 +228,7 @@ def tiles(
     _finish(out, acc, total, scores_by.v_scale, at, valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fair"], do_not_specialize_on_alignment=["work"])
 def ranges(
     out: tl.tensor,
     q: tl.tensor,
@@ -248,6 +250,7 @@ def ranges(
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MAX_KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (kv_heads, sequences, ranges). `work` [sequences] are the sequences meant; None: all of the batch.
 
@@ -263,6 +266,8 @@ def ranges(
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     size, parts = _cut(seq_len - first, fair, MIN_KEYS, MAX_KEYS, BLOCK_N)
+    # Until here only what was there before the model's first kernel is read.
+    follow(OVERLAP)
     if part < parts:
         tile_query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
         dims = tl.arange(0, BLOCK_D)

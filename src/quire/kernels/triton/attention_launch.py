@@ -9,13 +9,15 @@ from torch import Tensor
 
 from quire.kernels.triton import attention as kernels
 from quire.kernels.triton.attention import Cache, Partial, Scores, Seqs
+from quire.kernels.triton.launch import overlap
 
 _LOG2_E = 1.4426950408889634
 _MAX_GROUPS = 1 << 14
 """(sequence, key head) pairs beyond which nothing is cut into ranges."""
 _DEFAULT_SMS = 132
-MIN_KEYS = 64
-"""No range has fewer keys than this."""
+MIN_KEYS, FEW_KEYS = 64, 640
+"""No range has fewer keys than the first, nor than the second where there is a pair for each multiprocessor:
+to merge ranges costs more than it brings there."""
 MAX_KEYS = 2048
 """A range with more keys than this is cut further even where the device is busy without it: one long sequence
 among short ones would keep everybody waiting."""
@@ -68,15 +70,17 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def range_shape(layer: Layer, dtype: torch.dtype, crowded: bool) -> Shape:
-    """For `ranges`; `crowded`: where there is a (sequence, key head) pair for each multiprocessor."""
+def range_shape(layer: Layer, dtype: torch.dtype, groups: int, num_sms: int) -> Shape:
+    """For `ranges`, with so many (sequence, key head) pairs."""
     rows = max(16, triton.next_power_of_2(layer.group))
     wide = layer.head_dim > 128
     if dtype == torch.float32:
         return Shape(rows, 16 if wide else 32, 4, 1)
     if wide or rows > 16:
         return Shape(rows, 32, 4, 3)
-    return Shape(rows, 64, 4, 3) if crowded else Shape(rows, 32, 2, 3)
+    if groups >= 3 * num_sms:
+        return Shape(rows, 64, 4, 3)
+    return Shape(rows, 32, 4 if num_sms // 4 <= groups <= num_sms // 2 else 2, 3)
 
 
 class Ranges(NamedTuple):
@@ -84,17 +88,26 @@ class Ranges(NamedTuple):
     """Into how many ranges the keys of a sequence are cut to keep the device busy."""
     most: int
     """Into how many those of a long one are."""
+    least_keys: int
+    """That a range has."""
 
 
 def ranges_of(groups: int, max_keys: int, num_sms: int) -> Ranges:
     """For so many (sequence, key head) pairs; not by their lengths, which change under a captured graph."""
     if groups > _MAX_GROUPS:
-        return Ranges(1, 1)
-    wanted = 4 * num_sms if groups >= num_sms else 5 * num_sms // 2
-    fair = max(1, min(wanted // groups, -(-max_keys // MIN_KEYS)))
+        return Ranges(1, 1, MIN_KEYS)
+    if groups >= 3 * num_sms:
+        fair, least_keys = 1, MIN_KEYS
+    elif groups >= num_sms:
+        fair, least_keys = 4, FEW_KEYS
+    elif groups >= num_sms // 4:
+        fair, least_keys = 4 * num_sms // groups, MIN_KEYS
+    else:
+        fair, least_keys = 5 * num_sms // 2 // groups, MIN_KEYS
+    fair = max(1, min(fair, -(-max_keys // least_keys)))
     if max_keys <= 2 * MAX_KEYS:
-        return Ranges(fair, fair)
-    return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)))
+        return Ranges(fair, fair, least_keys)
+    return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)), least_keys)
 
 
 def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
@@ -146,7 +159,8 @@ def attend_ranges(
     if layer.window:
         max_keys = min(max_keys, layer.window + layer.few)
     ranges = ranges or ranges_of(groups, max_keys, _num_sms(q.device))
-    shape = shape or range_shape(layer, q.dtype, groups >= _num_sms(q.device))
+    shape = shape or range_shape(layer, q.dtype, groups, _num_sms(q.device))
+    ahead = overlap(len(q), layer.heads * layer.head_dim)
     kernels.ranges[(layer.kv_heads, num_seqs, ranges.most)](
         out,
         q,
@@ -160,8 +174,10 @@ def attend_ranges(
         ranges.fair,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        MIN_KEYS=MIN_KEYS,
+        MIN_KEYS=ranges.least_keys,
         MAX_KEYS=MAX_KEYS,
+        OVERLAP=ahead,
+        launch_pdl=ahead,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **_constants(layer, cache.k.shape[1]),

@@ -6,17 +6,19 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_ROWS = 16
-"""Up to here all kernels of a step are ours; beside the library's products an early launch only costs."""
+MOST_ROWS, _MOST = 128, 2**18
+"""Up to so many rows, and so many numbers of a model's width in all of them, the kernels of a step are ours;
+beside the library's products an early launch only costs."""
 
 
-def overlap(num_rows: int) -> bool:
+def overlap(num_rows: int, width: int = _MOST // 16) -> bool:
     """Whether kernels for so many rows are launched with `launch_pdl`, ahead of the end of the one before.
 
+    `width` is the model's; around the vocabulary's product the kernels are ours up to 16 rows.
     Such a kernel calls `follow` before it reads what others wrote or writes what others read; what no kernel
     ever writes, such as weights, it may read before.
     """
-    return num_rows <= MOST_ROWS and _can_overlap()
+    return num_rows <= MOST_ROWS and num_rows * width <= _MOST and _can_overlap()
 
 
 @functools.cache

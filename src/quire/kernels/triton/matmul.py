@@ -1,7 +1,7 @@
 """Products of few rows with a large weight, x W^T, where reading the weight is all the time there is.
 
 `_rows` holds some whole rows of the weight in registers, asked for before the kernel in front has ended.
-`_tiles` pads x to the 16 rows of a tensor-core tile. Where they beat the library's product was measured.
+`_tiles` multiplies tiles of both on the tensor cores. Where they beat the library's product was measured.
 """
 
 import functools
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.launch import MOST_ROWS, follow, overlap
 from quire.kernels.triton.ops import TritonOps, silu_times
@@ -29,8 +30,9 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """`_tiles` with so many rows of the weight and so many of their numbers at a time, in `splits` parts."""
+    """`_tiles` with so many rows of x, rows of the weight and numbers of each at a time, in `splits`."""
 
+    num: int
     rows: int
     length: int
     splits: int
@@ -92,41 +94,41 @@ def _tiles(
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
-    x_stride: tl.tensor,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
+    NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS, SPLITS). The last split adds them all; `arrivals` is zero before and after."""
-    n, m = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 16)
+    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles.
+
+    The last split adds them all; `arrivals` is zero before and after.
+    """
+    tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
+    first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
-    k = tl.arange(0, LENGTH)
-    from_x = x + m[:, None] * x_stride + k[None, :]
-    from_w = weight + n.to(tl.int64)[None, :] * size_in + k[:, None]
     follow(OVERLAP)
-    acc, up = tl.zeros([16, ROWS], tl.float32), tl.zeros([16, ROWS], tl.float32)
+    acc, up = _empty(NUM, ROWS), _empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
-        exists = k < size_in - at
-        a = tl.load(from_x + at, mask=(m < num)[:, None] & exists[None, :], other=0.0)
-        seen = exists[:, None] & (n < size_out)[None, :]
-        acc = tl.dot(a, tl.load(from_w + at, mask=seen, other=0.0), acc)
+        a = x.load([first_m, at])
+        acc = _times(a, weight.load([first_n, at]), acc)
         if GATED:
-            b = tl.load(from_w + size_out.to(tl.int64) * size_in + at, mask=seen, other=0.0)
-            up = tl.dot(a, b, up)
+            up = _times(a, weight.load([first_n + size_out, at]), up)
+    acc, up = _upright(acc, NUM), _upright(up, NUM)
+    m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
     if SPLITS > 1:
         own = parts + tl.program_id(1) * num * size_out + place
         tl.store(own, acc, mask=inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + tl.program_id(0), 1) < SPLITS - 1:
+        if tl.atomic_add(arrivals + tile, 1) < SPLITS - 1:
             return
-        tl.store(arrivals + tl.program_id(0), 0)
-        acc = tl.zeros([16, ROWS], tl.float32)
+        tl.store(arrivals + tile, 0)
+        acc = tl.zeros([NUM, ROWS], tl.float32)
         for split in tl.static_range(SPLITS):
             acc += tl.load(
                 parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
@@ -139,15 +141,32 @@ def _tiles(
     tl.store(out + place, y, mask=inside)
 
 
+# The tensor cores take 64 rows of their first factor: with fewer, x is the second one, and sums lie on their
+# side.
+@triton.jit
+def _empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    return tl.zeros([ROWS, NUM] if NUM < 64 else [NUM, ROWS], tl.float32)
+
+
+@triton.jit
+def _times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    return tl.dot(w, tl.trans(x), acc) if x.shape[0] < 64 else tl.dot(x, tl.trans(w), acc)
+
+
+@triton.jit
+def _upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    return tl.trans(acc) if NUM < 64 else acc
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for x [M, K] and W [N, K]."""
-    plan = _plan(len(x), weight, 1) if len(x) <= MOST_ROWS else None
+    plan = _plan(x, weight, 1) if len(x) <= MOST_ROWS else None
     return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan)
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
-    plan = _plan(len(x), weight, 2) if len(x) <= MOST_ROWS else None
+    plan = _plan(x, weight, 2) if len(x) <= MOST_ROWS else None
     return _silu_mul(F.linear(x, weight)) if plan is None else multiply(x, weight, None, plan, gated=True)
 
 
@@ -156,7 +175,8 @@ def multiply(
 ) -> Tensor:
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    ahead, biased, grid = overlap(num), bias is not None, triton.cdiv(size_out, plan.rows)
+    ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
+    grid = triton.cdiv(size_out, plan.rows)
     if isinstance(plan, Rows):
         _rows[(grid,)](
             out, x, weight, bias if biased else out, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
@@ -167,12 +187,17 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    _tiles[(grid, plan.splits)](
-        out, x, weight, bias if biased else out, parts, _arrivals(x.device), num, size_in, size_out,
-        x.stride(0), GATED=gated, BIASED=biased, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits,
-        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+    _tiles[(triton.cdiv(num, plan.num) * grid, plan.splits)](
+        out, _tiled(x, plan.num, plan.length), _tiled(weight, plan.rows, plan.length),
+        bias if biased else out, parts, _arrivals(x.device), num, size_in, size_out, GATED=gated,
+        BIASED=biased, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
+
+
+def _tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
 
 
 @functools.cache
@@ -181,10 +206,23 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(2**16, dtype=torch.int32, device=device)
 
 
-def _plan(num: int, weight: Tensor, parts: int) -> Plan:
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not num:
+def _plan(x: Tensor, weight: Tensor, parts: int) -> Plan:
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return None
-    return choose(num, len(weight), weight.shape[1], parts)
+    plan = choose(len(x), len(weight), weight.shape[1], parts)
+    return plan if isinstance(plan, Rows) or (_aligned(x) and _aligned(weight) and _has_room()) else None
+
+
+@functools.cache
+def _has_room() -> bool:
+    """The tiles under way take up to 197 KB of a multiprocessor's own memory: those of Hopper and of the
+    large Blackwells have it."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def _aligned(matrix: Tensor) -> bool:
+    """As the copy engine wants it: tiles begin at multiples of 16 bytes."""
+    return matrix.stride(0) % 8 == 0 and matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -204,9 +242,16 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
         return Rows(max(8192 // length, 1), 4)
     if num <= 4 and length <= 4096 and size_out <= 1024:
         return Rows(max(8192 // length, 1), 4)
-    if size_out >= 2**16:
-        return Tiles(64, 128, 1, 4, 4)
-    if parts == 2 or size_out > 2**14:
-        return Tiles(32, 256, 1, 4, 4) if size_in <= 2048 else Tiles(32, 128, 1, 4, 5)
-    splits = min(max(512 // triton.cdiv(size_out, 32), 1), max(size_in // 256, 1))
-    return Tiles(32, 128, splits, 4, 5)
+    if num > 16 and size_out >= 2**16:
+        return None
+    if num > 64 and size_out * size_in > 3 * 2**23:
+        if parts == 2:
+            return Tiles(128, 128, 64, 1, 8, 4)
+        if size_out > size_in:
+            return None
+    height = 16 if num <= 16 else 32 if num <= 32 else 64
+    rows = 32 if 32 < num <= 64 and size_out <= 4096 else 64
+    splits = 1
+    if parts == 1 and num <= 32:
+        splits = 8 if num <= 16 and size_out <= 1024 else 2 if size_in > 8192 else 1
+    return Tiles(height, rows, 128, splits, 4, 4 if parts == 2 else 6)

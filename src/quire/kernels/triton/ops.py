@@ -207,7 +207,7 @@ class TritonOps:
         size = table.shape[1]
         out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
         if len(ids):
-            ahead = overlap(len(ids))
+            ahead = overlap(len(ids), size)
             grid = (len(ids), triton.cdiv(size, _GATHERED))
             _embed[grid](out, ids, table, size, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
         return out
@@ -223,7 +223,7 @@ class TritonOps:
         size = gate_up.shape[1] // 2
         out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
-            ahead = overlap(len(gate_up))
+            ahead = overlap(len(gate_up), size)
             grid = (len(gate_up), triton.cdiv(size, _GATHERED))
             stride = gate_up.stride(0)
             _silu_mul[grid](out, gate_up, size, stride, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
@@ -249,7 +249,7 @@ class TritonOps:
         if not num_tokens:
             return q
         few = 2 if num_tokens <= _FEW_TOKENS else 8
-        scaled, ahead = k_cache.element_size() == 1, overlap(num_tokens)
+        scaled, ahead = k_cache.element_size() == 1, overlap(num_tokens, heads * dim)
         q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
         _rotate_and_write[(num_tokens, triton.cdiv(heads + 2 * kv_heads, few))](
             q, qkv, table, positions, slots, k_cache, v_cache, q_weight, k_weight, eps, k_scale, v_scale,
@@ -267,7 +267,7 @@ def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: boo
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
-        block, ahead = triton.next_power_of_2(size), overlap(num_rows)
+        block, ahead = triton.next_power_of_2(size), overlap(num_rows, size)
         _norm[(num_rows,)](
             out, x, residual, weight, size, x.stride(0), eps, ADD=add, BLOCK=block, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
