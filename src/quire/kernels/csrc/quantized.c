@@ -19,29 +19,27 @@
 
 void quire_round_row(const float *x, long blocks, uint8_t *into)
 {
+    static const vf magic = SAME(MAGIC);
     for (long b = 0; b < blocks; b++, x += BLOCK, into += ROUNDED_BYTES) {
-        float32x4_t most = vdupq_n_f32(0), bad = vdupq_n_f32(0); /* bad: 0, or NaN if x is not finite */
+        float32x4_t most[2] = {vabsq_f32(vld1q_f32(x)), vabsq_f32(vld1q_f32(x + 4))};
+        for (int i = 8; i < BLOCK; i += 4)
+            most[i / 4 % 2] = vmaxq_f32(most[i / 4 % 2], vabsq_f32(vld1q_f32(x + i)));
+        float top = vmaxvq_f32(vmaxq_f32(most[0], most[1])), inverse = top > 1e-30f ? MOST / top : 0;
+        float scale = top * (1.0f / MOST) + top * 0; /* NaN if x is not finite */
         int32x4_t sums[2] = {vdupq_n_s32(0), vdupq_n_s32(0)};
-        for (int i = 0; i < BLOCK; i += 4) {
-            float32x4_t at = vld1q_f32(x + i);
-            most = vmaxnmq_f32(most, vabsq_f32(at));
-            bad = vfmaq_n_f32(bad, at, 0);
-        }
-        float top = vmaxvq_f32(most), inverse = top > 1e-30f ? MOST / top : 0;
         for (int i = 0; i < BLOCK; i += 16) {
             int16x8_t code[2], high[2], low[2];
-            for (int j = 0; j < 2; j++) {
-                int32x4_t one = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 8 * j), inverse));
-                int32x4_t two = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 8 * j + 4), inverse));
-                code[j] = vcombine_s16(vqmovn_s32(one), vqmovn_s32(two));
+            for (int j = 0; j < 2; j++) { /* rounded by the addition: the code is in the last 16 bits */
+                float32x4_t one = vfmaq_n_f32((float32x4_t)fresh(&magic), vld1q_f32(x + i + 8 * j), inverse);
+                float32x4_t two = vfmaq_n_f32((float32x4_t)fresh(&magic), vld1q_f32(x + i + 8 * j + 4), inverse);
+                code[j] = vuzp1q_s16(vreinterpretq_s16_f32(one), vreinterpretq_s16_f32(two));
                 high[j] = vrshrq_n_s16(code[j], 6);
                 low[j] = vsubq_s16(code[j], vshlq_n_s16(high[j], 6));
                 sums[i / 16] = vpadalq_s16(sums[i / 16], code[j]);
             }
-            vst1q_s8((int8_t *)into + i, vcombine_s8(vmovn_s16(high[0]), vmovn_s16(high[1])));
-            vst1q_s8((int8_t *)into + BLOCK + i, vcombine_s8(vmovn_s16(low[0]), vmovn_s16(low[1])));
+            vst1q_s8((int8_t *)into + i, vuzp1q_s8(vreinterpretq_s8_s16(high[0]), vreinterpretq_s8_s16(high[1])));
+            vst1q_s8((int8_t *)into + BLOCK + i, vuzp1q_s8(vreinterpretq_s8_s16(low[0]), vreinterpretq_s8_s16(low[1])));
         }
-        float scale = top / MOST + vaddvq_f32(bad);
         int32_t left = vaddvq_s32(sums[0]), right = vaddvq_s32(sums[1]);
         float head[4] = {scale, scale * (float)(left + right), scale * (float)left, scale * (float)right};
         memcpy(into + 2 * BLOCK, head, sizeof head);
