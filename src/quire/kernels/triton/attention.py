@@ -254,8 +254,8 @@ def ranges(
 ) -> None:
     """Grid (kv_heads, sequences, ranges). `work` [sequences] are the sequences meant; None: all of the batch.
 
-    A sequence is cut into `fair` ranges, or fewer than that if it is short, or all that the grid has if it is
-    long. One without keys gets zeros.
+    A sequence is cut into `fair` ranges, fewer if it is short, all that the grid has if it is long. One
+    without keys gets zeros. Before `follow` only what was there before the model's first kernel is read.
     """
     kv_head, index, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = index if work is None else tl.load(work + index)
@@ -266,12 +266,10 @@ def ranges(
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     size, parts = _cut(seq_len - first, fair, MIN_KEYS, MAX_KEYS, BLOCK_N)
-    # Until here only what was there before the model's first kernel is read.
     follow(OVERLAP)
     if part < parts:
         tile_query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
-        dims = tl.arange(0, BLOCK_D)
-        token = (start + tile_query).to(tl.int64)
+        dims, token = tl.arange(0, BLOCK_D), (start + tile_query).to(tl.int64)
         valid = valid[:, None] & (dims[None, :] < DIM)
         at = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
         rows = tl.load(q + at, mask=valid, other=0.0)
