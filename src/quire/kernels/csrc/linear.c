@@ -85,7 +85,8 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
 }
 
 /* `next`: bytes that follow soon, of which every step over x asks for its share. */
-static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, const uint8_t *next, long bytes, float *sums)
+static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, const uint8_t *next, long bytes,
+                       float *sums)
 {
     long r = 0;
     if (ahead && x->count <= 2) {
@@ -113,8 +114,8 @@ INLINE const uint8_t *row_at(const Matrix *part, long row)
     return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
 }
 
-/* The same without memory in between: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x. `count` may
- * be more than there are: the last row is computed again. */
+/* The same without memory in between: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
+ * `count` may be more than there are: the last row is computed again. */
 INLINE void times_bf16(int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
     wide sum[FEW][8], values[2];
@@ -244,8 +245,8 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, fl
             const float *w[4];
             for (int j = 0; j < 4; j++)
                 w[j] = direct ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
-            times_tile(&now, w, columns, direct ? 4 * part->row_bytes : 0, row_at(part, row + i + TILE), direct ? 0 : 4 * part->row_bytes,
-                       sums + i);
+            long four = 4 * part->row_bytes;
+            times_tile(&now, w, columns, direct ? four : 0, row_at(part, row + i + TILE), direct ? 0 : four, sums + i);
         }
     }
 }
@@ -335,8 +336,10 @@ INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
-    long least = part->interleaved ? TASK_UNITS : 1, wanted = TASK_BYTES / work;
-    *each = at_most(wanted > least ? wanted : least, *units / (SHARES * omp_get_num_threads()));
+    long least = part->interleaved ? TASK_UNITS : 1, wanted = TASK_BYTES / work, threads = omp_get_num_threads();
+    if (least > 1 && *units >= 16 * least * threads)
+        least *= 2;
+    *each = at_most(wanted > least ? wanted : least, *units / (SHARES * threads));
     *each += !*each;
 }
 

@@ -97,7 +97,7 @@ INLINE float read_head(int form, const uint8_t *heads, long i)
 
 INLINE long at_most(long x, long most) { return x < most ? x : most; }
 
-/* 32 columns of a row of x as whole numbers of 2 bytes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns. */
+/* 32 columns of a row of x: whole numbers of 2 bytes, the scale, and the sums of all 32, the first 16 and the last 16 columns. */
 #define ROUNDED_BYTES (2 * BLOCK + 16)
 
 #ifdef DOT_X86

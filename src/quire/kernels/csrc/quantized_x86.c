@@ -70,8 +70,8 @@ INLINE float lanes_most(__m256 x)
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-/* 32 columns of a row of x: 16 pairs of codes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns, 4 bytes
- * each and `lanes` * 4 bytes apart. */
+/* 32 columns of a row of x: 16 pairs of codes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns;
+ * 4 bytes each and `lanes` * 4 bytes apart. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
 {
     for (long b = 0; b < blocks; b++, x += BLOCK, into += lanes * ROUNDED_BYTES) {
@@ -256,16 +256,17 @@ INLINE void times_tile(int heads, int panels, const Ready (*ready)[2], const uin
                 const float *head = (const float *)(x + r / PANEL * apart) + PANEL * PAIRS + r % PANEL;
                 for (int g = 0; g < 2; g++) {
                     const Ready *with = &ready[b][g];
-                    reals sum = OP(loadu_ps)(out[r] + g * GROUP);
-                    sum = plus_scaled(sum, sums[r][g], with->scale[h], with->low[h], head[0], head[PANEL * (heads == 1 ? 1 : 2 + h)]);
-                    OP(storeu_ps)(out[r] + g * GROUP, sum);
+                    float x_sum = head[PANEL * (heads == 1 ? 1 : 2 + h)], *to = out[r] + g * GROUP;
+                    reals sum = plus_scaled(OP(loadu_ps)(to), sums[r][g], with->scale[h], with->low[h], head[0], x_sum);
+                    OP(storeu_ps)(to, sum);
                 }
             }
             STAY;
         }
 }
 
-INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num, float out[][WIDTH])
+INLINE void times_panels(int heads, long panels, const Ready (*ready)[2], const uint8_t *x, long apart, long num,
+                         float out[][WIDTH])
 {
     for (long take; panels; panels -= take, x += take * apart, out += take * PANEL) {
         take = PANELS == 1 || panels == 1 ? 1 : panels == 2 || panels == 4 ? 2 : 3; /* better 2 and 2 than 3 and 1 */
@@ -290,7 +291,8 @@ static void times_ready(int heads, long panels, const Ready (*ready)[2], const u
 }
 
 /* Many rows of x times a unit of the weight: its groups begin at `left` and `right`. */
-INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks, float out[][WIDTH])
+INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t *right, const uint8_t *x, long blocks,
+                       float out[][WIDTH])
 {
     Ready ready[CHUNK][2];
     long bytes = GROUP * block_bytes(form), apart = blocks * PANEL * ROUNDED_BYTES;
@@ -316,7 +318,8 @@ INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const u
     x += row * blocks * ROUNDED_BYTES;
     for (; unit < unit_end; unit++) {
         long first = unit * WIDTH, width = at_most(WIDTH, part->rows - first);
-        const uint8_t *left = (const uint8_t *)part->data + unit * UNIT_GROUPS * bytes, *right = width > GROUP ? left + bytes : left;
+        const uint8_t *left = (const uint8_t *)part->data + unit * UNIT_GROUPS * bytes;
+        const uint8_t *right = width > GROUP ? left + bytes : left;
         if (job->num_rows >= PANEL)
             times_many(form, (count + PANEL - 1) / PANEL, left, right, x, blocks, sums);
         else
