@@ -10,8 +10,9 @@
 #ifdef DOT_NEON
 
 #define MOST 8159     /* the largest code: its high plane is 127 */
-#define HALVES 8      /* of groups, 4 rows of the weight each, that a few rows of x meet while they are in the nearest cache, */
-#define CHUNK 24      /* and blocks of them */
+#define HALVES 16     /* of groups, 4 rows of the weight each, that 8 rows of x meet while they are in the nearest cache, at most, */
+#define CHUNK 24      /* and blocks of them; */
+#define MANY 32       /* half as many with fewer rows of x in all */
 
 /* 1.5 * 2^23 as a float. A whole number below 2^22 added to its bits is that number added to the float. */
 #define MAGIC_BITS 0x4b400000
@@ -295,38 +296,58 @@ INLINE void finish(const LinearJob *job, const Matrix *part, float *sums, long a
     narrow(sums, job->out, (int)job->out_bf16, row * job->out_stride + at + first, width);
 }
 
-INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
+/* Fewer than 4 rows. */
+INLINE void run_few(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
+                    long group, long group_end)
+{
+    long blocks = part->columns / BLOCK, bytes = blocks * GROUP * block_bytes(form);
+    for (; group < group_end; group++)
+        for (long r = row; r < row_end; r++) {
+            float sums[GROUP];
+            times_one(form, (const uint8_t *)part->data + group * bytes, x + r * blocks * ROUNDED_BYTES, blocks, sums);
+            finish(job, part, sums, at, r, group * GROUP, GROUP);
+        }
+}
+
+INLINE void run_many(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
                      long group, long group_end)
 {
     long blocks = part->columns / BLOCK, count = row_end - row, bytes = blocks * GROUP * block_bytes(form);
-    const uint8_t *weight = (const uint8_t *)part->data + group * bytes;
+    long together = is_four(form) && count >= MANY ? HALVES / 2 : HALVES / 4;
     float sums[DOT_ROWS][4 * HALVES];
-    x += row * blocks * ROUNDED_BYTES;
-    for (; count < 4 && group < group_end; group++, weight += bytes)
-        for (long r = 0; r < count; r++) {
-            times_one(form, weight, x + r * blocks * ROUNDED_BYTES, blocks, sums[0]);
-            finish(job, part, sums[0], at, row + r, group * GROUP, GROUP);
-        }
-    for (long groups; group < group_end; group += groups, weight += groups * bytes) {
-        groups = at_most(HALVES / 2, group_end - group);
-        times_many(form, count, weight, 2 * groups, x, blocks, sums);
+    for (long groups; group < group_end; group += groups) {
+        groups = at_most(together, group_end - group);
+        times_many(form, count, (const uint8_t *)part->data + group * bytes, 2 * groups, x + row * blocks * ROUNDED_BYTES, blocks,
+                   sums);
         for (long r = 0; r < count; r++)
             finish(job, part, sums[r], at, row + r, group * GROUP, groups * GROUP);
     }
 }
 
+#define FORMS(run)                                                                                                               \
+    switch (part->form) {                                                                                                        \
+    case FOUR_H: run(FOUR_H, job, part, x, at, row, row_end, group, group_end); break;                                           \
+    case FOUR_LOW_H: run(FOUR_LOW_H, job, part, x, at, row, row_end, group, group_end); break;                                   \
+    case EIGHT_H: run(EIGHT_H, job, part, x, at, row, row_end, group, group_end); break;                                         \
+    case FOUR_LOW_F: run(FOUR_LOW_F, job, part, x, at, row, row_end, group, group_end); break;                                   \
+    case EIGHT_LOW_F: run(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;                                 \
+    case FOUR_LOW_F_16: run(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end); break;                             \
+    default: run(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);                                                  \
+    }
+
+static __attribute__((noinline)) void dot_many(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row,
+                                               long row_end, long group, long group_end)
+{
+    FORMS(run_many)
+}
+
 void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end, long group,
                     long group_end)
 {
-    switch (part->form) {
-    case FOUR_H: run_task(FOUR_H, job, part, x, at, row, row_end, group, group_end); break;
-    case FOUR_LOW_H: run_task(FOUR_LOW_H, job, part, x, at, row, row_end, group, group_end); break;
-    case EIGHT_H: run_task(EIGHT_H, job, part, x, at, row, row_end, group, group_end); break;
-    case FOUR_LOW_F: run_task(FOUR_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
-    case EIGHT_LOW_F: run_task(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;
-    case FOUR_LOW_F_16: run_task(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end); break;
-    default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);
-    }
+    if (row_end - row >= 4)
+        dot_many(job, part, x, at, row, row_end, group, group_end);
+    else
+        FORMS(run_few)
 }
 
 #endif
