@@ -84,9 +84,7 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
                 sums[r * TILE + i] += rest(from + r * x->stride, w[i], k, columns);
 }
 
-/* `next`: bytes that follow soon, of which every step over x asks for its share. */
-static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, const uint8_t *next, long bytes,
-                       float *sums)
+static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, float *sums)
 {
     long r = 0;
     if (ahead && x->count <= 2) {
@@ -96,11 +94,8 @@ static void times_tile(const Rows *x, const float *const w[4], long columns, lon
             times_floats(2, x, 0, w, columns, ahead, sums);
         return;
     }
-    for (; r + STEP <= x->count; r += STEP) {
-        for (long i = bytes * r / x->count / 64 * 64; i < bytes * (r + STEP) / x->count; i += 64)
-            fetch(next, i);
+    for (; r + STEP <= x->count; r += STEP)
         times_floats(STEP, x, r, w, columns, 0, sums + r * TILE);
-    }
     for (; STEP > 4 && r + 4 <= x->count; r += 4)
         times_floats(STEP > 4 ? 4 : 1, x, r, w, columns, 0, sums + r * TILE);
     for (; r + 2 <= x->count; r += 2)
@@ -245,8 +240,7 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, fl
             const float *w[4];
             for (int j = 0; j < 4; j++)
                 w[j] = direct ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
-            long four = 4 * part->row_bytes;
-            times_tile(&now, w, columns, direct ? four : 0, row_at(part, row + i + TILE), direct ? 0 : four, sums + i);
+            times_tile(&now, w, columns, direct ? 4 * part->row_bytes : 0, sums + i);
         }
     }
 }
