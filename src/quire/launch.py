@@ -32,8 +32,8 @@ from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.server.main import bind, serve
 from quire.server.settings import ServerSettings, add_server_flags, server_settings
+from quire.server.sockets import bind
 from quire.version import __version__
 
 log = get_logger(__name__)
@@ -110,6 +110,8 @@ def run_api(
 async def _answer(
     engine: AsyncEngine, settings: ServerSettings, listener: socket.socket, *, announce: bool
 ) -> None:
+    from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
+
     engine.start()
     try:
         await serve(settings, engine, [listener], announce=announce)

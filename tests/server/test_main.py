@@ -12,8 +12,9 @@ from ask import CHAT, COMPLETIONS, MESSAGES
 from fake_engine import FakeEngine
 
 from quire.errors import ConfigError
-from quire.server.main import bind, serve
+from quire.server.main import serve
 from quire.server.settings import make_settings
+from quire.server.sockets import bind
 
 Talk = Callable[[httpx.AsyncClient, asyncio.Event], Awaitable[Any]]
 

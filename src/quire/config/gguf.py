@@ -107,6 +107,11 @@ class GGUFFile:
         tensor = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
+    def forget(self) -> None:
+        """Let go of the memory of what was read; it is read again where it is needed again."""
+        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
 
 def _map_file(path: Path) -> bytes | mmap.mmap:
     try:

@@ -15,8 +15,10 @@ FORMS = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the plain forms, as in linear.h."""
 _ROUNDED_BYTES = 80
 """Of a block of a row of x, in scratch."""
-_PANEL = 4
+_PANEL = 6
 """Rows of x that lie side by side in scratch, at most."""
+_LANES = 16
+"""Columns of plain rows that lie side by side there, at most."""
 
 
 _linear = Kernel("quire_linear")
@@ -70,11 +72,11 @@ class Product:
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
         num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
         out = x.new_empty(num_rows, self._size_out)
-        row_bytes = self._size_in * 4 if is_bf16 else 0
+        row_bytes = -(-self._size_in // _LANES) * _LANES * 4
         if self.parts[0].interleaved:
             row_bytes = self._size_in // BLOCK * _ROUNDED_BYTES
         copies = torch.get_num_threads() if num_rows == 1 else 1
-        kept_rows = -(-max(num_rows, copies) // _PANEL) * _PANEL
+        kept_rows = max(num_rows, copies) + _PANEL - 1
         scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
         job = _Job(
             out.data_ptr(),

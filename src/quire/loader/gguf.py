@@ -1,6 +1,7 @@
 """Weights from a GGUF file: names as in a Hugging Face checkpoint, values unpacked or left in blocks."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -37,6 +38,8 @@ _TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
 
 # Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
+_KEPT_BYTES = 32 << 20
+"""Of the file that may stay in memory while it is read."""
 
 
 class GGUFSource:
@@ -44,6 +47,7 @@ class GGUFSource:
         self._file = GGUFFile(checkpoint.path)
         self._facts = checkpoint.facts
         self._stored = {hf_name(name): name for name in self._file.tensors}
+        self._num_read = 0
 
     def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
         return {
@@ -66,11 +70,16 @@ class GGUFSource:
         return self._file.raw(tensor.name).reshape(tensor.shape[0], -1)
 
     def fill(self, name: str, into: Tensor) -> None:
-        """Unpacked, or as it is where `into` takes bytes."""
+        """Unpacked, or where `into` takes bytes, those of the file itself."""
+        self._num_read += self._file.tensors[self._stored[name]].nbytes
+        if self._num_read > _KEPT_BYTES:
+            self._num_read = 0
+            self._file.forget()
         if not _is_packed(into):
             return self._unpack(name, into)
         packed, rows = self._packed(name), row_order(name, len(into), self._facts)
-        into.numpy()[:] = packed if rows is None else packed[rows]
+        with warnings.catch_warnings(action="ignore"):  # it cannot be written to, and will not be
+            into.data = torch.from_numpy(packed if rows is None else packed[rows])
 
     def _unpack(self, name: str, into: Tensor) -> None:
         from gguf.constants import GGMLQuantizationType

@@ -1,6 +1,7 @@
 """load_model: build with unfilled tensors, fill them one by one from the checkpoint, finish."""
 
 import sys
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +57,19 @@ def load_model(
     )
     model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    targets = dict(target for layer in layers for target in layer.targets())
+    found = {name: (target, layer) for layer in layers for name, target in layer.targets()}
+    targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
+    left = Counter(id(layer) for _, layer in found.values())
     with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
         for name in source.order(targets):
-            source.fill(name, targets[name])
+            target, layer = found[name]
+            source.fill(name, target)
+            left[id(layer)] -= 1
+            if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
+                layer.finish()
             progress.update()
-    for layer in layers:
-        layer.finish()
     return model.eval()
 
 

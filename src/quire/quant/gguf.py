@@ -41,7 +41,9 @@ class Packed:
         for i, (kind, size_out) in enumerate(zip(self.kinds, sizes_out, strict=True)):
             form = TYPES[kind]
             shape = (size_out, size_in // form.stored_columns * form.stored_bytes)
-            stored = torch.empty(shape, dtype=torch.uint8, device=device)
+            stored = torch.empty(1, dtype=torch.uint8, device=device).expand(
+                shape
+            )  # the source has the bytes
             layer.register_parameter(f"packed_{i}", nn.Parameter(stored, requires_grad=False))
         add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
 

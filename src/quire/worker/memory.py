@@ -1,9 +1,12 @@
 """How much memory a model needs on this device beside its cache, and what that leaves for the cache."""
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import Tensor
 
 from quire.capacity import CacheRoom, human
 from quire.config.machine import Machine
@@ -70,3 +73,14 @@ def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> Ca
         num_blocks_override=cache.num_gpu_blocks_override,
         soft=cache.kv_cache_memory_limit is not None,
     )
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One piece of memory. On a CPU what is not used takes no room: in pages of their usual size, since an
+    allocator that likes large ones would give each layer's first block two megabytes."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -20,7 +20,7 @@ from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Host, Model, Pending, device_failures
-from quire.worker.memory import cache_room, table
+from quire.worker.memory import cache_room, reserve, table
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.runner import Runner
 from quire.worker.slots import Slots
@@ -111,9 +111,10 @@ class Worker:
         """Give every layer a cache of this many blocks."""
         cache, facts = self.config.cache, self.config.checkpoint.facts
         kept_as = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
-        shape = (num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
-        for layer in attention_layers(model):
-            layer.bind(*(torch.empty(shape, dtype=kept_as, device=self.device) for _ in range(2)))
+        layers = attention_layers(model)
+        shape = (len(layers), 2, num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
+        for layer, caches in zip(layers, reserve(shape, kept_as, self.device), strict=True):
+            layer.bind(*caches)
 
 
 def open_device(model: Model, slots: Slots, device: torch.device) -> Device:

@@ -6,12 +6,19 @@
 
 #include <math.h>
 
+#define ALL_LANES
 #include "simd.h"
 
-#define TILE 128         /* keys that are scored before they are weighed */
-#define ROWS 4           /* rows of the inner loops */
+#define TILE 128            /* keys that are scored before they are weighed */
 #define STEP (SIDE * LANES) /* scores that are weighed side by side */
-#define DIM_CHUNK (LANES == 4 ? 4 : 2) /* vectors of a value that the inner loop holds per row */
+/* Rows of the inner loops: 4 sums of each, and what is multiplied, in 32 or in 16 registers. */
+#if LANES == 16
+#define ROWS 6
+#elif defined(HAS_NEON)
+#define ROWS 4
+#else
+#define ROWS 3
+#endif
 
 /* Scores of some rows with 4 keys, which lie `from` floats behind the pointers. */
 INLINE void score4(int rows, const float *q, const float *const *keys, long from, long dim, float *out)
@@ -80,8 +87,8 @@ INLINE void mix_all(int rows, int more, const float *weights, const float *const
                     long dim, float *out)
 {
     long d = 0;
-    for (; d + DIM_CHUNK * LANES <= dim; d += DIM_CHUNK * LANES)
-        mix(rows, DIM_CHUNK, more, weights, values, first, end, from + d, dim, out + d);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        mix(rows, 4, more, weights, values, first, end, from + d, dim, out + d);
     for (; d < dim; d += LANES)
         mix(rows, 1, more, weights, values, first, end, from + d, dim, out + d);
 }
@@ -140,7 +147,13 @@ static void score_some(long rows, const float *q, const float *const *keys, long
                        float *out)
 {
     switch (rows) {
+#if ROWS == 6
+    case 6: score_all(6, q, keys, from, first, end, dim, out); break;
+    case 5: score_all(5, q, keys, from, first, end, dim, out); break;
+#endif
+#if ROWS >= 4
     case 4: score_all(4, q, keys, from, first, end, dim, out); break;
+#endif
     case 3: score_all(3, q, keys, from, first, end, dim, out); break;
     case 2: score_all(2, q, keys, from, first, end, dim, out); break;
     default: score_all(1, q, keys, from, first, end, dim, out);
@@ -151,17 +164,22 @@ static void mix_some(long rows, int more, const float *weights, const float *con
                      long dim, float *out)
 {
     switch (rows) {
+#if ROWS == 6
+    case 6: mix_all(6, more, weights, values, from, first, end, dim, out); break;
+    case 5: mix_all(5, more, weights, values, from, first, end, dim, out); break;
+#endif
+#if ROWS >= 4
     case 4: mix_all(4, more, weights, values, from, first, end, dim, out); break;
+#endif
     case 3: mix_all(3, more, weights, values, from, first, end, dim, out); break;
     case 2: mix_all(2, more, weights, values, from, first, end, dim, out); break;
     default: mix_all(1, more, weights, values, from, first, end, dim, out);
     }
 }
 
-
 /* Four rows of scores with keys [first, end), a multiple of 4, and their weighted values: as score_some and mix_some, of keys and
  * values that lie side by side. */
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
 
 #define ZERO(row) "movi v" #row ".4s, 0\n"
 /* 4 columns. */

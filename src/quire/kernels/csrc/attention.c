@@ -14,6 +14,7 @@
 #define BLOCK_ROWS 192 /* rows that share the keys of a task */
 #define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
 #define FEW_KEYS 8     /* keys whose values are taken before the next ones are touched, then */
+#define LINE 16        /* floats of a line of the cache, where what is read often begins */
 #define LOG2_E 1.4426950408889634
 
 /* The same fields, in the same order, as in attention.py. */
@@ -35,6 +36,7 @@ typedef struct {
     void *memory;                 /* scratch of as many bytes as quire_attention_room says */
 } Job;
 
+/* Two of them fill a line. */
 typedef struct {
     int32_t seq, kv_head, num_kv_heads, first_query, num_queries;
     int32_t tile;   /* the only one to sum, -1: all of them */
@@ -42,7 +44,7 @@ typedef struct {
 } Task;
 
 typedef struct {
-    float *most, *sum, *out; /* largest score, sum of weights, weighted values: [rows], [rows], [rows, head_dim] */
+    float *most, *sum, *out; /* largest score, sum of weights, weighted values: [rows], [rows], [rows, dim] */
 } Sums;
 
 typedef struct {
@@ -53,7 +55,18 @@ typedef struct {
 static long at_most(long x, long bound) { return x < bound ? x : bound; }
 static long at_least(long x, long bound) { return x > bound ? x : bound; }
 
-static Sums carve(float *memory, long rows) { return (Sums){memory, memory + rows, memory + 2 * rows}; }
+static long whole(long count, long step) { return (count + step - 1) / step * step; }
+
+/* Heads are filled up with zeros to whole vectors in scratch. */
+static long dim_of(const Job *job) { return whole(job->head_dim, LANES); }
+
+static Sums carve(float *memory, long rows)
+{
+    rows = whole(rows, LINE);
+    return (Sums){memory, memory + rows, memory + 2 * rows};
+}
+
+static long sums_size(long rows, long dim) { return 2 * whole(rows, LINE) + whole(rows * dim, LINE); }
 
 static void clear(Sums *sums, long rows, long dim)
 {
@@ -74,14 +87,29 @@ static void fetch(const Job *job, long at, long count)
         }
 }
 
+/* `heads` heads that follow each other, as float. */
+static void copy_heads(const void *from, int is_bf16, long at, long heads, long head_dim, float factor, float *into)
+{
+    long dim = whole(head_dim, LANES);
+    if (dim == head_dim)
+        widen(from, is_bf16, at, heads * dim, factor, into);
+    else
+        for (; heads > 0; heads--, at += head_dim, into += dim) {
+            widen(from, is_bf16, at, head_dim, factor, into);
+            memset(into + head_dim, 0, (size_t)(dim - head_dim) * sizeof(float));
+        }
+}
+
+static int is_copied(const Job *job) { return job->kv_bf16 || job->head_dim % LANES; }
+
 /* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. Those of a
  * single head are put side by side: many rows read them. */
 static void gather(const Job *job, const Task *task, long tile, long first, long end, Scratch *scratch,
                    const float **keys, const float **values)
 {
     const int32_t *table = job->block_tables + job->rows[task->seq] * job->table_width;
-    long size = job->block_size, step = job->kv_heads * job->head_dim, width = task->num_kv_heads * job->head_dim;
-    int pack = job->kv_bf16 || task->num_kv_heads == 1;
+    long size = job->block_size, step = job->kv_heads * job->head_dim, heads = task->num_kv_heads, width = heads * dim_of(job);
+    int pack = is_copied(job) || heads == 1;
     for (long position = first; position < end;) {
         long offset = position % size, until = at_most(position - offset + size, end);
         long at = (table[position / size] * size + offset) * step + task->kv_head * job->head_dim;
@@ -91,8 +119,8 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
             long k = position - tile;
             if (pack) {
                 keys[k] = scratch->keys + k * width, values[k] = scratch->values + k * width;
-                widen(job->k_cache, (int)job->kv_bf16, at, width, 1.0f, scratch->keys + k * width);
-                widen(job->v_cache, (int)job->kv_bf16, at, width, 1.0f, scratch->values + k * width);
+                copy_heads(job->k_cache, (int)job->kv_bf16, at, heads, job->head_dim, 1.0f, scratch->keys + k * width);
+                copy_heads(job->v_cache, (int)job->kv_bf16, at, heads, job->head_dim, 1.0f, scratch->values + k * width);
             } else {
                 keys[k] = (const float *)job->k_cache + at;
                 values[k] = (const float *)job->v_cache + at;
@@ -125,7 +153,7 @@ static void soften_row(const Job *job, long tile, long first, long end, long pla
 static void attend_few(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
                        const float *const *values, Scratch *scratch)
 {
-    long heads = task->num_kv_heads, dim = job->head_dim, group = job->heads / job->kv_heads, each = task->num_queries * group;
+    long heads = task->num_kv_heads, dim = dim_of(job), group = job->heads / job->kv_heads, each = task->num_queries * group;
     long begin = first - tile, until = end - tile, fours = (until + 3) & ~3L;
     for (long k = begin & ~3L; k < until; k += FEW_KEYS)
         for (long head = 0; head < heads; head++)
@@ -145,7 +173,7 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
 static void score_packed(long rows, const float *q, const float *const *keys, long first, long end, long dim, float *out)
 {
     long low = first & ~3L, high = (end + 3) & ~3L;
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     if (rows == 4 && dim > 4) {
         score_four(q, keys[first] - first * dim, low, high, dim, out);
         return;
@@ -156,7 +184,7 @@ static void score_packed(long rows, const float *q, const float *const *keys, lo
 
 static void mix_packed(long rows, const float *weights, const float *const *values, long first, long end, long dim, float *out)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     long whole = (end - first) & ~3L;
     if (rows == 4 && dim % 16 == 0 && whole > 0) {
         for (long d = 0; d < dim; d += 16)
@@ -173,7 +201,7 @@ static void mix_packed(long rows, const float *weights, const float *const *valu
 static void attend_many(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
                         const float *const *values, Scratch *scratch)
 {
-    long dim = job->head_dim, group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
+    long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
     long place = place_of(job, task);
     for (long row = 0; row < all; row += ROWS) {
         long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
@@ -242,23 +270,24 @@ static long token_of(const Job *job, const Task *task, long row, long *head)
 
 static void write_out(const Job *job, const Task *task, Sums *sums)
 {
-    long dim = job->head_dim, head;
+    long dim = dim_of(job), head;
     for (long row = 0; row < rows_of(job, task); row++) {
         long token = token_of(job, task, row, &head);
         float share = sums->sum[row] == 0 ? 0 : 1.0f / sums->sum[row]; /* padding sees nothing */
         for (long d = row * dim; d < (row + 1) * dim; d += LANES)
             store(sums->out + d, load(sums->out + d) * share);
-        narrow(sums->out + row * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * dim, dim);
+        narrow(sums->out + row * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * job->head_dim, job->head_dim);
     }
 }
 
 static void run_task(const Job *job, const Task *task, Scratch *scratch, float *saved)
 {
-    long rows = rows_of(job, task), dim = job->head_dim, head, first, end;
+    long rows = rows_of(job, task), dim = dim_of(job), head, first, end;
     seen(job, task, &first, &end);
     for (long row = 0; row < rows; row++) {
         long at = token_of(job, task, row, &head) * job->q_stride;
-        widen(job->q, (int)job->q_bf16, at + head * dim, dim, (float)(job->scale * LOG2_E), scratch->q + row * dim);
+        copy_heads(job->q, (int)job->q_bf16, at + head * job->head_dim, 1, job->head_dim, (float)(job->scale * LOG2_E),
+                   scratch->q + row * dim);
     }
     clear(&scratch->total, rows, dim);
     long from = task->tile < 0 ? first / TILE : task->tile, until = task->tile < 0 ? (end + TILE - 1) / TILE : from + 1;
@@ -271,13 +300,13 @@ static void run_task(const Job *job, const Task *task, Scratch *scratch, float *
     if (task->tile < 0)
         write_out(job, task, &scratch->total);
     else
-        memcpy(saved + task->saved, scratch->part.most, (size_t)(rows * (dim + 2)) * sizeof(float));
+        memcpy(saved + task->saved, scratch->part.most, (size_t)sums_size(rows, dim) * sizeof(float));
 }
 
 /* Sum up the tiles that were computed apart: `task` is the first of `count`. */
 static void join(const Job *job, const Task *task, long count, Scratch *scratch, float *saved)
 {
-    long rows = rows_of(job, task), dim = job->head_dim;
+    long rows = rows_of(job, task), dim = dim_of(job);
     clear(&scratch->total, rows, dim);
     for (long i = 0; i < count; i++) {
         Sums part = carve(saved + task[i].saved, rows);
@@ -310,7 +339,7 @@ static long list_tasks(const Job *job, Task *tasks, int split, long *saved_size)
                 for (long tile = from; tile < until; tile++) {
                     task.tile = (int32_t)tile;
                     task.saved = *saved_size;
-                    *saved_size += rows_of(job, &task) * (job->head_dim + 2);
+                    *saved_size += sums_size(rows_of(job, &task), dim_of(job));
                     tasks[count++] = task;
                 }
             }
@@ -327,20 +356,20 @@ static long max_rows(const Job *job)
 
 static long scratch_size(const Job *job)
 {
-    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : dim;
-    return rows * (dim + TILE) + 2 * TILE * width + 2 * rows * (dim + 2);
+    long rows = max_rows(job), dim = dim_of(job), width = is_copied(job) ? job->kv_heads * dim : dim;
+    return whole(rows * dim, LINE) + rows * TILE + 2 * TILE * width + 2 * sums_size(rows, dim);
 }
 
 static Scratch carve_scratch(const Job *job, float *memory, long task_rows)
 {
     Scratch scratch;
-    long rows = max_rows(job), dim = job->head_dim, width = job->kv_bf16 ? job->kv_heads * dim : dim;
+    long rows = max_rows(job), dim = dim_of(job), width = is_copied(job) ? job->kv_heads * dim : dim;
     scratch.q = memory;
-    scratch.weights = scratch.q + rows * dim;
+    scratch.weights = scratch.q + whole(rows * dim, LINE);
     scratch.keys = scratch.weights + rows * TILE;
     scratch.values = scratch.keys + TILE * width;
     scratch.part = carve(scratch.values + TILE * width, task_rows);
-    scratch.total = carve(scratch.values + TILE * width + rows * (dim + 2), task_rows);
+    scratch.total = carve(scratch.values + TILE * width + sums_size(rows, dim), task_rows);
     return scratch;
 }
 
@@ -350,8 +379,8 @@ int64_t quire_attention_room(Job *job, int64_t num_tokens, int64_t max_query_len
 {
     long group = job->heads / job->kv_heads, step = at_least(BLOCK_ROWS / group, 1);
     long splits = job->num_seqs * job->kv_heads * (max_seq_len / TILE + 1);
-    job->max_tasks = splits + job->kv_heads * (num_tokens / step + job->num_seqs);
-    job->max_saved = splits * at_most(step, max_query_len) * group * (job->head_dim + 2);
+    job->max_tasks = whole(splits + job->kv_heads * (num_tokens / step + job->num_seqs), 2);
+    job->max_saved = splits * sums_size(at_most(step, max_query_len) * group, dim_of(job));
     long each = job->max_tasks * (long)sizeof(Task) + scratch_size(job) * (long)sizeof(float);
     return num_threads * each + job->max_saved * (long)sizeof(float);
 }

@@ -4,6 +4,7 @@
  */
 #include <math.h>
 
+#define ALL_LANES
 #include "simd.h"
 
 #define MAX_HEAD_DIM 1024

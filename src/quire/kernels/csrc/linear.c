@@ -12,7 +12,9 @@
 #define TILE 16    /* rows of the weight that are unpacked at a time */
 #define FEW (WIDE > 4 ? 4 : 1) /* rows of x that are computed without unpacking to memory */
 #define DIRECT 16  /* from so many rows of x on floats are copied too: rows that lie 2^n apart share few places of a cache */
-#define TASK_ROWS 64
+#ifndef TILES
+#define TILES 8
+#endif
 #define TASK_BYTES 65536 /* of the weight that a task reads, times rows of x, at most */
 #define SHARES 4         /* tasks for each thread, at least */
 #ifdef DOT_NEON
@@ -21,7 +23,13 @@
 #define TASK_UNITS 1
 #endif
 /* Rows of x at a time, as many as registers allow. */
+#ifndef STEP
 #define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5)
+#endif
+#ifndef TASK
+#define TASK 132
+#endif
+#define TASK_ROWS (TASK / STEP * STEP)
 
 /* Sums live in registers only if no loop over them is left. */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -34,6 +42,7 @@
 typedef struct {
     const float *x; /* the first row */
     long stride, count;
+    int panels;
 } Rows;
 
 INLINE const float *x_row(const Rows *x, long row) { return x->x + at_most(row, x->count - 1) * x->stride; }
@@ -84,6 +93,7 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
                 sums[r * TILE + i] += rest(from + r * x->stride, w[i], k, columns);
 }
 
+/* Fewer rows of x than DIRECT. */
 static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, float *sums)
 {
     long r = 0;
@@ -102,6 +112,47 @@ static void times_tile(const Rows *x, const float *const w[4], long columns, lon
         times_floats(2, x, r, w, columns, 0, sums + r * TILE);
     for (; r < x->count; r++)
         times_floats(1, x, r, w, columns, 0, sums + r * TILE);
+}
+
+/* Many rows lie in panels: WIDE columns of STEP rows of x, or of four rows of the weight, then the next WIDE columns. A loop
+ * reads two streams that share a cache well, whatever the sizes. */
+INLINE int in_panels(long num_rows) { return num_rows >= DIRECT; }
+INLINE long panel_columns(long columns) { return (columns + WIDE - 1) / WIDE * WIDE; }
+
+INLINE void times_panel(int count, const float *x, const float *w, long columns, float *sums)
+{
+    wide sum[STEP][4];
+    long k = 0;
+    UNROLL
+    for (int r = 0; r < count; r++)
+        for (int i = 0; i < 4; i++)
+            sum[r][i] = (wide){0};
+    for (; k + WIDE <= columns; k += WIDE, x += STEP * WIDE, w += 4 * WIDE)
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < 4; i++)
+                sum[r][i] = wide_fused(wide_load(x + r * WIDE), wide_load(w + i * WIDE), sum[r][i]);
+    UNROLL
+    for (int r = 0; r < count; r++)
+        add_sums(sum[r], sums + r * TILE);
+    if (k < columns)
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < 4; i++)
+                sums[r * TILE + i] += rest(x + r * WIDE, w + i * WIDE, 0, columns - k);
+}
+
+/* A panel of x is at hand for all of the tile. The last row of x may be there more than once. */
+static void times_panels(const Rows *x, const float *tile, long num, long columns, float *sums)
+{
+    for (long r = 0; r < x->count; r += STEP)
+        for (long i = 0; i < num; i += 4) {
+            const float *from = x->x + r * x->stride, *w = tile + i * CHUNK;
+            if (STEP <= 4 || x->count - r > 4)
+                times_panel(STEP, from, w, columns, sums + r * TILE + i);
+            else if (x->count - r > 2)
+                times_panel(STEP > 4 ? 4 : 1, from, w, columns, sums + r * TILE + i);
+            else
+                times_panel(2, from, w, columns, sums + r * TILE + i);
+        }
 }
 
 INLINE const uint8_t *row_at(const Matrix *part, long row)
@@ -198,74 +249,108 @@ INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, lo
         times_packed(form, count, x, part, row, start, columns, sums);
 }
 
-INLINE void unpack_tile(int form, const Matrix *part, long row, long start, long columns, float tile[][CHUNK])
+/* Where WIDE columns of row i of a tile begin. */
+INLINE float *tile_at(float *tile, int panels, long i, long k)
+{
+    return panels ? tile + i / 4 * 4 * CHUNK + 4 * k + i % 4 * WIDE : tile + i * CHUNK + k;
+}
+
+INLINE void unpack_plain(int form, int panels, const void *from, long start, long columns, float *tile, int i)
+{
+    long k = 0;
+    for (; k + WIDE <= columns; k += WIDE)
+        wide_store(tile_at(tile, panels, i, k), wide_plain(from, form == BF16, start + k));
+    widen(from, form == BF16, start + k, columns - k, 1, tile_at(tile, panels, i, k));
+}
+
+INLINE void unpack_tile(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile)
 {
     float scales[HEADS], lows[HEADS];
     wide values[BLOCK / WIDE];
     for (int i = 0; i < TILE; i++) {
         if (!is_packed(form)) {
-            widen(row_at(part, row + i), form == BF16, start, columns, 1, tile[i]);
+            unpack_plain(form, panels, row_at(part, row + i), start, columns, tile, i);
             continue;
         }
         const uint8_t *codes = open_row(form, part, row + i, start, columns, scales, lows);
         long each = heads_of(form);
         for (long b = 0; b < columns / BLOCK; b++) {
             block_values(form, codes + b * code_bytes(form), scales + b * each, lows + b * each, values);
-            memcpy(tile[i] + b * BLOCK, values, sizeof values);
+            for (int j = 0; j < BLOCK / WIDE; j++)
+                wide_store(tile_at(tile, panels, i, b * BLOCK + j * WIDE), values[j]);
         }
     }
 }
 
-/* Rows [row, row + TILE) of a part, all columns. */
-INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, float *sums)
+/* Rows [row, row + TILE) of a part, columns [start, start + columns). */
+INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
-    float tile[TILE][CHUNK];
-    long end = at_most(TILE, part->rows - row);
-    for (long start = 0; start < part->columns; start += CHUNK) {
-        long columns = at_most(CHUNK, part->columns - start);
-        Rows now = {x->x + start, x->stride, x->count};
-        if (form != F32 && x->count <= FEW) {
-            int one = FEW == 1 || x->count == 1;
-            for (long i = 0; i < end; i += one && form == BF16 ? 8 : 4)
-                if (one)
-                    times_few(form, 1, &now, part, row + i, start, columns, sums + i);
-                else
-                    times_few(form, FEW, &now, part, row + i, start, columns, sums + i);
-            continue;
-        }
-        int direct = form == F32 && x->count < DIRECT;
-        if (!direct)
-            unpack_tile(form, part, row, start, columns, tile);
-        for (long i = 0; i < end; i += 4) {
-            const float *w[4];
-            for (int j = 0; j < 4; j++)
-                w[j] = direct ? (const float *)row_at(part, row + i + j) + start : tile[i + j];
-            times_tile(&now, w, columns, direct ? 4 * part->row_bytes : 0, sums + i);
-        }
+    _Alignas(64) float tile[TILE * CHUNK];
+    long num = at_most(TILE, part->rows - row);
+    int direct = form == F32;
+    Rows now = {x->x + start * (x->panels ? STEP : 1), x->stride, x->count, x->panels};
+    if (x->panels) {
+        unpack_tile(form, 1, part, row, start, columns, tile);
+        times_panels(&now, tile, num, columns, sums);
+        return;
+    }
+    if (form != F32 && x->count <= FEW) {
+        int one = FEW == 1 || x->count == 1;
+        for (long i = 0; i < num; i += one && form == BF16 ? 8 : 4)
+            if (one)
+                times_few(form, 1, &now, part, row + i, start, columns, sums + i);
+            else
+                times_few(form, FEW, &now, part, row + i, start, columns, sums + i);
+        return;
+    }
+    if (!direct)
+        unpack_tile(form, 0, part, row, start, columns, tile);
+    for (long i = 0; i < num; i += 4) {
+        const float *w[4];
+        for (int j = 0; j < 4; j++)
+            w[j] = direct ? (const float *)row_at(part, row + i + j) + start : tile_at(tile, 0, i + j, 0);
+        times_tile(&now, w, columns, direct ? 4 * part->row_bytes : 0, sums + i);
     }
 }
+
+static void times_form(const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+{
+    switch (part->form) {
+    case F32: times_rows(F32, x, part, row, start, columns, sums); break;
+    case BF16: times_rows(BF16, x, part, row, start, columns, sums); break;
+    case FOUR_H: times_rows(FOUR_H, x, part, row, start, columns, sums); break;
+    case FOUR_LOW_H: times_rows(FOUR_LOW_H, x, part, row, start, columns, sums); break;
+    case EIGHT_H: times_rows(EIGHT_H, x, part, row, start, columns, sums); break;
+    case FOUR_LOW_F: times_rows(FOUR_LOW_F, x, part, row, start, columns, sums); break;
+    case EIGHT_LOW_F: times_rows(EIGHT_LOW_F, x, part, row, start, columns, sums); break;
+    case FOUR_LOW_F_16: times_rows(FOUR_LOW_F_16, x, part, row, start, columns, sums); break;
+    default: times_rows(EIGHT_F_16, x, part, row, start, columns, sums);
+    }
+}
+
+/* Tiles of the weight that go together through a chunk of columns: few rows of x read the weight in its own order, many
+ * find their chunk in a cache. */
+INLINE long tiles_at_once(int panels) { return panels ? TILES : 1; }
 
 static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, long at, long first, long row, long row_end)
 {
-    for (; row < row_end; row += TILE) {
-        float sums[TASK_ROWS][TILE] = {{0}};
-        long width = at_most(TILE, part->rows - row);
-        switch (part->form) {
-        case F32: times_rows(F32, x, part, row, sums[0]); break;
-        case BF16: times_rows(BF16, x, part, row, sums[0]); break;
-        case FOUR_H: times_rows(FOUR_H, x, part, row, sums[0]); break;
-        case FOUR_LOW_H: times_rows(FOUR_LOW_H, x, part, row, sums[0]); break;
-        case EIGHT_H: times_rows(EIGHT_H, x, part, row, sums[0]); break;
-        case FOUR_LOW_F: times_rows(FOUR_LOW_F, x, part, row, sums[0]); break;
-        case EIGHT_LOW_F: times_rows(EIGHT_LOW_F, x, part, row, sums[0]); break;
-        case FOUR_LOW_F_16: times_rows(FOUR_LOW_F_16, x, part, row, sums[0]); break;
-        default: times_rows(EIGHT_F_16, x, part, row, sums[0]);
-        }
-        for (long r = 0; r < x->count; r++) {
-            for (long i = 0; job->bias && i < width; i++)
-                sums[r][i] += job->bias[at + row + i];
-            narrow(sums[r], job->out, (int)job->out_bf16, (first + r) * job->out_stride + at + row, width);
-        }
+    float sums[TILES][TASK_ROWS][TILE];
+    long size = TILE * tiles_at_once(x->panels), rows = (x->count + STEP - 1) / STEP * STEP;
+    for (; row < row_end; row += size) {
+        long end = at_most(row + size, row_end);
+        for (long i = row; i < end; i += TILE)
+            memset(sums[(i - row) / TILE], 0, (size_t)rows * sizeof sums[0][0]);
+        for (long start = 0; start < part->columns; start += CHUNK)
+            for (long i = row; i < end; i += TILE)
+                times_form(x, part, i, start, at_most(CHUNK, part->columns - start), sums[(i - row) / TILE][0]);
+        for (long i = row; i < end; i += TILE)
+            for (long r = 0; r < x->count; r++) {
+                float *mine = sums[(i - row) / TILE][r];
+                long width = at_most(TILE, part->rows - i);
+                for (long j = 0; job->bias && j < width; j++)
+                    mine[j] += job->bias[at + i + j];
+                narrow(mine, job->out, (int)job->out_bf16, (first + r) * job->out_stride + at + i, width);
+            }
     }
 }
 
@@ -304,24 +389,42 @@ static void prepare_row(const LinearJob *job, long row, uint8_t *into)
         return;
     }
 #endif
-    if (job->x_bf16)
+    if (in_panels(job->num_rows)) {
+        float *to = (float *)into + row / STEP * STEP * panel_columns(columns) + row % STEP * WIDE;
+        long k = 0;
+        for (; k + WIDE <= columns; k += WIDE, to += STEP * WIDE)
+            wide_store(to, wide_plain(job->x, (int)job->x_bf16, from + k));
+        widen(job->x, (int)job->x_bf16, from + k, columns - k, 1, to);
+    } else if (job->x_bf16)
         widen(job->x, 1, from, columns, 1, (float *)into + row * columns);
 }
 
-INLINE long task_rows(const LinearJob *job) { return job->parts->interleaved ? DOT_ROWS : TASK_ROWS; }
+/* Rows of x of a task: much the same for all tasks, whole panels. */
+INLINE long task_rows(const LinearJob *job)
+{
+    if (job->parts->interleaved)
+        return DOT_ROWS;
+    long tasks = (job->num_rows + TASK_ROWS - 1) / TASK_ROWS;
+    return tasks ? ((job->num_rows + tasks - 1) / tasks + STEP - 1) / STEP * STEP : TASK_ROWS;
+}
+
+INLINE long row_tasks(const LinearJob *job) { return (job->num_rows + task_rows(job) - 1) / task_rows(job); }
 
 static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *prepared, long at, long unit, long end, long row)
 {
-    long columns = part->columns, row_end = at_most(row + task_rows(job), job->num_rows);
+    long row_end = at_most(row + task_rows(job), job->num_rows);
 #if defined(DOT_NEON) || defined(DOT_X86)
     if (part->interleaved) {
         quire_dot_task(job, part, prepared, at, row, row_end, unit, end);
         return;
     }
 #endif
-    Rows x = {(const float *)job->x + row * job->x_stride, job->x_stride, row_end - row};
-    if (job->x_bf16)
-        x = (Rows){(const float *)prepared + row * columns, columns, row_end - row};
+    int panels = in_panels(job->num_rows);
+    Rows x = {(const float *)job->x + row * job->x_stride, job->x_stride, row_end - row, panels};
+    if (panels || job->x_bf16) {
+        x.stride = panels ? panel_columns(part->columns) : part->columns;
+        x.x = (const float *)prepared + row * x.stride;
+    }
     float_task(job, part, &x, at, row, unit * TILE, at_most(end * TILE, part->rows));
 }
 
@@ -330,30 +433,34 @@ INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
-    long least = part->interleaved ? TASK_UNITS : 1, wanted = TASK_BYTES / work, threads = omp_get_num_threads();
-    if (least > 1 && *units >= 16 * least * threads)
+    long least = part->interleaved ? TASK_UNITS : tiles_at_once(in_panels(job->num_rows)), wanted = TASK_BYTES / work;
+    long threads = omp_get_num_threads(), tasks = *units;
+    if (part->interleaved && least > 1 && *units >= 16 * least * threads)
         least *= 2;
-    *each = at_most(wanted > least ? wanted : least, *units / (SHARES * threads));
+    if (!part->interleaved)
+        tasks *= row_tasks(job);
+    *each = at_most(wanted > least ? wanted : least, tasks / (SHARES * threads));
     *each += !*each;
 }
 
 void quire_linear(const LinearJob *job)
 {
     uint8_t *prepared = job->scratch;
-    int needed = job->x_bf16 || job->parts->interleaved;
+    int needed = job->x_bf16 || job->parts->interleaved || in_panels(job->num_rows);
     if (needed && job->num_rows == 1 && omp_get_num_threads() <= job->scratch_copies) {
         prepared += omp_get_thread_num() * job->scratch_bytes;
         prepare_row(job, 0, prepared);
     } else if (needed) {
-        long rows = job->parts->interleaved && job->num_rows > PANEL ? (job->num_rows + PANEL - 1) / PANEL * PANEL : job->num_rows;
+        long panel = job->parts->interleaved ? PANEL : in_panels(job->num_rows) ? STEP : 1;
+        long rows = job->num_rows > panel ? (job->num_rows + panel - 1) / panel * panel : job->num_rows;
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++)
             prepare_row(job, row, prepared);
     }
-    long row_tasks = (job->num_rows + task_rows(job) - 1) / task_rows(job), tasks = 0, units, each;
+    long rows_of_tasks = row_tasks(job), tasks = 0, units, each;
     for (long p = 0; p < job->num_parts; p++) {
         divide(job, job->parts + p, &units, &each);
-        tasks += (units + each - 1) / each * row_tasks;
+        tasks += (units + each - 1) / each * rows_of_tasks;
     }
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < tasks; task++) {
@@ -361,13 +468,13 @@ void quire_linear(const LinearJob *job)
         long at = 0, left = task;
         for (;; part++) {
             divide(job, part, &units, &each);
-            long mine = (units + each - 1) / each * row_tasks;
+            long mine = (units + each - 1) / each * rows_of_tasks;
             if (left < mine)
                 break;
             left -= mine;
             at += part->rows;
         }
-        long unit = left / row_tasks * each;
-        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % row_tasks * task_rows(job));
+        long unit = left / rows_of_tasks * each;
+        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % rows_of_tasks * task_rows(job));
     }
 }

@@ -5,6 +5,7 @@
 #include <math.h>
 #include <omp.h>
 
+#define ALL_LANES
 #include "simd.h"
 
 #define VOCAB 4096 /* logits that are searched at a time; they fit in the first cache */

@@ -11,10 +11,23 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX2__)
+/* Floats of a vector. Files that define ALL_LANES before they include this take vectors of 16 where the CPU has them. */
+#if defined(LANES)
+#elif defined(ALL_LANES) && defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
 #define LANES 8
 #else
 #define LANES 4
+#endif
+
+/* The CPU's own instructions for vectors of LANES; without any of these, the compiler's. */
+#if LANES == 4 && defined(__ARM_NEON) && defined(__aarch64__)
+#define HAS_NEON
+#elif LANES == 8 && defined(__AVX2__) && defined(__FMA__)
+#define HAS_AVX2
+#elif LANES == 16 && defined(__AVX512F__)
+#define HAS_AVX512
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -29,10 +42,12 @@ INLINE void store(float *at, vf x) { *(vf_any *)at = x; }
  * not in another, and a result would depend on the batch around it. */
 INLINE vf fused(vf a, vf b, vf c)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(HAS_AVX2)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(HAS_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
     return a * b + c;
 #endif
@@ -41,7 +56,7 @@ INLINE vf fused(vf a, vf b, vf c)
 INLINE vf splat(float x) { return x - (vf){0}; }
 
 /* FACTORS numbers, and a * number `i` of them + c: the CPU's own instruction where it has one. */
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
 #define FACTORS 4
 typedef float32x4_t factors;
 INLINE factors load_factors(const float *at) { return vld1q_f32(at); }
@@ -66,10 +81,12 @@ INLINE vf pick(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~wher
 /* NaN if b is. */
 INLINE vf larger(vf a, vf b)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
-#elif defined(__AVX2__)
+#elif defined(HAS_AVX2)
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(HAS_AVX512)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return pick(a > b, a, b);
 #endif
@@ -77,10 +94,12 @@ INLINE vf larger(vf a, vf b)
 
 INLINE vf smaller(vf a, vf b)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b);
-#elif defined(__AVX2__)
+#elif defined(HAS_AVX2)
     return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(HAS_AVX512)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
 #else
     return pick(a < b, a, b);
 #endif
@@ -88,8 +107,10 @@ INLINE vf smaller(vf a, vf b)
 
 INLINE float lanes_sum(vf x)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     return vaddvq_f32((float32x4_t)x);
+#elif defined(HAS_AVX512)
+    return _mm512_reduce_add_ps((__m512)x);
 #else
     float half[LANES / 2], sum = 0;
     for (int i = 0; i < LANES / 2; i++)
@@ -102,8 +123,10 @@ INLINE float lanes_sum(vf x)
 
 INLINE float lanes_max(vf x)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     return vmaxnmvq_f32((float32x4_t)x);
+#elif defined(HAS_AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
 #else
     float most = x[0];
     for (int i = 1; i < LANES; i++)
@@ -115,15 +138,23 @@ INLINE float lanes_max(vf x)
 /* out[i] = the sum of the lanes of x[i], always added in the same order. */
 INLINE void lanes_sum4(const vf *x, float *out)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     float32x4_t low = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]);
     float32x4_t high = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
     vst1q_f32(out, vpaddq_f32(low, high));
-#elif defined(__AVX2__)
+#elif defined(HAS_AVX2)
     __m256 low = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
     __m256 high = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
     __m256 both = _mm256_hadd_ps(low, high);
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+#elif defined(HAS_AVX512)
+    __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+    __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #else
     for (int i = 0; i < 4; i++)
         out[i] = lanes_sum(x[i]);
@@ -133,7 +164,7 @@ INLINE void lanes_sum4(const vf *x, float *out)
 /* A constant that the next operation may overwrite: read again each time, which is cheaper than a copy. */
 INLINE vf fresh(const vf *constant)
 {
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#ifdef HAS_NEON
     vf x;
     __asm__ volatile("ldr %q0, %1" : "=w"(x) : "m"(*constant));
     return x;
@@ -143,7 +174,9 @@ INLINE vf fresh(const vf *constant)
 }
 
 #define SAME4(x) x, x, x, x
-#if LANES == 8
+#if LANES == 16
+#define SAME(x) {SAME4(x), SAME4(x), SAME4(x), SAME4(x)}
+#elif LANES == 8
 #define SAME(x) {SAME4(x), SAME4(x)}
 #else
 #define SAME(x) {SAME4(x)}

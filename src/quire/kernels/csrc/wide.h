@@ -14,6 +14,7 @@ typedef float wide __attribute__((vector_size(4 * WIDE)));
 typedef float wide_any __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
 INLINE wide wide_load(const float *at) { return *(const wide_any *)at; }
+INLINE void wide_store(float *at, wide x) { *(wide_any *)at = x; }
 
 #if WIDE == 16
 
@@ -56,6 +57,11 @@ INLINE wide wide_bf16(const uint16_t *at)
         values[i] = from_bf16(at[i]);
     return wide_load(values);
 #endif
+}
+
+INLINE wide wide_plain(const void *from, int is_bf16, long at)
+{
+    return is_bf16 ? wide_bf16((const uint16_t *)from + at) : wide_load((const float *)from + at);
 }
 
 INLINE void wide_two_bf16(const uint16_t *at, wide *into)
