@@ -11,6 +11,7 @@ from torch import nn
 from quire.kernels import native
 from quire.kernels.linear import linear_reference
 from quire.kernels.quantized import unpack_reference
+from quire.loader.gguf import GGUFSource
 from quire.quant.gguf import Packed, choose
 from quire.quant.plain import Plain
 
@@ -98,3 +99,25 @@ def test_logits_match_the_model_it_was_written_from(
     for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(hf_model, ids)
         assert (ours - expected).norm() / expected.norm() < 1e-3
+
+
+@needs_native
+def test_a_layer_is_repacked_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model needs twice its memory while it loads."""
+    _, hf_model = make_tiny("llama", tmp_path, num_hidden_layers=4)
+    events: list[str] = []
+
+    def noted(kind: type, name: str, event: str) -> None:
+        real = getattr(kind, name)
+
+        def note(*args: Any) -> None:
+            events.append(event)
+            real(*args)
+
+        monkeypatch.setattr(kind, name, note)
+
+    noted(GGUFSource, "fill", "read")
+    noted(Packed, "finish", "repacked")
+    load_tiny(write_gguf(tmp_path / "m.gguf", hf_model, "Q8_0"), packed=True)
+    runs = "".join("r" if event == "read" else " " for event in events).split()
+    assert events.count("repacked") >= 4 * 4 + 1 and max(map(len, runs)) < 8
