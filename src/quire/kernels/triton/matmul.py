@@ -229,11 +229,7 @@ def _aligned(matrix: Tensor) -> bool:
 def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up.
 
-    Measured on an H200 in graphs of products with different weights, us of the library / of these:
-        rows of x        1            2            4            8           16
-        4096 x 1024      5.4 / 3.5    5.4 / 3.8    5.4 / 5.2    5.4 / 5.2    5.4 / 5.5
-        1024 x 3072      7.6 / 2.9    7.6 / 3.3    7.6 / 4.5    7.6 / 5.8    7.9 / 6.0
-        28672 x 4096    62.9 / 56.9  65.0 / 60.9  62.6 / 59.9  63.0 / 62.2  63.4 / 61.9
+    As measured on an H200 in graphs of products with different weights: docs/performance.md has the table.
     """
     length = triton.next_power_of_2(size_in)
     if num == 1 and length <= _LONGEST:
