@@ -1,35 +1,35 @@
 /* out = x W^T + bias: plain weights, packed ones by their values in float, and the way to the whole numbers of quantized*.c.
  *
- * In float every output is a sum over WIDE lanes of columns in order, of 1024 columns at a time: the same for any number of
+ * In float every output is a sum over WIDE lanes of columns in order, of CHUNK columns at a time: the same for any number of
  * rows of x, any division of the work and any form of the weight.
  */
 #include <omp.h>
 
 #include "wide.h"
 
-#define CHUNK 1024 /* columns that are summed before their lanes are added up */
-#define HEADS (CHUNK / 16)
-#define TILE 16    /* rows of the weight that are unpacked at a time */
-#define FEW (WIDE > 4 ? 4 : 1) /* rows of x that are computed without unpacking to memory */
-#define DIRECT 16  /* from so many rows of x on floats are copied too: rows that lie 2^n apart share few places of a cache */
-#ifndef TILES
-#define TILES 8
+#if WIDE == 16
+#define CHUNK 640 /* columns that are summed before their lanes are added up: ten rows fit into 32 KiB */
+#else
+#define CHUNK 1024
 #endif
-#define TASK_BYTES 65536 /* of the weight that a task reads, times rows of x, at most */
-#define SHARES 4         /* tasks for each thread, at least */
+#define HEADS (CHUNK / 16)
+#define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5) /* rows of x at a time, as many as registers allow */
+#ifdef DOT_NEON
+#define TILE 8 /* rows of the weight that are unpacked at a time */
+#else
+#define TILE 16
+#endif
+#define TILES 8                        /* tiles that many rows of x are multiplied with, chunk by chunk */
+#define TASK_ROWS (264 / STEP * STEP)  /* rows of x of a task, at most */
+#define MANY 16                        /* from so many rows of x on they are laid out anew */
+#define FEW (WIDE > 4 ? 4 : 1)         /* rows of x that are computed without unpacking to memory */
+#define TASK_BYTES 65536               /* of the weight that a task reads, times rows of x, at most */
+#define SHARES 4                       /* tasks for each thread, at least */
 #ifdef DOT_NEON
 #define TASK_UNITS 4 /* of interleaved weights: what a task reads, at least, if there are enough; quantized.c goes through them together */
 #else
 #define TASK_UNITS 1
 #endif
-/* Rows of x at a time, as many as registers allow. */
-#ifndef STEP
-#define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5)
-#endif
-#ifndef TASK
-#define TASK 132
-#endif
-#define TASK_ROWS (TASK / STEP * STEP)
 
 /* Sums live in registers only if no loop over them is left. */
 #define UNROLL _Pragma("GCC unroll 8")
@@ -93,7 +93,7 @@ INLINE void times_floats(int count, const Rows *x, long first, const float *cons
                 sums[r * TILE + i] += rest(from + r * x->stride, w[i], k, columns);
 }
 
-/* Fewer rows of x than DIRECT. */
+/* Fewer rows of x than MANY. */
 static void times_tile(const Rows *x, const float *const w[4], long columns, long ahead, float *sums)
 {
     long r = 0;
@@ -116,7 +116,7 @@ static void times_tile(const Rows *x, const float *const w[4], long columns, lon
 
 /* Many rows lie in panels: WIDE columns of STEP rows of x, or of four rows of the weight, then the next WIDE columns. A loop
  * reads two streams that share a cache well, whatever the sizes. */
-INLINE int in_panels(long num_rows) { return num_rows >= DIRECT; }
+INLINE int in_panels(long num_rows) { return num_rows >= MANY; }
 INLINE long panel_columns(long columns) { return (columns + WIDE - 1) / WIDE * WIDE; }
 
 INLINE void times_panel(int count, const float *x, const float *w, long columns, float *sums)
@@ -257,10 +257,15 @@ INLINE float *tile_at(float *tile, int panels, long i, long k)
 
 INLINE void unpack_plain(int form, int panels, const void *from, long start, long columns, float *tile, int i)
 {
+    wide values[2];
     long k = 0;
-    for (; k + WIDE <= columns; k += WIDE)
-        wide_store(tile_at(tile, panels, i, k), wide_plain(from, form == BF16, start + k));
-    widen(from, form == BF16, start + k, columns - k, 1, tile_at(tile, panels, i, k));
+    for (; k + 2 * WIDE <= columns; k += 2 * WIDE) {
+        wide_two(from, form == BF16, start + k, values);
+        wide_store(tile_at(tile, panels, i, k), values[0]);
+        wide_store(tile_at(tile, panels, i, k + WIDE), values[1]);
+    }
+    for (; k < columns; k += WIDE)
+        widen(from, form == BF16, start + k, at_most(WIDE, columns - k), 1, tile_at(tile, panels, i, k));
 }
 
 INLINE void unpack_tile(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile)
@@ -391,10 +396,8 @@ static void prepare_row(const LinearJob *job, long row, uint8_t *into)
 #endif
     if (in_panels(job->num_rows)) {
         float *to = (float *)into + row / STEP * STEP * panel_columns(columns) + row % STEP * WIDE;
-        long k = 0;
-        for (; k + WIDE <= columns; k += WIDE, to += STEP * WIDE)
-            wide_store(to, wide_plain(job->x, (int)job->x_bf16, from + k));
-        widen(job->x, (int)job->x_bf16, from + k, columns - k, 1, to);
+        for (long k = 0; k < columns; k += WIDE, to += STEP * WIDE)
+            widen(job->x, (int)job->x_bf16, from + k, at_most(WIDE, columns - k), 1, to);
     } else if (job->x_bf16)
         widen(job->x, 1, from, columns, 1, (float *)into + row * columns);
 }

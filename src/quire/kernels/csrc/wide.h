@@ -59,11 +59,6 @@ INLINE wide wide_bf16(const uint16_t *at)
 #endif
 }
 
-INLINE wide wide_plain(const void *from, int is_bf16, long at)
-{
-    return is_bf16 ? wide_bf16((const uint16_t *)from + at) : wide_load((const float *)from + at);
-}
-
 INLINE void wide_two_bf16(const uint16_t *at, wide *into)
 {
 #if defined(__ARM_NEON) && defined(__aarch64__)
@@ -74,6 +69,16 @@ INLINE void wide_two_bf16(const uint16_t *at, wide *into)
     into[0] = wide_bf16(at);
     into[1] = wide_bf16(at + WIDE);
 #endif
+}
+
+INLINE void wide_two(const void *from, int is_bf16, long at, wide *into)
+{
+    if (is_bf16) {
+        wide_two_bf16((const uint16_t *)from + at, into);
+        return;
+    }
+    into[0] = wide_load((const float *)from + at);
+    into[1] = wide_load((const float *)from + at + WIDE);
 }
 
 /* `count` scales or lows as floats. Up to 15 more are read and written. */
