@@ -271,7 +271,26 @@ INLINE uint16_t to_bf16(float x)
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
-/* The same for a vector: rounded to the nearest bfloat16, and back. */
+INLINE vf from_halves(vh x)
+{
+#ifdef HAS_AVX512 /* the compiler does it in two parts */
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#else
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
+
+/* The upper halves. */
+INLINE vh to_halves(vf x)
+{
+#ifdef HAS_AVX512
+    return (vh)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)x, 16));
+#else
+    return __builtin_convertvector((vu)x >> 16, vh);
+#endif
+}
+
+/* Rounded to the nearest bfloat16, and back. */
 INLINE vf rounded(vf x, int to_bf16)
 {
     if (!to_bf16)
@@ -290,7 +309,7 @@ INLINE vf take(const void *from, int is_bf16, long at, long left)
             memcpy(&half, (const uint16_t *)from + at, sizeof half);
         else
             memcpy(&half, (const uint16_t *)from + at, (size_t)left * 2);
-        return (vf)(__builtin_convertvector(half, vu) << 16);
+        return from_halves(half);
     }
     if (left >= LANES)
         return load((const float *)from + at);
@@ -303,7 +322,7 @@ INLINE vf take(const void *from, int is_bf16, long at, long left)
 INLINE void put(void *into, int is_bf16, long at, long left, vf x)
 {
     if (is_bf16) {
-        vh half = __builtin_convertvector((vu)rounded(x, 1) >> 16, vh);
+        vh half = to_halves(rounded(x, 1));
         if (left >= LANES)
             memcpy((uint16_t *)into + at, &half, sizeof half);
         else
