@@ -47,23 +47,6 @@ typedef struct {
 
 INLINE const float *x_row(const Rows *x, long row) { return x->x + at_most(row, x->count - 1) * x->stride; }
 
-INLINE void add_sums(const wide *lanes, float *sums)
-{
-    float total[4];
-    wide_sum4(lanes, total);
-    for (int i = 0; i < 4; i++)
-        sums[i] += total[i];
-}
-
-/* The columns that do not fill a vector. */
-static float rest(const float *x, const float *w, long start, long end)
-{
-    float sum = 0;
-    for (long k = start; k < end; k++)
-        sum += x[k] * w[k];
-    return sum;
-}
-
 /* Four rows side by side are no stream that a CPU sees coming: the next four are asked for. */
 INLINE void fetch(const void *at, long ahead) { __builtin_prefetch((const uint8_t *)at + ahead); }
 
@@ -128,9 +111,11 @@ INLINE void times_panel(int count, const float *x, const float *w, long columns,
         for (int i = 0; i < 4; i++)
             sum[r][i] = (wide){0};
     for (; k + WIDE <= columns; k += WIDE, x += STEP * WIDE, w += 4 * WIDE)
-        for (int r = 0; r < count; r++)
-            for (int i = 0; i < 4; i++)
-                sum[r][i] = wide_fused(wide_load(x + r * WIDE), wide_load(w + i * WIDE), sum[r][i]);
+        for (int i = 0; i < 4; i++) {
+            wide value = wide_held(wide_load(w + i * WIDE));
+            for (int r = 0; r < count; r++)
+                sum[r][i] = wide_fused(wide_load(x + r * WIDE), value, sum[r][i]);
+        }
     UNROLL
     for (int r = 0; r < count; r++)
         add_sums(sum[r], sums + r * TILE);
@@ -255,28 +240,33 @@ INLINE float *tile_at(float *tile, int panels, long i, long k)
     return panels ? tile + i / 4 * 4 * CHUNK + 4 * k + i % 4 * WIDE : tile + i * CHUNK + k;
 }
 
-INLINE void unpack_plain(int form, int panels, const void *from, long start, long columns, float *tile, int i)
+/* Rows [i, i + 4) of the tile. */
+INLINE void unpack_plain(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile, int i)
 {
-    wide values[2];
-    long k = 0;
-    for (; k + 2 * WIDE <= columns; k += 2 * WIDE) {
-        wide_two(from, form == BF16, start + k, values);
-        wide_store(tile_at(tile, panels, i, k), values[0]);
-        wide_store(tile_at(tile, panels, i, k + WIDE), values[1]);
+    wide values[4][2];
+    const uint8_t *from[4];
+    long whole = columns / (2 * WIDE) * 2 * WIDE;
+    for (int j = 0; j < 4; j++)
+        from[j] = row_at(part, row + i + j);
+    for (long k = 0; k < whole; k += 2 * WIDE) {
+        for (int j = 0; j < 4; j++)
+            wide_two(from[j], form == BF16, start + k, values[j]);
+        for (int half = 0; half < 2; half++)
+            for (int j = 0; j < 4; j++)
+                wide_store(tile_at(tile, panels, i + j, k + half * WIDE), values[j][half]);
     }
-    for (; k < columns; k += WIDE)
-        widen(from, form == BF16, start + k, at_most(WIDE, columns - k), 1, tile_at(tile, panels, i, k));
+    for (int j = 0; j < 4; j++)
+        for (long k = whole; k < columns; k += WIDE)
+            widen(from[j], form == BF16, start + k, at_most(WIDE, columns - k), 1, tile_at(tile, panels, i + j, k));
 }
 
 INLINE void unpack_tile(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile)
 {
     float scales[HEADS], lows[HEADS];
     wide values[BLOCK / WIDE];
-    for (int i = 0; i < TILE; i++) {
-        if (!is_packed(form)) {
-            unpack_plain(form, panels, row_at(part, row + i), start, columns, tile, i);
-            continue;
-        }
+    for (int i = 0; !is_packed(form) && i < TILE; i += 4)
+        unpack_plain(form, panels, part, row, start, columns, tile, i);
+    for (int i = 0; is_packed(form) && i < TILE; i++) {
         const uint8_t *codes = open_row(form, part, row + i, start, columns, scales, lows);
         long each = heads_of(form);
         for (long b = 0; b < columns / BLOCK; b++) {
@@ -292,14 +282,14 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, lo
 {
     _Alignas(64) float tile[TILE * CHUNK];
     long num = at_most(TILE, part->rows - row);
-    int direct = form == F32;
+    const int direct = form == F32;
     Rows now = {x->x + start * (x->panels ? STEP : 1), x->stride, x->count, x->panels};
     if (x->panels) {
         unpack_tile(form, 1, part, row, start, columns, tile);
         times_panels(&now, tile, num, columns, sums);
         return;
     }
-    if (form != F32 && x->count <= FEW) {
+    if (!direct && x->count <= FEW) {
         int one = FEW == 1 || x->count == 1;
         for (long i = 0; i < num; i += one && form == BF16 ? 8 : 4)
             if (one)
@@ -340,7 +330,7 @@ INLINE long tiles_at_once(int panels) { return panels ? TILES : 1; }
 static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, long at, long first, long row, long row_end)
 {
     float sums[TILES][TASK_ROWS][TILE];
-    long size = TILE * tiles_at_once(x->panels), rows = (x->count + STEP - 1) / STEP * STEP;
+    long size = TILE * tiles_at_once(x->panels), rows = x->panels ? (x->count + STEP - 1) / STEP * STEP : x->count + FEW;
     for (; row < row_end; row += size) {
         long end = at_most(row + size, row_end);
         for (long i = row; i < end; i += TILE)
@@ -374,6 +364,19 @@ INLINE void round_row(const LinearJob *job, const float *x, long blocks, uint8_t
 }
 #endif
 
+INLINE void panel_row(const void *x, int is_bf16, long from, long columns, float *into)
+{
+    wide values[2];
+    long k = 0;
+    for (; k + 2 * WIDE <= columns; k += 2 * WIDE, into += 2 * STEP * WIDE) {
+        wide_two(x, is_bf16, from + k, values);
+        wide_store(into, values[0]);
+        wide_store(into + STEP * WIDE, values[1]);
+    }
+    for (; k < columns; k += WIDE, into += STEP * WIDE)
+        widen(x, is_bf16, from + k, at_most(WIDE, columns - k), 1, into);
+}
+
 /* A row of x as the product reads it, at its place in `into`. Behind the last row comes the last again. */
 static void prepare_row(const LinearJob *job, long row, uint8_t *into)
 {
@@ -396,8 +399,10 @@ static void prepare_row(const LinearJob *job, long row, uint8_t *into)
 #endif
     if (in_panels(job->num_rows)) {
         float *to = (float *)into + row / STEP * STEP * panel_columns(columns) + row % STEP * WIDE;
-        for (long k = 0; k < columns; k += WIDE, to += STEP * WIDE)
-            widen(job->x, (int)job->x_bf16, from + k, at_most(WIDE, columns - k), 1, to);
+        if (job->x_bf16)
+            panel_row(job->x, 1, from, columns, to);
+        else
+            panel_row(job->x, 0, from, columns, to);
     } else if (job->x_bf16)
         widen(job->x, 1, from, columns, 1, (float *)into + row * columns);
 }

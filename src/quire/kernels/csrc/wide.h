@@ -14,6 +14,14 @@ typedef float wide __attribute__((vector_size(4 * WIDE)));
 typedef float wide_any __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
 INLINE wide wide_load(const float *at) { return *(const wide_any *)at; }
+/* In a register: GCC would rather read it again for each product, and run out of reads. */
+INLINE wide wide_held(wide x)
+{
+#if WIDE == 8
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
 INLINE void wide_store(float *at, wide x) { *(wide_any *)at = x; }
 
 #if WIDE == 16
@@ -40,6 +48,23 @@ INLINE wide wide_fused(wide a, wide b, wide c) { return fused(a, b, c); }
 INLINE void wide_sum4(const wide *x, float *out) { lanes_sum4(x, out); }
 
 #endif
+
+INLINE void add_sums(const wide *lanes, float *sums)
+{
+    float total[4];
+    wide_sum4(lanes, total);
+    for (int i = 0; i < 4; i++)
+        sums[i] += total[i];
+}
+
+/* The columns that do not fill a vector. */
+INLINE float rest(const float *x, const float *w, long start, long end)
+{
+    float sum = 0;
+    for (long k = start; k < end; k++)
+        sum += x[k] * w[k];
+    return sum;
+}
 
 INLINE wide wide_bf16(const uint16_t *at)
 {
