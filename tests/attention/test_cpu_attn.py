@@ -44,7 +44,7 @@ def test_sequences_of_many_tiles_and_ranges(chunks: Chunks, window: int | None) 
     check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, torch.float32, window))
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 72])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 72])
 @pytest.mark.parametrize("window", [None, 70])
 def test_prompts_longer_than_a_block_of_rows(window: int | None, head_dim: int) -> None:
     """Keys left out that the last rows of a block see, or weighed that the first ones do not."""
@@ -99,7 +99,7 @@ class Case:
 def cases(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Case:
     chunks = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=5))
     kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 4), (1, 7)]))
-    head_dim = draw(st.sampled_from([8, 24, 64, 80]))
+    head_dim = draw(st.sampled_from([8, 24, 40, 64, 80, 128]))
     window = draw(st.one_of(st.none(), st.integers(1, 200)))
     spec = AttentionSpec(kv_heads * group, kv_heads, head_dim, dtype, window)
     return Case(chunks, spec, draw(st.sampled_from([1, 4, 16])), draw(st.integers(0, 99)), dtype)

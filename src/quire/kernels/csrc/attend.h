@@ -28,13 +28,13 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long from
         for (int k = 0; k < 4; k++)
             sums[r][k] = load(q + r * dim) * load(keys[k] + from);
     for (long d = LANES; d < dim; d += LANES) {
-        vf key[4];
-        for (int k = 0; k < 4; k++)
-            key[k] = load(keys[k] + from + d);
-        for (int r = 0; r < rows; r++) {
-            vf query = load(q + r * dim + d);
-            for (int k = 0; k < 4; k++)
-                sums[r][k] = fused(query, key[k], sums[r][k]);
+        vf query[ROWS];
+        for (int r = 0; r < rows; r++)
+            query[r] = load(q + r * dim + d);
+        for (int k = 0; k < 4; k++) {
+            vf key = held(load(keys[k] + from + d));
+            for (int r = 0; r < rows; r++)
+                sums[r][k] = fused(query[r], key, sums[r][k]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -44,7 +44,7 @@ INLINE void score4(int rows, const float *q, const float *const *keys, long from
 INLINE void mix_key(int rows, int vectors, const float *values, const factors *weights, int at, vf (*sums)[4])
 {
     for (int i = 0; i < vectors; i++) {
-        vf value = load(values + i * LANES);
+        vf value = held(load(values + i * LANES));
         for (int r = 0; r < rows; r++)
             sums[r][i] = fused_by(value, weights[r], at, sums[r][i]);
     }

@@ -197,7 +197,7 @@ static void mix_packed(long rows, const float *weights, const float *const *valu
     mix_some(rows, 0, weights, values, 0, first, end, dim, out);
 }
 
-/* Many rows of one key head: keys, then values stay in the cache. No row goes further than the last of four sees. */
+/* Many rows of one key head: keys, then values stay in the cache. No row goes further than the last of its ROWS sees. */
 static void attend_many(const Job *job, const Task *task, long tile, long first, long end, const float *const *keys,
                         const float *const *values, Scratch *scratch)
 {

@@ -38,6 +38,15 @@ typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 INLINE vf load(const float *at) { return *(const vf_any *)at; }
 INLINE void store(float *at, vf x) { *(vf_any *)at = x; }
+/* x in a register: with few of them, the compiler would read it again for each use. */
+INLINE vf held(vf x)
+{
+#ifdef HAS_AVX2
+    __asm__ volatile("" : "+x"(x));
+#endif
+    return x;
+}
+
 /* a * b + c. The compiler fuses nothing by itself (-ffp-contract=off): it would do so in one copy of a loop and
  * not in another, and a result would depend on the batch around it. */
 INLINE vf fused(vf a, vf b, vf c)
