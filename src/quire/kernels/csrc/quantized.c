@@ -10,6 +10,7 @@
 #ifdef DOT_NEON
 
 #define MOST 8159     /* the largest code: its high plane is 127 */
+#define AHEAD 1024   /* bytes from what is multiplied to what is fetched, for one row of x */
 #define HALVES 16     /* of groups, 4 rows of the weight each, that 8 rows of x meet while they are in the nearest cache, at most, */
 #define CHUNK 24      /* and blocks of them; */
 #define MANY 32       /* half as many with fewer rows of x in all */
@@ -224,6 +225,8 @@ INLINE void times_one(int form, const uint8_t *weight, const uint8_t *x, long bl
     float32x4_t top = vdupq_n_f32(0), bottom = top;
     Half part[2];
     for (long b = 0; b < blocks; b++, weight += GROUP * block_bytes(form), x += ROUNDED_BYTES) {
+        for (int i = 0; i < GROUP * block_bytes(form); i += 64)
+            __builtin_prefetch(weight + AHEAD + i);
         read_half(form, weight, 0, part);
         top = times_block(form, part, x, top);
         read_half(form, weight, 1, part);
