@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.native import Kernel, library, recording
 
 HEAD_DIM_STEP = 8
-"""Head sizes are multiples of this: the widest vector that the kernel uses."""
+"""Head sizes are multiples of this."""
 _TYPES = (torch.float32, torch.bfloat16)
 
 

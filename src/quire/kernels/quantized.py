@@ -46,6 +46,25 @@ TYPES = {
 
 _PADDING = 64
 """Bytes behind the last row that a wide load may touch."""
+
+
+class _Room:
+    """Memory for many weights, side by side: some allocators round each piece up to two megabytes."""
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        if len(self._left) < num_bytes:
+            self._left = torch.empty(max(num_bytes, self.CHUNK), dtype=torch.uint8)
+        size = -(-num_bytes // _PADDING) * _PADDING
+        taken, self._left = self._left[:num_bytes], self._left[size:]
+        return taken
+
+
+_room = _Room()
 _pack = Kernel("quire_pack")
 _PackJob = structure("into stored", "type form rows columns interleaved stored_row_bytes")
 _rows = Kernel("quire_rows")
@@ -71,7 +90,7 @@ def pack(stored: Tensor, kind: str, *, interleaved: bool) -> Matrix:
     columns = from_row_bytes // form.stored_bytes * form.stored_columns
     row_bytes = columns // BLOCK * form.block_bytes
     kept_rows = -(-rows // group_rows()) * group_rows() if interleaved else rows
-    packed = torch.empty(kept_rows * row_bytes + _PADDING, dtype=torch.uint8)
+    packed = _room.take(kept_rows * row_bytes + _PADDING)
     stored = stored.contiguous()
     job = _PackJob(
         packed.data_ptr(),

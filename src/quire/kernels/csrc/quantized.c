@@ -10,7 +10,7 @@
 #ifdef DOT_NEON
 
 #define MOST 8159     /* the largest code: its high plane is 127 */
-#define AHEAD 1024   /* bytes from what is multiplied to what is fetched, for one row of x */
+#define AHEAD 1024    /* bytes from what is multiplied to what is fetched, for one row of x */
 #define HALVES 16     /* of groups, 4 rows of the weight each, that 8 rows of x meet while they are in the nearest cache, at most, */
 #define CHUNK 24      /* and blocks of them; */
 #define MANY 32       /* half as many with fewer rows of x in all */
