@@ -17,6 +17,12 @@ from quire.kernels.quantized import TYPES, Lookup, interleaves, pack, product_re
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 KINDS = sorted(TYPES)
 LAYOUTS = [False, True] if interleaves() else [False]
+ONE_OF_EACH_FORM = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K")
+MANY, COLUMNS = 1101, 1024
+"""Rows of a weight of which a task takes several groups."""
+needs_interleaving = pytest.mark.skipif(
+    not interleaves(), reason="this CPU multiplies no interleaved weights"
+)
 HALVES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
     "Q2_K": (80, 82),
@@ -166,3 +172,40 @@ def test_bfloat16_activations_are_widened_exactly(interleaved: bool) -> None:
     for num_rows in (1, 3, 70):
         x = random(num_rows, 96, seed=4, dtype=torch.bfloat16)
         assert torch.equal(product(x), product(x.float()).bfloat16())
+
+
+@needs_interleaving
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_many_rows_match_float64_and_have_the_same_bits_alone(kind: str) -> None:
+    """Groups of a task that change places, the last one too wide; sums left from the group before."""
+    file, x = stored(kind, MANY, COLUMNS, 6), random(143, COLUMNS, seed=7)
+    product = Product([pack(file, kind, interleaved=True)], random(MANY, seed=8))
+    with threads(1):
+        together = product(x)
+    assert relative_error(together, product_reference(x, [(file, kind)], random(MANY, seed=8))) < 2e-4
+    for number in (1, 2, 3):
+        with threads(number):
+            for start, end in ((0, 143), (0, 1), (142, 143), (120, 124), (90, 103), (5, 45)):
+                assert torch.equal(product(x[start:end]), together[start:end])
+
+
+@needs_interleaving
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_a_row_of_the_weight_gives_the_same_bits_in_any_task(kind: str) -> None:
+    """Results that depend on how many groups a task has."""
+    file, x = stored(kind, MANY, COLUMNS, 9), random(37, COLUMNS, seed=10)
+    whole = Product([pack(file, kind, interleaved=True)])(x)
+    for start, end in ((0, 8), (8, 72), (512, 1101)):
+        assert torch.equal(Product([pack(file[start:end], kind, interleaved=True)])(x), whole[:, start:end])
+
+
+@needs_interleaving
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
+def test_tiny_and_huge_rows_are_rounded_as_well_as_others(scale: float) -> None:
+    """A scale of x that is lost, or a code that leaves its 14 bits where the largest number is rounded up."""
+    file, x = stored("Q4_1", 64, COLUMNS, 11), random(9, COLUMNS, seed=12)
+    product = Product([pack(file, "Q4_1", interleaved=True)])
+    expected = product_reference(x, [(file, "Q4_1")])
+    assert relative_error(product(x * scale) / scale, expected) < 2e-4
+    spikes = torch.full((4, COLUMNS), 8159.0) * torch.tensor([1.0, 0.1, 1 / 3, 0.7])[:, None]
+    assert relative_error(product(spikes), product_reference(spikes, [(file, "Q4_1")])) < 1e-5

@@ -41,9 +41,10 @@ class Packed:
         for i, (kind, size_out) in enumerate(zip(self.kinds, sizes_out, strict=True)):
             form = TYPES[kind]
             shape = (size_out, size_in // form.stored_columns * form.stored_bytes)
-            stored = torch.empty(1, dtype=torch.uint8, device=device).expand(
-                shape
-            )  # the source has the bytes
+            nothing = torch.empty(
+                1, dtype=torch.uint8, device=device
+            )  # the source will put its own bytes there
+            stored = nothing.expand(shape)
             layer.register_parameter(f"packed_{i}", nn.Parameter(stored, requires_grad=False))
         add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
 
