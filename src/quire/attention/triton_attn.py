@@ -99,7 +99,7 @@ class TritonAttention:
         if cut.tiles is not None:
             launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, shape)
         if cut.num_few:
-            launch.attend_ranges(out, q, cache, seqs, cut.few, layer, sinks)
+            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks)
         return out
 
 

@@ -1,7 +1,6 @@
 """A CUDA device: rows that live there, steps that nobody waits for, decodes as captured graphs."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, StepPlan, StepResult
+from quire.kernels.triton.launch import compiling
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
@@ -22,7 +22,6 @@ from quire.worker.slots import Slots, Wide
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
-_COMPILERS = 8
 _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
@@ -62,19 +61,16 @@ class Cuda:
         return self.model.attention.capturable and not config.model.enforce_eager
 
     def _compile(self, config: EngineConfig) -> None:
-        """Have the kernels of all steps compiled, side by side: those of a few steps first, which bring most
-        of them, then those that other sizes add."""
+        """Have the kernels of all steps compiled."""
         limits = config.scheduler
-        *others, last = ladder(limits.max_num_seqs)
-        sizes = [*(size for size in others if size & (size - 1) == 0), last]  # powers of two, and the largest
+        sizes = ladder(limits.max_num_seqs)
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
-        first = [self._split(longest, 1), _decodes(1), _decodes(sizes[-1])]
         mixed = [_decodes(min(count, sizes[-1]), min(prompt, self.max_len)) for count, prompt in _MIXED]
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            picks = [pool.submit(self._pick_blank, size, config) for size in {sizes[0], sizes[-1]}]
-            for steps in (first, [*mixed, *map(_decodes, sizes[1:-1])]):
-                wait_for([pool.submit(self._forward_blank, lens) for lens in steps])
-            wait_for(picks)
+        with compiling():
+            for size in (sizes[0], sizes[-1]):
+                self._pick_blank(size, config)
+            for lens in (self._split(longest, 1), *map(_decodes, sizes), *mixed):
+                self._forward_blank(lens)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
@@ -217,11 +213,6 @@ class _Pinned:
 
 def _decodes(count: int, *prompts: int) -> Ints:
     return np.array([*prompts, *[1] * count], np.int32)
-
-
-def wait_for(tasks: list[Future[None]]) -> None:
-    for task in tasks:
-        task.result()
 
 
 def _joined(changes: list[tuple[Wide, Ints]]) -> tuple[Wide, Ints]:

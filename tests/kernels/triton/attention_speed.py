@@ -19,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention import Cache, Seqs
-from quire.kernels.triton.attention_launch import Layer, Ranges, Shape
+from quire.kernels.triton.attention_launch import Layer, Shape
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 CONTEXT = 576
@@ -77,9 +77,8 @@ class Load:
         self.q = torch.randn(num_seqs * num_queries, heads, dim, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
 
-    def decode(self, cache: Cache, shape: Shape | None, parts: int | None) -> None:
-        ranges = Ranges(parts, parts, launch.MIN_KEYS) if parts else None
-        launch.attend_ranges(self.out, self.q, cache, self.seqs, None, self.layer, None, ranges, shape)
+    def decode(self, cache: Cache, shape: Shape | None = None, shares: int | None = None) -> None:
+        launch.attend_shares(self.out, self.q, cache, self.seqs, None, self.layer, None, shape, shares)
 
     def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:
         launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, shape)

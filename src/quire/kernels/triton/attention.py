@@ -1,8 +1,8 @@
 """Paged attention on a GPU, in two kernels over caches [num_blocks, block_size, kv_heads, head_dim].
 
 The rows of a tile are all query heads of one key head for some consecutive queries of a sequence: a key is
-loaded once for all of them. `tiles` takes a tile of many queries over all its keys: prompts. `ranges` takes
-the few queries of a sequence over one range of its keys; the last to finish merges all ranges: decodes.
+loaded once for all of them. `tiles` takes a tile of many queries over all its keys: prompts. `shares` is for
+sequences with few queries, decodes: each program takes an equal share of all their keys, whosever they are.
 
 Scores are in units of log 2. Slots that nobody wrote may hold anything: they are not loaded.
 """
@@ -18,6 +18,8 @@ from quire.kernels.triton.launch import follow
 _NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite: the difference of two is no NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SOME = tl.constexpr(256)
+"""Sequences whose keys are counted at once."""
 
 
 class Cache(NamedTuple):
@@ -47,14 +49,15 @@ class Scores(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the ranges of a sequence leave for the last of them."""
+    """What shares leave of a sequence that is not theirs alone, for the last of them to merge. A share has up
+    to two: one that went on from another share, and one that goes on in the next."""
 
     sums: Any
-    """[sequences, kv_heads, ranges, rows, head_dim] float32"""
+    """[kv_heads, shares, 2, rows, head_dim] float32"""
     tops: Any
-    """[sequences, kv_heads, ranges, 2, rows] float32: greatest score, sum of weights"""
+    """[kv_heads, shares, 2, 2, rows] float32: greatest score, sum of weights"""
     arrivals: Any
-    """[sequences, kv_heads] int32, zeros before and after"""
+    """[kv_heads, shares] int32, zeros before and after; a sequence counts where it begins"""
 
 
 @triton.jit
@@ -228,18 +231,19 @@ def tiles(
     _finish(out, acc, total, scores_by.v_scale, at, valid)
 
 
-@triton.jit(do_not_specialize=["fair"], do_not_specialize_on_alignment=["work"])
-def ranges(
+@triton.jit(do_not_specialize=["num_seqs", "least"], do_not_specialize_on_alignment=["work"])
+def shares(
     out: tl.tensor,
     q: tl.tensor,
     q_stride: tl.tensor,
     cache: tl.tuple,
     seqs: tl.tuple,
     work: tl.tensor,
+    num_seqs: tl.tensor,
     sinks: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
-    fair: tl.tensor,
+    least: tl.tensor,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -248,58 +252,144 @@ def ranges(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    MAX_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (kv_heads, sequences, ranges). `work` [sequences] are the sequences meant; None: all of the batch.
+    """Grid (kv_heads, shares). `work` [num_seqs] are the sequences meant; None: the first of the batch.
 
-    A sequence is cut into `fair` ranges, fewer if it is short, all that the grid has if it is long. One
-    without keys gets zeros. Before `follow` only what was there before the model's first kernel is read.
+    The keys of all sequences lie in a row, in tiles of BLOCK_N; a share has `least` of them or more. Before
+    `follow` only what was there before the model's first kernel is read.
     """
-    kv_head, index, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq = index if work is None else tl.load(work + index)
-    start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
-    table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-    low = tl.maximum(seq_len - (tl.load(seqs.query_starts + seq + 1) - start), 0)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(low - WINDOW + 1, 0)
-    size, parts = _cut(seq_len - first, fair, MIN_KEYS, MAX_KEYS, BLOCK_N)
+    total = _all_tiles(seqs, work, num_seqs, WINDOW, BLOCK_N)
+    size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
+    at = tl.program_id(1) * size
+    end = tl.minimum(at + size, total)
+    index, begin = _sequence_at(at, seqs, work, num_seqs, WINDOW, BLOCK_N)
     follow(OVERLAP)
-    if part < parts:
-        tile_query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
-        dims, token = tl.arange(0, BLOCK_D), (start + tile_query).to(tl.int64)
-        valid = valid[:, None] & (dims[None, :] < DIM)
-        at = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
-        rows = tl.load(q + at, mask=valid, other=0.0)
-        acc, most, total = _start(sinks, heads, part == 0, BLOCK_D)
-        first += part * size
-        acc, most, total = _fold(
-            acc, most, total, rows, low, places, cache, kv_head, table, first,
-            tl.minimum(first + size, seq_len), scores_by, WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+    while at < end:
+        seq = index if work is None else tl.load(work + index)
+        start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
+        num_queries = tl.load(seqs.query_starts + seq + 1) - start
+        table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
+        close = begin + _tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
+        until = tl.minimum(close, end)
+        _take(
+            out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
+            begin // size, (close - 1) // size, sinks, scores_by, partial,
+            GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if partial is None or parts == 1:
-            at = (token[:, None] * (tl.num_programs(0) * GROUP) + heads[:, None]) * DIM + dims[None, :]
-            _finish(out, acc, total, scores_by.v_scale, at, valid)
-        else:
-            group = index * tl.num_programs(0) + kv_head
-            if _leave(partial, acc, most, total, valid, group, part, DIM) == parts - 1:
-                tl.store(partial.arrivals + group, 0)
-                for query in range(tl.load(seqs.query_starts + seq + 1) - start):
-                    to = out + ((start + query).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
-                    _merge(to, partial, group, query, parts, scores_by.v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
+        at, begin, index = until, close, index + 1
 
 
 @triton.jit
-def _cut(
-    count: tl.tensor, fair: tl.tensor, MIN_KEYS: tl.constexpr, MAX_KEYS: tl.constexpr, BLOCK_N: tl.constexpr
+def _take(
+    out: tl.tensor,
+    q: tl.tensor,
+    q_stride: tl.tensor,
+    cache: tl.tuple,
+    table: tl.tensor,
+    start: tl.tensor,
+    num_queries: tl.tensor,
+    seq_len: tl.tensor,
+    at: tl.tensor,
+    until: tl.tensor,
+    earliest: tl.tensor,
+    latest: tl.tensor,
+    sinks: tl.tensor,
+    scores_by: tl.tuple,
+    partial: tl.tuple,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """The tiles at..until of a sequence that lies in the shares earliest..latest; zeros if it has no keys."""
+    kv_head = tl.program_id(0)
+    low = tl.maximum(seq_len - num_queries, 0)
+    first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
+    query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
+    dims, token = tl.arange(0, BLOCK_D), (start + query).to(tl.int64)
+    valid = valid[:, None] & (dims[None, :] < DIM)
+    rows = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
+    acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
+    acc, most, total = _fold(
+        acc, most, total, tl.load(q + rows, mask=valid, other=0.0), low, places, cache, kv_head, table,
+        first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
+        WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
+    )  # fmt: skip
+    if earliest == latest:
+        place = (token[:, None] * (tl.num_programs(0) * GROUP) + heads[:, None]) * DIM + dims[None, :]
+        _finish(out, acc, total, scores_by.v_scale, place, valid)
+    elif _leave(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
+        tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)
+        for each in range(num_queries):
+            to = out + ((start + each).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
+            v_scale = scores_by.v_scale
+            _merge(to, partial, kv_head, earliest, latest, each, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _tiles_of(
+    seq_lens: tl.tensor, num_queries: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    """Of the keys that a sequence's queries see; at least one."""
+    if WINDOW:
+        seq_lens = tl.minimum(seq_lens, num_queries + (WINDOW - 1))
+    return tl.maximum(tl.cdiv(seq_lens, BLOCK_N), 1)
+
+
+@triton.jit
+def _some_tiles(
+    seqs: tl.tuple,
+    work: tl.tensor,
+    index: tl.tensor,
+    num_seqs: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """How many tiles each of these sequences has."""
+    there = index < num_seqs
+    seq = index if work is None else tl.load(work + index, mask=there, other=0)
+    num_queries = 0
+    if WINDOW:
+        num_queries = tl.load(seqs.query_starts + seq + 1, mask=there, other=0)
+        num_queries -= tl.load(seqs.query_starts + seq, mask=there, other=0)
+    count = _tiles_of(tl.load(seqs.seq_lens + seq, mask=there, other=0), num_queries, WINDOW, BLOCK_N)
+    return tl.where(there, count, 0)
+
+
+@triton.jit
+def _all_tiles(
+    seqs: tl.tuple, work: tl.tensor, num_seqs: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
+    total = tl.sum(_some_tiles(seqs, work, tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N), 0)
+    for first in range(_SOME, num_seqs, _SOME):
+        total += tl.sum(_some_tiles(seqs, work, first + tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N), 0)
+    return total
+
+
+@triton.jit
+def _sequence_at(
+    at: tl.tensor,
+    seqs: tl.tuple,
+    work: tl.tensor,
+    num_seqs: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ) -> Any:
-    """How many keys a range has, and how many ranges there are."""
-    most = tl.maximum(tl.cdiv(count, tl.num_programs(2)), MAX_KEYS)
-    size = tl.minimum(tl.maximum(tl.cdiv(count, fair), MIN_KEYS), most)
-    size = tl.cdiv(size, BLOCK_N) * BLOCK_N
-    return size, tl.maximum(tl.cdiv(count, size), 1)
+    """Which sequence has the tile `at` of all, and which of all is its first."""
+    index, begin, before = 0, 0, 0
+    for first in range(0, num_seqs, _SOME):
+        counts = _some_tiles(seqs, work, first + tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N)
+        ends = before + tl.cumsum(counts, 0)
+        passed = (ends <= at) & (counts > 0)
+        index += tl.sum(passed.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(passed, ends, 0), 0))
+        before += tl.sum(counts, 0)
+    return index, begin
 
 
 @triton.jit
@@ -309,38 +399,40 @@ def _leave(
     most: tl.tensor,
     total: tl.tensor,
     valid: tl.tensor,
-    group: tl.tensor,
-    part: tl.tensor,
+    kv_head: tl.tensor,
+    earliest: tl.tensor,
     DIM: tl.constexpr,
 ) -> Any:
-    """Write down what a range has come to; how many were before it."""
+    """Write down what a share has come to on a sequence that begins in `earliest`; how many did before."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     row, dims = tl.arange(0, BLOCK_M), tl.arange(0, acc.shape[1])
-    at = (group * tl.num_programs(2) + part).to(tl.int64)
+    group, own = kv_head * tl.num_programs(1), tl.program_id(1)
+    at = (2 * (group + own) + (own == earliest)).to(tl.int64)
     tl.store(partial.sums + at * (BLOCK_M * DIM) + row[:, None] * DIM + dims[None, :], acc, mask=valid)
     tl.store(partial.tops + at * (2 * BLOCK_M) + row, most)
     tl.store(partial.tops + at * (2 * BLOCK_M) + BLOCK_M + row, total)
     # Every thread must have written before one of them counts.
     tl.debug_barrier()
-    return tl.atomic_add(partial.arrivals + group, 1, sem="acq_rel")
+    return tl.atomic_add(partial.arrivals + group + earliest, 1, sem="acq_rel")
 
 
 @triton.jit
 def _merge(
     out: tl.tensor,
     partial: tl.tuple,
-    group: tl.tensor,
+    kv_head: tl.tensor,
+    earliest: tl.tensor,
+    latest: tl.tensor,
     query: tl.tensor,
-    parts: tl.tensor,
     v_scale: tl.tensor,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """The heads of one query, from what all ranges have left."""
+    """The heads of one query, from what all shares have left."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    # Several ranges at a time, so that their loads are under way at once.
+    # Several shares at a time, so that their loads are under way at once.
     SOME: tl.constexpr = max(1, 8192 // (HEADS * BLOCK_D))
     head, dims = tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
     row = query * GROUP + tl.minimum(head, GROUP - 1)
@@ -348,10 +440,10 @@ def _merge(
     acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
     most = tl.full([HEADS], _NEVER, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    for first in range(0, parts, SOME):
+    for first in range(earliest, latest + 1, SOME):
         others = first + tl.arange(0, SOME)
-        at = (group * tl.num_programs(2) + others).to(tl.int64)
-        there = (others < parts)[:, None]
+        at = (2 * (kv_head * tl.num_programs(1) + others) + (others == earliest)).to(tl.int64)
+        there = (others <= latest)[:, None]
         tops = partial.tops + (at * (2 * BLOCK_M))[:, None] + row[None, :]
         top = tl.load(tops, mask=there, other=_NEVER, cache_modifier=".cg")
         count = tl.load(tops + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")

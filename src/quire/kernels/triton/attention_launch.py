@@ -1,4 +1,4 @@
-"""Launching paged attention: the shape of tiles by what is computed, the number of ranges by the device."""
+"""Launching paged attention: the shape of tiles by what is computed, the number of shares by the device."""
 
 from functools import cache
 from typing import NamedTuple
@@ -9,20 +9,13 @@ from torch import Tensor
 
 from quire.kernels.triton import attention as kernels
 from quire.kernels.triton.attention import Cache, Partial, Scores, Seqs
-from quire.kernels.triton.launch import overlap
+from quire.kernels.triton.launch import launch, overlap
 
 _LOG2_E = 1.4426950408889634
-_MAX_GROUPS = 1 << 14
-"""(sequence, key head) pairs beyond which nothing is cut into ranges."""
-_DEFAULT_SMS = 132
-MIN_KEYS, FEW_KEYS = 64, 640
-"""No range has fewer keys than the first, nor than the second where there is a pair for each multiprocessor:
-to merge ranges costs more than it brings there."""
-MAX_KEYS = 2048
-"""A range with more keys than this is cut further even where the device is busy without it: one long sequence
-among short ones would keep everybody waiting."""
-_MAX_RANGES = 3072
-"""Those that turn out empty take time too: together 2 us at 32 sequences on an H200, 5 us at 128."""
+_DEFAULT_SMS = 4
+"""Where there is no GPU, in the interpreter: enough for sequences to be cut."""
+MIN_KEYS = 64
+"""No share has fewer keys: to merge costs more than it brings."""
 
 
 class Shape(NamedTuple):
@@ -32,6 +25,8 @@ class Shape(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    per_sm: int = 1
+    """Programs that a multiprocessor takes at once, where that counts."""
 
 
 class Layer(NamedTuple):
@@ -70,44 +65,27 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def range_shape(layer: Layer, dtype: torch.dtype, groups: int, num_sms: int) -> Shape:
-    """For `ranges`, with so many (sequence, key head) pairs."""
+def share_shape(layer: Layer, dtype: torch.dtype) -> Shape:
+    """For `shares`."""
     rows = max(16, triton.next_power_of_2(layer.group))
     wide = layer.head_dim > 128
     if dtype == torch.float32:
-        return Shape(rows, 16 if wide else 32, 4, 1)
+        return Shape(rows, 16 if wide else 32, 4, 1, 2)
     if wide or rows > 16:
-        return Shape(rows, 32, 4, 3)
-    if groups >= 3 * num_sms:
-        return Shape(rows, 64, 4, 3)
-    return Shape(rows, 32, 4 if num_sms // 4 <= groups <= num_sms // 2 else 2, 3)
+        return Shape(rows, 32, 4, 3, 2)
+    return Shape(rows, 32, 2, 3, 4)
 
 
-class Ranges(NamedTuple):
-    fair: int
-    """Into how many ranges the keys of a sequence are cut to keep the device busy."""
-    most: int
-    """Into how many those of a long one are."""
-    least_keys: int
-    """That a range has."""
+def shares_of(layer: Layer, shape: Shape, num_seqs: int, num_sms: int) -> int:
+    """Into how many shares the keys of a batch are cut for each key head.
 
-
-def ranges_of(groups: int, max_keys: int, num_sms: int) -> Ranges:
-    """For so many (sequence, key head) pairs; not by their lengths, which change under a captured graph."""
-    if groups > _MAX_GROUPS:
-        return Ranges(1, 1, MIN_KEYS)
-    if groups >= 3 * num_sms:
-        fair, least_keys = 1, MIN_KEYS
-    elif groups >= num_sms:
-        fair, least_keys = 4, FEW_KEYS
-    elif groups >= num_sms // 4:
-        fair, least_keys = 4 * num_sms // groups, MIN_KEYS
-    else:
-        fair, least_keys = 5 * num_sms // 2 // groups, MIN_KEYS
-    fair = max(1, min(fair, -(-max_keys // least_keys)))
-    if max_keys <= 2 * MAX_KEYS:
-        return Ranges(fair, fair, least_keys)
-    return Ranges(fair, max(fair, min(-(-max_keys // MAX_KEYS), _MAX_RANGES // groups)), least_keys)
+    As many as the device takes at once, or half of that where sequences of equal lengths then need no merge.
+    Not by the lengths, which change under a captured graph.
+    """
+    per_sm, pairs = shape.per_sm, num_seqs * layer.kv_heads
+    if num_sms // 2 <= pairs <= per_sm // 2 * num_sms:
+        per_sm //= 2
+    return max(1, per_sm * num_sms // layer.kv_heads)
 
 
 def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
@@ -125,7 +103,7 @@ def attend_tiles(
     sinks: Tensor | None,
     shape: Shape,
 ) -> None:
-    kernels.tiles[(len(work), layer.kv_heads)](
+    launch(kernels.tiles, len(work), layer.kv_heads)(
         out,
         q,
         q.stride(0),
@@ -142,7 +120,7 @@ def attend_tiles(
     )
 
 
-def attend_ranges(
+def attend_shares(
     out: Tensor,
     q: Tensor,
     cache: Cache,
@@ -150,32 +128,27 @@ def attend_ranges(
     work: Tensor | None,
     layer: Layer,
     sinks: Tensor | None,
-    ranges: Ranges | None = None,
     shape: Shape | None = None,
+    shares: int | None = None,
 ) -> None:
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
-    groups = num_seqs * layer.kv_heads
-    max_keys = seqs.block_tables.shape[1] * cache.k.shape[1]
-    if layer.window:
-        max_keys = min(max_keys, layer.window + layer.few)
-    ranges = ranges or ranges_of(groups, max_keys, _num_sms(q.device))
-    shape = shape or range_shape(layer, q.dtype, groups, _num_sms(q.device))
+    shape = shape or share_shape(layer, q.dtype)
+    shares = shares or shares_of(layer, shape, num_seqs, _num_sms(q.device))
     ahead = overlap(len(q), layer.heads * layer.head_dim)
-    kernels.ranges[(layer.kv_heads, num_seqs, ranges.most)](
+    launch(kernels.shares, layer.kv_heads, shares)(
         out,
         q,
         q.stride(0),
         cache,
         seqs,
         work,
+        num_seqs,
         sinks,
         _scores(layer),
-        _partial(groups, ranges.most, shape.block_m, layer.head_dim, q.device),
-        ranges.fair,
+        _partial(layer.kv_heads * shares, shape.block_m, layer.head_dim, q.device),
+        max(1, MIN_KEYS // shape.block_n),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        MIN_KEYS=ranges.least_keys,
-        MAX_KEYS=MAX_KEYS,
         OVERLAP=ahead,
         launch_pdl=ahead,
         num_warps=shape.num_warps,
@@ -204,17 +177,15 @@ def _constants(layer: Layer, block_size: int) -> dict[str, int | bool]:
     }
 
 
-def _partial(groups: int, ranges: int, rows: int, head_dim: int, device: torch.device) -> Partial | None:
-    if ranges == 1:
-        return None
-    sums = torch.empty(groups * ranges * rows * head_dim, dtype=torch.float32, device=device)
-    tops = torch.empty(groups * ranges * rows * 2, dtype=torch.float32, device=device)
-    return Partial(sums, tops, _arrivals(device))
+def _partial(shares: int, rows: int, head_dim: int, device: torch.device) -> Partial:
+    sums = torch.empty(shares * 2 * rows * head_dim, dtype=torch.float32, device=device)
+    tops = torch.empty(shares * 2 * rows * 2, dtype=torch.float32, device=device)
+    return Partial(sums, tops, _arrivals(shares, device))
 
 
 @cache
-def _arrivals(device: torch.device) -> Tensor:
-    return torch.zeros(_MAX_GROUPS, dtype=torch.int32, device=device)
+def _arrivals(shares: int, device: torch.device) -> Tensor:
+    return torch.zeros(shares, dtype=torch.int32, device=device)
 
 
 @cache

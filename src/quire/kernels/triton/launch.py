@@ -1,14 +1,74 @@
-"""Kernels that follow each other closely: the next is already on the chip while the last one ends."""
+"""Launching kernels: so that they follow each other closely, or only to have them compiled."""
 
 import functools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_ROWS, _MOST = 128, 2**18
 """Up to so many rows, and so many numbers of a model's width in all of them, the kernels of a step are ours;
 beside the library's products an early launch only costs."""
+_COMPILERS = 16
+
+
+def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
+    """`kernel[grid]`, which inside `compiling` does not run."""
+    wanted = _wanted.get()
+    return kernel[grid] if wanted is None else functools.partial(_want, wanted, kernel, grid)
+
+
+_wanted: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels that are launched in here are compiled instead, side by side and each once; in the end all are
+    there. What they would have written is left as it was."""
+    token = _wanted.set(set())
+    try:
+        with _Loading(min(_COMPILERS, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        _wanted.reset(token)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Threads that compile a kernel and also make it ready to run."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            kernel = fn(*args, **kwargs)
+            kernel.run  # noqa: B018  its launcher is built, and its code loaded, when this is first asked for
+            return kernel
+
+        return super().submit(compile_and_load)
+
+
+def _want(wanted: set[Any], kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """A model's layers want the same again and again: ask for it once."""
+    kind = kernel, *map(_kind, args), *options.items()
+    if kind not in wanted:
+        wanted.add(kind)
+        kernel.run(*args, grid=grid, warmup=True, **options)
+
+
+def _kind(arg: Any) -> Any:
+    """What an argument of a kernel may have it compiled for."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, *arg.block_shape
+    if isinstance(arg, tuple):
+        return tuple(map(_kind, arg))
+    return (arg == 1, arg % 16 == 0) if isinstance(arg, int) else type(arg)
 
 
 def overlap(num_rows: int, width: int = _MOST // 16) -> bool:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import follow, overlap
+from quire.kernels.triton.launch import follow, launch, overlap
 
 _TILE = tl.constexpr(4096)
 _NEVER = tl.constexpr(float("-inf"))
@@ -130,7 +130,7 @@ def apply_penalties(
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:
-        _penalise[(num, triton.cdiv(vocab, _TILE.value))](
+        launch(_penalise, num, triton.cdiv(vocab, _TILE.value))(
             logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, logits.stride(0),
             OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
@@ -140,7 +140,7 @@ def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor) -> None:
     """One more of each id [N] in its row's [N] line of `counts` [R, V]. No row comes twice; -1 is none."""
     if len(rows):
         ahead, block = overlap(len(rows)), 128
-        _count[(triton.cdiv(len(rows), block),)](
+        launch(_count, triton.cdiv(len(rows), block))(
             counts, rows, ids, len(rows), counts.shape[1], BLOCK=block, OVERLAP=ahead, launch_pdl=ahead
         )
 
@@ -158,11 +158,11 @@ def logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     tiles, stride = triton.cdiv(vocab, _TILE.value), logits.stride(0)
     tops, sums = torch.empty(2, num, tiles, dtype=torch.float32, device=logits.device)
     counts = torch.empty(num * tiles * num_ids, dtype=torch.int32, device=logits.device)
-    _scan[(num, tiles)](
+    launch(_scan, num, tiles)(
         logits, ids, tops, sums, counts, vocab, stride, NUM=num_ids, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=8,
     )  # fmt: skip
-    _finish[(num,)](
+    launch(_finish, num)(
         values, ranks, logits, ids, tops, sums, counts, tiles, stride, NUM=num_ids,
         TILES=triton.next_power_of_2(tiles), OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton.launch import MOST_ROWS, follow, overlap
+from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
 from quire.kernels.triton.ops import TritonOps, silu_times
 
 _LONGEST = 16384
@@ -166,7 +166,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
-    plan = _plan(x, weight, 2) if len(x) <= MOST_ROWS else None
+    plan = _plan(x, weight, 2) if len(x) <= 2 * MOST_ROWS else None
     return _silu_mul(F.linear(x, weight)) if plan is None else multiply(x, weight, None, plan, gated=True)
 
 
@@ -178,7 +178,7 @@ def multiply(
     ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
     grid = triton.cdiv(size_out, plan.rows)
     if isinstance(plan, Rows):
-        _rows[(grid,)](
+        launch(_rows, grid)(
             out, x, weight, bias if biased else out, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
             BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
             launch_pdl=ahead, num_warps=plan.warps,
@@ -187,7 +187,7 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    _tiles[(triton.cdiv(num, plan.num) * grid, plan.splits)](
+    launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, _tiled(x, plan.num, plan.length), _tiled(weight, plan.rows, plan.length),
         bias if biased else out, parts, _arrivals(x.device), num, size_in, size_out, GATED=gated,
         BIASED=biased, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
@@ -238,13 +238,13 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
         return Rows(max(8192 // length, 1), 4)
     if num <= 4 and length <= 4096 and size_out <= 1024:
         return Rows(max(8192 // length, 1), 4)
-    if num > 16 and size_out >= 2**16:
+    large = size_out * size_in >= 3 * 2**23
+    if parts == 2 and large and num > 64 and (num <= 128 or num == 256):
+        return Tiles(128, 128, 64, 1, 8, 4)
+    if num > 128 or num > 16 and size_out >= 2**16:
         return None
-    if num > 64 and size_out * size_in > 3 * 2**23:
-        if parts == 2:
-            return Tiles(128, 128, 64, 1, 8, 4)
-        if size_out > size_in:
-            return None
+    if parts == 1 and num > 32 and (num % 64 or large and num > 64 and size_out > size_in):
+        return None  # a tile of 64 rows of which some are missing is slow to load
     height = 16 if num <= 16 else 32 if num <= 32 else 64
     rows = 32 if 32 < num <= 64 and size_out <= 4096 else 64
     splits = 1

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import HeadNorms
-from quire.kernels.triton.launch import follow, overlap
+from quire.kernels.triton.launch import follow, launch, overlap
 
 _GATHERED = 2048
 """Numbers per program where rows are only copied or multiplied."""
@@ -208,8 +208,9 @@ class TritonOps:
         out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
         if len(ids):
             ahead = overlap(len(ids), size)
-            grid = (len(ids), triton.cdiv(size, _GATHERED))
-            _embed[grid](out, ids, table, size, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
+            launch(_embed, len(ids), triton.cdiv(size, _GATHERED))(
+                out, ids, table, size, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead
+            )
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -224,9 +225,9 @@ class TritonOps:
         out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
             ahead = overlap(len(gate_up), size)
-            grid = (len(gate_up), triton.cdiv(size, _GATHERED))
-            stride = gate_up.stride(0)
-            _silu_mul[grid](out, gate_up, size, stride, BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead)
+            launch(_silu_mul, len(gate_up), triton.cdiv(size, _GATHERED))(
+                out, gate_up, size, gate_up.stride(0), BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead
+            )
         return out
 
     def rotate_and_write(
@@ -251,14 +252,14 @@ class TritonOps:
         few = 2 if num_tokens <= _FEW_TOKENS else 8
         scaled, ahead = k_cache.element_size() == 1, overlap(num_tokens, heads * dim)
         q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
-        _rotate_and_write[(num_tokens, triton.cdiv(heads + 2 * kv_heads, few))](
+        launch(_rotate_and_write, num_tokens, triton.cdiv(heads + 2 * kv_heads, few))(
             q, qkv, table, positions, slots, k_cache, v_cache, q_weight, k_weight, eps, k_scale, v_scale,
             qkv.stride(0), k_cache.stride(0), k_cache.stride(1), Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
             HALF=half, BLOCK_SIZE=block_size, NORMED=norms is not None, SCALED=scaled,
             LIMIT=torch.finfo(k_cache.dtype).max if scaled else 0.0, HEADS=few,
             BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), OVERLAP=ahead, launch_pdl=ahead,
-            num_warps=1 if few == 2 else 4,
+            num_warps=1 if few == 2 else 2,
         )  # fmt: skip
         return q
 
@@ -268,7 +269,7 @@ def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: boo
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
         block, ahead = triton.next_power_of_2(size), overlap(num_rows, size)
-        _norm[(num_rows,)](
+        launch(_norm, num_rows)(
             out, x, residual, weight, size, x.stride(0), eps, ADD=add, BLOCK=block, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import follow, overlap
+from quire.kernels.triton.launch import follow, launch, overlap
 
 TILE = tl.constexpr(4096)
 _CHUNKS = tl.constexpr(8)
@@ -399,11 +399,11 @@ def argmax(logits: Tensor) -> Tensor:
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
         none = out
-        _scan[grid](
+        launch(_scan, *grid)(
             logits, none, none, none, floats, ints, vocab, stride, RANDOM=False, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
-        _finish_argmax[(len(logits),)](
+        launch(_finish_argmax, len(logits))(
             out, floats, ints, grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=1
         )
     return out
@@ -427,11 +427,11 @@ def sample(
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
-        _scan[grid](
+        launch(_scan, *grid)(
             logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
-        _pick[(len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))](
+        launch(_pick, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
             out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
             grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
