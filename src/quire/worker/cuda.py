@@ -61,15 +61,16 @@ class Cuda:
         return self.model.attention.capturable and not config.model.enforce_eager
 
     def _compile(self, config: EngineConfig) -> None:
-        """Have the kernels of all steps compiled."""
+        """Have the kernels of all steps compiled: those of sizes between powers of two are among them."""
         limits = config.scheduler
-        sizes = ladder(limits.max_num_seqs)
+        *others, last = ladder(limits.max_num_seqs)
+        sizes = [last, *(size for size in others if size & (size - 1) == 0)]
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
-        mixed = [_decodes(min(count, sizes[-1]), min(prompt, self.max_len)) for count, prompt in _MIXED]
+        mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
-            for size in (sizes[0], sizes[-1]):
+            for size in {1, last}:
                 self._pick_blank(size, config)
-            for lens in (self._split(longest, 1), *map(_decodes, sizes), *mixed):
+            for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
                 self._forward_blank(lens)
         torch.cuda.synchronize()
 

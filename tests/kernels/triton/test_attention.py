@@ -27,7 +27,7 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
     layer = LAYER._replace(heads=group, kv_heads=1)
     assert launch.tile_shape(layer, dtype, 500).block_m >= group
     assert launch.tile_shape(layer, dtype, 2).block_m >= group
-    assert launch.share_shape(layer, dtype).block_m >= group * layer.few
+    assert launch.share_shape(layer, dtype, dtype).block_m >= group * layer.few
 
 
 @pytest.mark.parametrize("window", [None, 90])

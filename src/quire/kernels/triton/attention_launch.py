@@ -65,15 +65,15 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def share_shape(layer: Layer, dtype: torch.dtype) -> Shape:
-    """For `shares`."""
+def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype) -> Shape:
+    """For `shares` over a cache of the second type."""
     rows = max(16, triton.next_power_of_2(layer.group))
     wide = layer.head_dim > 128
     if dtype == torch.float32:
         return Shape(rows, 16 if wide else 32, 4, 1, 2)
     if wide or rows > 16:
         return Shape(rows, 32, 4, 3, 2)
-    return Shape(rows, 32, 2, 3, 4)
+    return Shape(rows, 64 if kept_as.itemsize == 1 else 32, 2, 3, 4)
 
 
 def shares_of(layer: Layer, shape: Shape, num_seqs: int, num_sms: int) -> int:
@@ -132,7 +132,7 @@ def attend_shares(
     shares: int | None = None,
 ) -> None:
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
-    shape = shape or share_shape(layer, q.dtype)
+    shape = shape or share_shape(layer, q.dtype, cache.k.dtype)
     shares = shares or shares_of(layer, shape, num_seqs, _num_sms(q.device))
     ahead = overlap(len(q), layer.heads * layer.head_dim)
     launch(kernels.shares, layer.kv_heads, shares)(
