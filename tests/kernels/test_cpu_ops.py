@@ -103,17 +103,9 @@ class Heads:
     def run(self, by: ops.Ops, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
         """The queries and both caches, which hold -7 where nothing was written."""
         k_cache, v_cache = (torch.full(self.shape, -7.0).to(self.cache_dtype) for _ in range(2))
-        q = by.rotate_and_write(
-            self.qkv[tokens],
-            self.table,
-            self.positions[tokens],
-            self.slots[tokens],
-            k_cache,
-            v_cache,
-            heads=self.heads,
-            norms=self.norms,
-        )
-        return q, k_cache, v_cache
+        places = self.positions[tokens], self.slots[tokens]
+        entry = ops.Entry(self.heads, self.table, *places, k_cache, v_cache, self.norms)
+        return by.rotate_and_write(self.qkv[tokens], entry), k_cache, v_cache
 
 
 @st.composite

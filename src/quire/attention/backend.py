@@ -47,6 +47,10 @@ class AttentionSpec:
     v_scale: float = 1.0
 
     @property
+    def scales(self) -> tuple[float, float]:
+        return self.k_scale, self.v_scale
+
+    @property
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import Kernel, structure
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -78,34 +78,11 @@ class CPUOps:
         _silu_mul(job, out, gate_up)
         return out
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        heads: int,
-        norms: HeadNorms | None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Tensor:
+    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
+        heads, table, positions, slots, k_cache, v_cache, norms, *_ = entry
         kv_heads, head_dim = k_cache.shape[2:]
         if k_cache.dtype not in TYPES or head_dim > _MAX_HEAD_DIM:
-            return Reference().rotate_and_write(
-                qkv,
-                table,
-                positions,
-                slots,
-                k_cache,
-                v_cache,
-                heads=heads,
-                norms=norms,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+            return Reference().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype and k_cache.is_contiguous()
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
         job = _RotateJob(

@@ -27,6 +27,25 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Entry(NamedTuple):
+    """How the heads of a layer enter its attention: queries and keys turned, keys and values into slots."""
+
+    heads: int
+    table: Tensor
+    """[max_len, rotary_dim], cosines then sines; the first rotary_dim numbers of a head turn, half against
+    half."""
+    positions: Tensor
+    """[T], where in the table"""
+    slots: Tensor
+    """[T]; below 0 nothing is written"""
+    k_cache: Tensor
+    """[num_blocks, block_size, kv_heads, head_dim]; an 8-bit one holds values divided by its scale"""
+    v_cache: Tensor
+    norms: HeadNorms | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
 class Ops(Protocol):
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """[T] int64 ids, [V, n] table -> [T, n]."""
@@ -45,26 +64,10 @@ class Ops(Protocol):
         """[T, 2n] gate and up side by side -> silu(gate) * up, [T, n]."""
         ...
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        heads: int,
-        norms: HeadNorms | None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Tensor:
+    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots; the queries remain.
 
-        qkv is [T, (heads + 2 * kv_heads) * head_dim]. The table is [max_len, rotary_dim], cosines then sines;
-        the first rotary_dim numbers of a head turn, half against half. Caches are [num_blocks, block_size,
-        kv_heads, head_dim]; an 8-bit cache holds values divided by its scale. A slot below 0 is not written.
-        Returns [T, heads, head_dim].
+        [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads, head_dim].
         """
         ...
 

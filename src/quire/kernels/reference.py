@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry
 
 
 class Reference:
@@ -23,27 +23,14 @@ class Reference:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        heads: int,
-        norms: HeadNorms | None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Tensor:
-        kv_heads, head_dim = k_cache.shape[2:]
-        q, k, v = qkv.view(len(qkv), -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
-        if norms is not None:
+    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
+        kv_heads, head_dim = entry.k_cache.shape[2:]
+        q, k, v = qkv.view(len(qkv), -1, head_dim).split([entry.heads, kv_heads, kv_heads], dim=1)
+        if (norms := entry.norms) is not None:
             q, k = self.norm(q, norms.q, norms.eps), self.norm(k, norms.k, norms.eps)
-        cos, sin = table[positions][:, None].chunk(2, -1)
-        write(rotate(k, cos, sin), k_cache, slots, k_scale)
-        write(v, v_cache, slots, v_scale)
+        cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
+        write(rotate(k, cos, sin), entry.k_cache, entry.slots, entry.k_scale)
+        write(v, entry.v_cache, entry.slots, entry.v_scale)
         return rotate(q, cos, sin)
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -39,19 +39,12 @@ class PagedAttention(nn.Module):
     def forward(self, qkv: Tensor, batch: Batch) -> Tensor:
         """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        q = self.ops.rotate_and_write(
-            qkv,
-            self.rope.table,
-            batch.positions,
-            batch.slots,
-            self.k_cache,
-            self.v_cache,
-            heads=self.spec.heads,
-            norms=self._norms(),
-            k_scale=self.spec.k_scale,
-            v_scale=self.spec.v_scale,
+        spec, caches = self.spec, (self.k_cache, self.v_cache)
+        entry = Entry(
+            spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self._norms(), *spec.scales
         )
-        return self.backend.forward(q, self.k_cache, self.v_cache, batch, self.spec).flatten(1)
+        q = self.ops.rotate_and_write(qkv, entry)
+        return self.backend.forward(q, *caches, batch, spec).flatten(1)
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry, HeadNorms
 from quire.kernels.triton import sampling
 from quire.kernels.triton.matmul import gated, linear
 from quire.kernels.triton.ops import TritonOps
@@ -93,9 +93,8 @@ class Model:
         for i, (qkv, out, gate_up, down) in enumerate(self.weights):
             add = functools.partial(OPS.add_norm, x) if i else OPS.norm
             x = multiply(add(residual, self.norm, EPS), qkv)
-            q = OPS.rotate_and_write(
-                x, self.table, positions, slots, *self.caches, heads=self.sizes.heads, norms=self.norms
-            )
+            entry = Entry(self.sizes.heads, self.table, positions, slots, *self.caches, self.norms)
+            q = OPS.rotate_and_write(x, entry)
             x = OPS.add_norm(multiply(q.flatten(1), out), residual, self.norm, EPS)
             x = gated(x, gate_up) if own else OPS.silu_mul(F.linear(x, gate_up))
             x = multiply(x, down)

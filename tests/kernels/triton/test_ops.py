@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry, HeadNorms
 from quire.kernels.reference import Reference
 from quire.kernels.triton.ops import TritonOps
 
@@ -103,13 +103,10 @@ def check_rotation(
     norms = HeadNorms(random(dim, dtype=dtype), random(dim, dtype=dtype), 1e-6) if normed else None
     kind = cache or dtype
     caches = [torch.ones(2 * num_tokens, 8, kv_heads, dim, device=DEVICE).to(kind) for _ in range(4)]
-    scales = {"k_scale": 0.25, "v_scale": 0.5} if kind == torch.float8_e4m3fn else {}
-    theirs = reference.rotate_and_write(
-        qkv, table, positions, slots, caches[0], caches[1], heads=heads, norms=norms, **scales
-    )
-    ours = ops.rotate_and_write(
-        qkv, table, positions, slots, caches[2], caches[3], heads=heads, norms=norms, **scales
-    )
+    scales = (0.25, 0.5) if kind == torch.float8_e4m3fn else (1.0, 1.0)
+    entry = Entry(heads, table, positions, slots, caches[0], caches[1], norms, *scales)
+    theirs = reference.rotate_and_write(qkv, entry)
+    ours = ops.rotate_and_write(qkv, entry._replace(k_cache=caches[2], v_cache=caches[3]))
     assert ours.is_contiguous()
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=2 * ULP[dtype], atol=4 * ULP[dtype])
     wide = 0.13 if kind == torch.float8_e4m3fn else max(ULP[dtype], ULP[torch.bfloat16] if cache else 0)

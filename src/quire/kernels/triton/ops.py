@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.ops import HeadNorms
+from quire.kernels.ops import Entry
 from quire.kernels.triton.launch import follow, launch, overlap
 
 _GATHERED = 2048
@@ -230,20 +230,8 @@ class TritonOps:
             )
         return out
 
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        heads: int,
-        norms: HeadNorms | None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Tensor:
+    def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
+        heads, table, positions, slots, k_cache, v_cache, norms, k_scale, v_scale = entry
         _, block_size, kv_heads, dim = k_cache.shape
         num_tokens, half = len(qkv), table.shape[1] // 2
         q = torch.empty(num_tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
