@@ -25,7 +25,7 @@ def test_qkv_is_the_three_projections_of_the_checkpoint(scope: Scope) -> None:
     x = torch.randn(5, 12)
     names = ["q_proj", "k_proj", "v_proj"]
     assert list(tensors) == [f"attn.{name}.{suffix}" for name in names for suffix in ("weight", "bias")]
-    for name, ours in zip(names, layer(x).split([32, 16, 16], dim=1), strict=True):
+    for name, ours in zip(names, layer.multiply(x).split([32, 16, 16], dim=1), strict=True):
         expected = F.linear(x, tensors[f"attn.{name}.weight"], tensors[f"attn.{name}.bias"])
         torch.testing.assert_close(ours, expected)
 

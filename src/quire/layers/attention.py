@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.kernels.ops import Entry, HeadNorms
+from quire.layers.linear import QKVLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -27,7 +28,6 @@ class PagedAttention(nn.Module):
         self.rope = rope
         self.q_norm, self.k_norm = q_norm, k_norm
         self.backend = scope.backend
-        self.ops = scope.ops
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
@@ -36,15 +36,14 @@ class PagedAttention(nn.Module):
         assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def forward(self, qkv: Tensor, batch: Batch) -> Tensor:
-        """[T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
+    def forward(self, x: Tensor, qkv: QKVLinear, batch: Batch) -> Tensor:
+        """[T, size_in] under the projection `qkv` -> [T, heads * head_dim]."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches = self.spec, (self.k_cache, self.v_cache)
         entry = Entry(
             spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self._norms(), *spec.scales
         )
-        q = self.ops.rotate_and_write(qkv, entry)
-        return self.backend.forward(q, *caches, batch, spec).flatten(1)
+        return self.backend.forward(qkv(x, entry), *caches, batch, spec).flatten(1)
 
     def _norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from quire.kernels.ops import Entry
 from quire.layers.scope import Scope
 
 
@@ -59,10 +60,12 @@ class QKVLinear(Linear):
         super().__init__(size_in, sizes, scope, bias=bias)
         self.heads = heads
         self.kv_heads = kv_heads
+        self.ops = scope.ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, size_in] -> [T, (heads + 2 * kv_heads) * head_dim]: query, key and value side by side."""
-        return self.multiply(x)
+    def forward(self, x: Tensor, entry: Entry) -> Tensor:
+        """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
+        q = self.method.entered(self, x, entry)
+        return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
 
 class GateUpLinear(Linear):

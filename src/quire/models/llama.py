@@ -32,7 +32,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.out(self.mix(self.qkv(x), batch))
+        out: Tensor = self.out(self.mix(x, self.qkv, batch))
         return out
 
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from quire.kernels import native
 from quire.kernels.linear import Product
+from quire.kernels.ops import Entry
 from quire.kernels.quantized import TYPES, Lookup, interleaves, pack
 from quire.quant.method import LinearMethod, add_bias
 from quire.quant.plain import Plain
@@ -72,6 +73,9 @@ class Packed:
         return product(x)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        return None
+
+    def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
         return None
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:

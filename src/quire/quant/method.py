@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.ops import Entry
+
 
 class LinearMethod(Protocol):
     """Stateless; what it needs at run time are tensors of the layer.
@@ -37,6 +39,11 @@ class LinearMethod(Protocol):
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """For a layer of a gate and an up part: silu(gate) * up, where one kernel does that; else None."""
+        ...
+
+    def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
+        """For a layer of query, key and value: `Ops.rotate_and_write` of the product, where one kernel does
+        both; else None."""
         ...
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from quire.kernels import native
 from quire.kernels.linear import FORMS, Matrix, Product
-from quire.kernels.ops import choose
+from quire.kernels.ops import Entry, choose
 from quire.kernels.quantized import Lookup
 from quire.quant.method import add_bias, row_parts
 
@@ -42,9 +42,11 @@ class Plain:
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
         if weight.is_cuda:
             from quire.kernels.triton.matmul import gated, linear
+            from quire.kernels.triton.qkv import enter
 
             layer.__dict__["product"] = functools.partial(linear, weight=weight, bias=bias)
             layer.__dict__["gated"] = functools.partial(gated, weight=weight) if bias is None else None
+            layer.__dict__["entered"] = functools.partial(enter, weight=weight, bias=bias)
         if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
             layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
             layer.__dict__["lookup"] = Lookup(Matrix.plain(weight))
@@ -58,6 +60,10 @@ class Plain:
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("gated")
         return None if product is None else product(x)
+
+    def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
+        product: Callable[[Tensor, Entry], Tensor | None] | None = layer.__dict__.get("entered")
+        return None if product is None else product(x, entry)
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.get_parameter("weight")

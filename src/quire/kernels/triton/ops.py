@@ -83,34 +83,26 @@ def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _put(
-    at: tl.tensor,
+def put(
     values: tl.tensor,
+    exist: tl.tensor,
     dims: tl.tensor,
-    q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    own: tl.tensor,
-    slot: tl.tensor,
-    is_q: tl.tensor,
-    is_k: tl.tensor,
-    is_v: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
+    where: tl.tuple,
     SCALED: tl.constexpr,
     LIMIT: tl.constexpr,
 ) -> None:
     """Store the part `dims` of some heads: queries to `q`, keys and values to their slot."""
+    q, k_cache, v_cache, own, slot, is_q, is_k, is_v, k_scale, v_scale = where
     narrow = values.to(q.dtype.element_ty)
-    tl.store(q + own[:, None] + dims[None, :], narrow, mask=is_q[:, None] & at)
+    tl.store(q + own[:, None] + dims[None, :], narrow, mask=is_q[:, None] & exist)
     keys, stored = narrow, narrow
     if SCALED:
         wide = narrow.to(tl.float32)
         keys = tl.clamp(wide / k_scale, -LIMIT, LIMIT)
         stored = tl.clamp(wide / v_scale, -LIMIT, LIMIT)
     kind = k_cache.dtype.element_ty
-    tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & at)
-    tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & at)
+    tl.store(k_cache + slot[:, None] + dims[None, :], keys.to(kind), mask=is_k[:, None] & exist)
+    tl.store(v_cache + slot[:, None] + dims[None, :], stored.to(kind), mask=is_v[:, None] & exist)
 
 
 @triton.jit
@@ -165,18 +157,19 @@ def _rotate_and_write(
         a = _scaled(a, factor, q_weight, k_weight, left, left < HALF, is_q, moved, q.dtype.element_ty)
         b = _scaled(b, factor, q_weight, k_weight, right, left < HALF, is_q, moved, q.dtype.element_ty)
         c = _scaled(c, factor, q_weight, k_weight, rest, rest < DIM, is_q, moved, q.dtype.element_ty)
-    cos, sin = _angles(table + position * (2 * HALF), left, moved, HALF)
+    cos, sin = angles(table + position * (2 * HALF), left, moved, HALF)
     own = (token * Q_HEADS + head) * DIM
     place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
     place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * DIM
-    _put(turns, a * cos - b * sin, left, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
-    _put(turns, b * cos + a * sin, right, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+    where = (q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale)
+    put(a * cos - b * sin, turns, left, where, SCALED, LIMIT)
+    put(b * cos + a * sin, turns, right, where, SCALED, LIMIT)
     if DIM > 2 * HALF:
-        _put(stays, c, rest, q, k_cache, v_cache, own, place, is_q, is_k, is_v, k_scale, v_scale, SCALED, LIMIT)  # fmt: skip # noqa: E501
+        put(c, stays, rest, where, SCALED, LIMIT)
 
 
 @triton.jit
-def _angles(row: tl.tensor, dims: tl.tensor, moved: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+def angles(row: tl.tensor, dims: tl.tensor, moved: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
     """Cosines and sines, for heads that are not moved those of 0."""
     cos = tl.load(row + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
