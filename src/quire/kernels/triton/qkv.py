@@ -1,8 +1,8 @@
-"""Query, key and value of one or two tokens: the product, the rotation and the slots in one kernel.
+"""Query, key and value of one token: the product, the rotation and the slots in one kernel.
 
 A program has some rows of a head's left half and those of its right half that turn with them. With more
-tokens the tensor cores take a head's rows together, and there are too few heads to fill a device; with norms
-a head must be whole before it turns. Then `linear` and `rotate_and_write` follow each other.
+tokens this is slower than one after the other, as measured; and where heads have norms, a head must be whole
+before it turns. Then `linear` and `rotate_and_write` follow each other.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quire.kernels.ops import Entry
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import Rows, choose
 from quire.kernels.triton.ops import angles, put
 
-_MOST = 2
+_LONGEST, _NUMBERS = 16384, 4096
+"""Numbers of a row that a program can hold; and how many it has, at least."""
 
 
 class _Caches(NamedTuple):
@@ -42,8 +42,6 @@ def _enter(
     slots: tl.tensor,
     caches: tl.tuple,
     size_in: tl.tensor,
-    x_stride: tl.tensor,
-    NUM: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -65,18 +63,17 @@ def _enter(
         to_left, to_right = tl.load(bias + row).to(tl.float32), tl.load(bias + row + HALF).to(tl.float32)
     is_q, is_v = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
     follow(OVERLAP)
-    for m in tl.static_range(NUM):
-        values = tl.load(x + m * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
-        a, b = _product(left, values, to_left, q), _product(right, values, to_right, q)
-        position, slot = tl.load(positions + m), tl.load(slots + m + 0 * head)
-        cos, sin = angles(table + position * (2 * HALF), n, ~is_v[:, None], HALF)
-        own = (m * Q_HEADS + head) * (2 * HALF)
-        place = slot // BLOCK_SIZE * caches.block_stride + slot % BLOCK_SIZE * caches.slot_stride
-        place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * (2 * HALF)
-        is_k, written = ~is_q & ~is_v & (slot >= 0), is_v & (slot >= 0)
-        where = (q, caches.k, caches.v, own, place, is_q, is_k, written, caches.k_scale, caches.v_scale)
-        put(a * cos - b * sin, (n < HALF)[None, :], n, where, SCALED, LIMIT)
-        put(b * cos + a * sin, (n < HALF)[None, :], n + HALF, where, SCALED, LIMIT)
+    values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
+    a, b = _product(left, values, to_left, q), _product(right, values, to_right, q)
+    position, slot = tl.load(positions), tl.load(slots + 0 * head)
+    cos, sin = angles(table + position * (2 * HALF), n, ~is_v[:, None], HALF)
+    place = slot // BLOCK_SIZE * caches.block_stride + slot % BLOCK_SIZE * caches.slot_stride
+    place += (head - tl.where(is_v, Q_HEADS + KV_HEADS, Q_HEADS)) * (2 * HALF)
+    is_k, written = ~is_q & ~is_v & (slot >= 0), is_v & (slot >= 0)
+    own = head * (2 * HALF)
+    where = (q, caches.k, caches.v, own, place, is_q, is_k, written, caches.k_scale, caches.v_scale)
+    put(a * cos - b * sin, (n < HALF)[None, :], n, where, SCALED, LIMIT)
+    put(b * cos + a * sin, (n < HALF)[None, :], n + HALF, where, SCALED, LIMIT)
 
 
 @triton.jit
@@ -91,18 +88,19 @@ def enter(x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None) -> Tenso
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape
-    if not 0 < num <= _MOST or entry.norms is not None or entry.table.shape[1] != dim:
+    length = triton.next_power_of_2(size_in)
+    rows = max(_NUMBERS // length, 1)
+    if num != 1 or weight.element_size() != 2 or length > _LONGEST or dim // 2 % rows:
         return None
-    plan = choose(num, len(weight), size_in, 2)
-    if weight.element_size() != 2 or not isinstance(plan, Rows) or dim // 2 % plan.rows:
+    if entry.norms is not None or entry.table.shape[1] != dim:
         return None
     q = torch.empty(num, entry.heads, dim, dtype=x.dtype, device=x.device)
     caches = _Caches(k, v, entry.k_scale, entry.v_scale, k.stride(0), k.stride(1))
     scaled, ahead = k.element_size() == 1, overlap(num, size_in)
-    launch(_enter, entry.heads + 2 * kv_heads, dim // 2 // plan.rows)(
-        q, x, weight, bias, entry.table, entry.positions, entry.slots, caches, size_in, x.stride(0), NUM=num,
-        Q_HEADS=entry.heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
-        LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, ROWS=plan.rows,
-        LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+    launch(_enter, entry.heads + 2 * kv_heads, dim // 2 // rows)(
+        q, x, weight, bias, entry.table, entry.positions, entry.slots, caches, size_in, Q_HEADS=entry.heads,
+        KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
+        LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, ROWS=rows, LENGTH=length, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=4,
     )  # fmt: skip
     return q
