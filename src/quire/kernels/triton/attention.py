@@ -281,11 +281,7 @@ def shares(
     The keys of all sequences lie in a row, in tiles of BLOCK_N; a share has `least` of them or more. Before
     `follow` only what was there before the model's first kernel is read.
     """
-    total = _all_tiles(seqs, work, num_seqs, WINDOW, BLOCK_N)
-    size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
-    at = tl.program_id(1) * size
-    end = tl.minimum(at + size, total)
-    index, begin = _sequence_at(at, seqs, work, num_seqs, WINDOW, BLOCK_N)
+    at, end, size, index, begin = _share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
     follow(OVERLAP)
     while at < end:
         seq = index if work is None else tl.load(work + index)
@@ -384,34 +380,35 @@ def _some_tiles(
 
 
 @triton.jit
-def _all_tiles(
-    seqs: tl.tuple, work: tl.tensor, num_seqs: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:
-    total = tl.sum(_some_tiles(seqs, work, tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N), 0)
-    for first in range(_SOME, num_seqs, _SOME):
-        total += tl.sum(_some_tiles(seqs, work, first + tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N), 0)
-    return total
-
-
-@triton.jit
-def _sequence_at(
-    at: tl.tensor,
+def _share(
     seqs: tl.tuple,
     work: tl.tensor,
     num_seqs: tl.tensor,
+    least: tl.tensor,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """Which sequence has the tile `at` of all, and which of all is its first."""
-    index, begin, before = 0, 0, 0
-    for first in range(0, num_seqs, _SOME):
-        counts = _some_tiles(seqs, work, first + tl.arange(0, _SOME), num_seqs, WINDOW, BLOCK_N)
-        ends = before + tl.cumsum(counts, 0)
-        passed = (ends <= at) & (counts > 0)
-        index += tl.sum(passed.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(passed, ends, 0), 0))
-        before += tl.sum(counts, 0)
-    return index, begin
+    """A program's tiles at..end of all, how many a share has, which sequence it begins in, and where that
+    begins."""
+    some = tl.arange(0, _SOME)
+    ends = tl.cumsum(_some_tiles(seqs, work, some, num_seqs, WINDOW, BLOCK_N), 0)
+    before = tl.max(ends, 0)
+    total = before
+    for first in range(_SOME, num_seqs, _SOME):
+        total += tl.sum(_some_tiles(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
+    size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
+    at = tl.program_id(1) * size
+    passed = _passed(at, ends, some)
+    for first in range(_SOME, num_seqs, _SOME):
+        ends = before + tl.cumsum(_some_tiles(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
+        passed, before = tl.maximum(passed, _passed(at, ends, first + some)), tl.max(ends, 0)
+    return at, tl.minimum(at + size, total), size, passed.to(tl.int32), (passed >> 32).to(tl.int32)
+
+
+@triton.jit
+def _passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
+    """Of the last sequence that ends before `at`: its end, above 32 bits with the index of the next."""
+    return tl.max(tl.where(ends <= at, (ends.to(tl.int64) << 32) | (index + 1), 0), 0)
 
 
 @triton.jit
