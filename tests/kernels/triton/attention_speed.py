@@ -1,14 +1,12 @@
-"""How fast the attention kernels are, by shape of tiles and number of ranges; run on an idle GPU.
+"""How fast the attention kernels are, by shape of tiles and number of shares; run on an idle GPU.
 
-python tests/kernels/triton/attention_speed.py {decode,prefill} [--compile I/N] [--short]
+python tests/kernels/triton/attention_speed.py {decode,prefill} [--short] [--fp8]
 """
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention import Cache, Seqs
 from quire.kernels.triton.attention_launch import Layer, Shape
+from quire.kernels.triton.launch import compiling
 
 MODELS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}
 CONTEXT = 576
@@ -27,13 +26,15 @@ BLOCK = 16
 COLD_BYTES = 256 << 20
 """Caches are taken in turn so that this much lies between two uses of one."""
 
-RANGE_SHAPES = [
-    Shape(16, 16, 1, 3),
+SHARE_SHAPES = [
+    Shape(16, 32, 1, 3),
+    Shape(16, 32, 2, 2),
     Shape(16, 32, 2, 3),
     Shape(16, 32, 4, 3),
+    Shape(16, 64, 2, 3),
     Shape(16, 64, 4, 2),
     Shape(16, 64, 4, 3),
-    Shape(16, 128, 8, 3),
+    Shape(16, 128, 4, 2),
 ]
 TILE_SHAPES = [
     Shape(128, 64, 8, 3),
@@ -124,42 +125,48 @@ def measured(load: Load, runs: Mapping[Any, Callable[[Cache], None]]) -> Iterato
         yield name, time_s, float((load.out - reference).abs().max())
 
 
-def decode_rows(shapes: list[Shape], short: bool) -> Iterator[dict[str, Any]]:
-    works = [(model, n, CONTEXT) for model in MODELS for n in (1, 8, 32, 128, 256)]
-    works += [("8B", 1, 32768), ("8B", 16, 8192), ("8B", 64, 2048)]
-    skewed = [("8B", 16, 32768), ("8B", 64, 32768)]
-    for model, num_seqs, length in [*works, *(skewed if short else [])]:
-        load = Load(model, num_seqs, 1, length, torch.bfloat16)
-        if (model, num_seqs, length) in skewed:
-            load.seqs.seq_lens[1:] = CONTEXT
-            load.bytes = load.bytes // num_seqs * (length + (num_seqs - 1) * CONTEXT) // length
-        groups = num_seqs * load.layer.kv_heads
-        wanted = {
-            n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33, 49, 66) if n * groups <= 132 * 12 or n == 1
-        }
-        parts = {min(n, -(-length // launch.MIN_KEYS)) for n in wanted}
+def decode_rows(shapes: list[Shape], short: bool, kept_as: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Equal lengths, lengths of 300 to 1,700, and one long sequence among short ones."""
+    batches = (1, 8, 16, 32, 64, 128, 256)
+    works = [(model, n, lens) for model in MODELS for n in batches for lens in ("equal", "spread")]
+    works += [("8B", 1, "long"), ("8B", 16, "long"), ("8B", 64, "long")]
+    for model, num_seqs, lens in works:
+        load = decode_load(model, num_seqs, lens, kept_as)
         runs: dict[tuple[Any, int], Callable[[Cache], None]] = {
-            (shape, n): partial(load.decode, shape=shape, parts=n)
-            for shape, n in itertools.product(shapes, sorted(parts))
+            (shape, per_sm): partial(load.decode, shape=shape, shares=per_sm * 132 // load.layer.kv_heads)
+            for shape, per_sm in itertools.product(shapes, (1, 2, 3, 4, 6))
         }
         if short:
-            runs = {("chosen", 0): partial(load.decode, shape=None, parts=None)}
-        for (shape, n), time_s, error in measured(load, runs):
+            runs = {("chosen", 0): load.decode}
+        for (shape, per_sm), time_s, error in measured(load, runs):
             yield {
                 "model": model,
                 "seqs": num_seqs,
-                "keys": length,
+                "keys": lens,
                 "shape": shape,
-                "parts": n,
+                "per_sm": per_sm,
                 "us": round(time_s * 1e6, 2),
                 "GB/s": round(load.bytes / time_s / 1e9),
                 "error": round(error, 4),
             }
 
 
-def prefill_rows(shapes: list[Shape], short: bool) -> Iterator[dict[str, Any]]:
+def decode_load(model: str, num_seqs: int, lens: str, kept_as: torch.dtype) -> Load:
+    rng = np.random.default_rng(1)
+    wanted = {
+        "equal": np.full(num_seqs, CONTEXT),
+        "spread": rng.integers(300, 1700, num_seqs),
+        "long": np.array([32768, *[CONTEXT] * (num_seqs - 1)]),
+    }[lens]
+    load = Load(model, num_seqs, 1, int(wanted.max()), kept_as)
+    load.seqs.seq_lens.copy_(torch.from_numpy(wanted.astype(np.int32)))
+    load.bytes = int(load.bytes * wanted.sum() / (wanted.max() * num_seqs))
+    return load
+
+
+def prefill_rows(shapes: list[Shape], kept_as: torch.dtype) -> Iterator[dict[str, Any]]:
     for model, num_seqs, length in [("8B", 16, 2048), ("0.6B", 16, 2048), ("8B", 1, 8192)]:
-        load = Load(model, num_seqs, length, length, torch.bfloat16)
+        load = Load(model, num_seqs, length, length, kept_as)
         load.caches = load.caches[:2]
         flops = 4 * num_seqs * length * (length + 1) / 2 * load.layer.heads * load.layer.head_dim
         runs = {shape: partial(load.prefill, shape=shape, tiles=load.tiles(shape)) for shape in shapes}
@@ -175,78 +182,44 @@ def prefill_rows(shapes: list[Shape], short: bool) -> Iterator[dict[str, Any]]:
             }
 
 
-def long_tables() -> None:
-    """Short sequences where long ones are possible, and one long among them, by the limit on ranges."""
-    limits = (1, 1024, 4096, launch._MAX_RANGES)
-    for num_seqs, length in [
-        (8, CONTEXT),
-        (32, CONTEXT),
-        (128, CONTEXT),
-        (256, CONTEXT),
-        (16, 32768),
-        (64, 32768),
-    ]:
-        load = Load("8B", num_seqs, 1, length, torch.bfloat16)
-        if length > CONTEXT:
-            load.seqs.seq_lens[1:] = CONTEXT
-        tables = load.seqs.block_tables
-        tables = torch.nn.functional.pad(tables, (0, 2048 - tables.shape[1]))
-        load.seqs = load.seqs._replace(block_tables=tables, table_stride=tables.stride(0))
-        for limit in limits:
-            launch._MAX_RANGES = limit
-            chosen = launch.ranges_of(num_seqs * 8, 32768, 132)
-            time_s = seconds(partial(load.decode, shape=None, parts=None), load.caches)
-            print(f"long tables: {num_seqs=} {length=} {limit=} {chosen} {time_s * 1e6:.1f} us")
-
-
 def host_seconds() -> float:
     """What the host spends on one launch, while the device is not waited for."""
     load = Load("8B", 8, 1, CONTEXT, torch.bfloat16)
-    load.decode(load.caches[0], None, None)
+    load.decode(load.caches[0])
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(200):
-        load.decode(load.caches[0], None, None)
+        load.decode(load.caches[0])
     return (time.perf_counter() - start) / 200
 
 
-def compile_only(what: str, shapes: list[Shape]) -> None:
-    for model in MODELS:
-        load = Load(model, 2, 1 if what == "decode" else 64, 64, torch.bfloat16)
-        for shape in shapes:
-            with suppress(OutOfResources):
-                if what == "decode":
-                    load.decode(load.caches[0], shape, 2)
-                    load.decode(load.caches[0], shape, 1)
-                else:
-                    load.prefill(load.caches[0], shape, load.tiles(shape))
-    torch.cuda.synchronize()
+def compile_all(what: str, shapes: list[Shape], kept_as: torch.dtype) -> None:
+    with compiling():
+        for model, shape in itertools.product(MODELS, shapes):
+            load = Load(model, 2, 1 if what == "decode" else 64, 64, kept_as)
+            if what == "decode":
+                load.decode(load.caches[0], shape, 2)
+            else:
+                load.prefill(load.caches[0], shape, load.tiles(shape))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("decode", "prefill"))
-    parser.add_argument(
-        "--compile", default="", help="I/N: compile the I-th of N parts of the shapes, and stop"
-    )
     parser.add_argument("--short", action="store_true", help="only the shapes in use")
-    parser.add_argument("--out", default="/dev/null")
+    parser.add_argument("--fp8", action="store_true", help="over an 8-bit cache")
     args = parser.parse_args()
-    shapes = RANGE_SHAPES if args.what == "decode" else TILE_SHAPES
-    if args.short:
-        layer = Layer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
-        dtype = torch.bfloat16
-        shapes = [] if args.what == "decode" else [launch.tile_shape(layer, dtype, 2048)]
-    if args.compile:
-        part, parts = map(int, args.compile.split("/"))
-        return compile_only(args.what, shapes[part::parts])
-    if args.what == "decode" and args.short:
-        long_tables()
+    kept_as = torch.float8_e4m3fn if args.fp8 else torch.bfloat16
     if args.what == "decode":
+        shapes = [] if args.short else SHARE_SHAPES
+        compile_all(args.what, shapes, kept_as)
         print(f"host: {host_seconds() * 1e6:.1f} us a launch")
-    rows = list((decode_rows if args.what == "decode" else prefill_rows)(shapes, args.short))
-    with open(args.out, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        rows = list(decode_rows(shapes, args.short, kept_as))
+    else:
+        layer = Layer(32, 8, 128, 1.0, 0, 0.0, 1.0, 1.0)
+        shapes = [launch.tile_shape(layer, torch.bfloat16, 2048)] if args.short else TILE_SHAPES
+        compile_all(args.what, shapes, kept_as)
+        rows = list(prefill_rows(shapes, kept_as))
     for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["seqs"], row["keys"])):
         for row in sorted(group, key=lambda row: row["us"])[:6]:
             print(*(f"{name}={value}" for name, value in row.items()))

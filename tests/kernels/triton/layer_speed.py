@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from quire.kernels.ops import Entry, HeadNorms
 from quire.kernels.triton import sampling
+from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.matmul import gated, linear
 from quire.kernels.triton.ops import TritonOps
+from quire.kernels.triton.qkv import enter
 
 OPS = TritonOps()
 EPS = 1e-6
@@ -92,9 +94,10 @@ class Model:
         x = residual = OPS.embed(ids, self.head)
         for i, (qkv, out, gate_up, down) in enumerate(self.weights):
             add = functools.partial(OPS.add_norm, x) if i else OPS.norm
-            x = multiply(add(residual, self.norm, EPS), qkv)
+            x = add(residual, self.norm, EPS)
             entry = Entry(self.sizes.heads, self.table, positions, slots, *self.caches, self.norms)
-            q = OPS.rotate_and_write(x, entry)
+            q = enter(x, entry, qkv, None) if own else None
+            q = OPS.rotate_and_write(multiply(x, qkv), entry) if q is None else q
             x = OPS.add_norm(multiply(q.flatten(1), out), residual, self.norm, EPS)
             x = gated(x, gate_up) if own else OPS.silu_mul(F.linear(x, gate_up))
             x = multiply(x, down)
@@ -104,10 +107,15 @@ class Model:
 def steps() -> None:
     for name, sizes in MODELS.items():
         model = Model(sizes)
+        runs = {}
         for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             ids, positions = torch.randint(0, 4000, (2, batch), device="cuda")
             slots = torch.randperm(1024, device="cuda")[:batch]
-            run = functools.partial(model.step, ids, positions, slots)
+            runs[batch] = functools.partial(model.step, ids, positions, slots)
+        with compiling():
+            for run in runs.values():
+                run(own=True)
+        for batch, run in runs.items():
             own, library = (graph_us(functools.partial(run, own=own)) / 1e3 for own in (True, False))
             print(f"{name} batch {batch}: {own:.3f} ms, library {library:.3f}, floor {model.floor_ms:.3f}")
 
