@@ -150,8 +150,8 @@ def offline(llm: LLM) -> dict[str, Any]:
     }
 
 
-def trace(llm: LLM, path: str, batch: int = 256, steps: int = 64) -> dict[str, Any]:
-    """Profile decode steps; how much of the time between the first and the last kernel the GPU stood idle."""
+def trace(llm: LLM, path: str, batch: int = 256, steps: int = 128) -> dict[str, Any]:
+    """Profile decode steps; how much of the time the GPU stood idle while all sequences were decoding."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -165,11 +165,12 @@ def trace(llm: LLM, path: str, batch: int = 256, steps: int = 64) -> dict[str, A
 
 
 def idle_share(path: str) -> float:
-    """Of the second half of a trace: the share of time in which no kernel or copy ran."""
+    """Of the third quarter of a trace, behind the prompts and before the first sequence ends: the share of
+    time in which no kernel or copy ran."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds)
-    spans = spans[len(spans) // 2 :]
+    spans = spans[len(spans) // 2 : 3 * len(spans) // 4]
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))

@@ -14,11 +14,17 @@ LAYER = Layer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
 
 
 def test_shares_fill_the_device() -> None:
+    assert shares_of(LAYER, 4, 1, 132) == 4 * 132 // 8
+    assert shares_of(LAYER, 4, 32, 132) == 2 * 132 // 8
+    assert shares_of(LAYER, 4, 64, 132) == 4 * 132 // 8
+    assert shares_of(LAYER._replace(kv_heads=1000), 4, 1, 132) == 1
+
+
+@pytest.mark.parametrize(("sm_kib", "programs"), [(228, 4), (164, 3), (100, 2), (30, 1)])
+def test_a_multiprocessor_takes_what_its_memory_holds(sm_kib: int, programs: int) -> None:
+    """More would wait for a second turn."""
     shape = launch.Shape(16, 32, 2, 3, per_sm=4)
-    assert shares_of(LAYER, shape, 1, 132) == 4 * 132 // 8
-    assert shares_of(LAYER, shape, 32, 132) == 2 * 132 // 8
-    assert shares_of(LAYER, shape, 64, 132) == 4 * 132 // 8
-    assert shares_of(LAYER._replace(kv_heads=1000), shape, 1, 132) == 1
+    assert launch.programs_at_once(shape, 2 * 128 * 2, sm_kib << 10) == programs
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 16, 40, 71])
@@ -35,7 +41,7 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window: int | None) -> None:
     """A share that ends within a sequence, spans several or has nothing; one that starts at a wrong key."""
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
-    monkeypatch.setattr(launch, "_num_sms", lambda device: num_sms)
+    monkeypatch.setattr(launch, "_sms", lambda device: (num_sms, 1 << 18))
     chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 700)]
     check(TritonAttention(), chunks, AttentionSpec(4, 2, 16, torch.float32, window), sinks=True)
     check(TritonAttention(), [*chunks, (40, 9)], AttentionSpec(4, 2, 16, torch.float32, window))

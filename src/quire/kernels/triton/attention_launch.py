@@ -12,7 +12,7 @@ from quire.kernels.triton.attention import Cache, Partial, Scores, Seqs
 from quire.kernels.triton.launch import launch, overlap
 
 _LOG2_E = 1.4426950408889634
-_DEFAULT_SMS = 4
+_DEFAULT_SMS = 4, 1 << 18
 """Where there is no GPU, in the interpreter: enough for sequences to be cut."""
 MIN_KEYS = 64
 """No share has fewer keys: to merge costs more than it brings."""
@@ -76,16 +76,20 @@ def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype) -> Shape
     return Shape(rows, 64 if kept_as.itemsize == 1 else 32, 2, 3, 4)
 
 
-def shares_of(layer: Layer, shape: Shape, num_seqs: int, num_sms: int) -> int:
+def shares_of(layer: Layer, per_sm: int, num_seqs: int, num_sms: int) -> int:
     """Into how many shares the keys of a batch are cut for each key head.
 
     As many as the device takes at once, or half of that where sequences of equal lengths then need no merge.
     Not by the lengths, which change under a captured graph.
     """
-    per_sm, pairs = shape.per_sm, num_seqs * layer.kv_heads
-    if num_sms // 2 <= pairs <= per_sm // 2 * num_sms:
+    if num_sms // 2 <= num_seqs * layer.kv_heads <= per_sm // 2 * num_sms:
         per_sm //= 2
     return max(1, per_sm * num_sms // layer.kv_heads)
+
+
+def programs_at_once(shape: Shape, row_bytes: int, sm_bytes: int) -> int:
+    """On one multiprocessor, where keys and values of a token take so many bytes of its own memory."""
+    return max(1, min(shape.per_sm, sm_bytes // (shape.num_stages * shape.block_n * row_bytes)))
 
 
 def cache_of(k_cache: Tensor, v_cache: Tensor) -> Cache:
@@ -133,7 +137,10 @@ def attend_shares(
 ) -> None:
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
     shape = shape or share_shape(layer, q.dtype, cache.k.dtype)
-    shares = shares or shares_of(layer, shape, num_seqs, _num_sms(q.device))
+    if shares is None:
+        num_sms, sm_bytes = _sms(q.device)
+        row_bytes = 2 * layer.head_dim * cache.k.element_size()
+        shares = shares_of(layer, programs_at_once(shape, row_bytes, sm_bytes), num_seqs, num_sms)
     ahead = overlap(len(q), layer.heads * layer.head_dim)
     launch(kernels.shares, layer.kv_heads, shares)(
         out,
@@ -189,7 +196,9 @@ def _arrivals(shares: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
+def _sms(device: torch.device) -> tuple[int, int]:
+    """How many multiprocessors there are, and the bytes of memory that each has of its own."""
     if device.type != "cuda":
         return _DEFAULT_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_multiprocessor
