@@ -10,6 +10,7 @@ from quire.attention.triton_attn import TritonAttention
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention_launch import Layer, shares_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = Layer(32, 8, 128, 0.1, 0, 0.0, 1.0, 1.0)
 
 
@@ -43,13 +44,17 @@ def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window:
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
     monkeypatch.setattr(launch, "_sms", lambda device: (num_sms, 1 << 18))
     chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 700)]
-    check(TritonAttention(), chunks, AttentionSpec(4, 2, 16, torch.float32, window), sinks=True)
-    check(TritonAttention(), [*chunks, (40, 9)], AttentionSpec(4, 2, 16, torch.float32, window))
+    check(
+        TritonAttention(), chunks, AttentionSpec(4, 2, 16, torch.float32, window), sinks=True, device=DEVICE
+    )
+    check(
+        TritonAttention(), [*chunks, (40, 9)], AttentionSpec(4, 2, 16, torch.float32, window), device=DEVICE
+    )
 
 
 def test_more_sequences_than_are_counted_at_once() -> None:
     chunks: Chunks = [(1, 3 + index % 50) for index in range(270)]
-    check(TritonAttention(), chunks, AttentionSpec(1, 1, 16, torch.float32))
+    check(TritonAttention(), chunks, AttentionSpec(1, 1, 16, torch.float32), device=DEVICE)
 
 
 def test_counts_are_zero_again_after_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,10 +62,10 @@ def test_counts_are_zero_again_after_every_launch(monkeypatch: pytest.MonkeyPatc
     made: list[Tensor] = []
 
     def zeros(shares: int, device: torch.device) -> Tensor:
-        made.append(torch.zeros(shares, dtype=torch.int32))
+        made.append(torch.zeros(shares, dtype=torch.int32, device=device))
         return made[-1]
 
     monkeypatch.setattr(launch, "_arrivals", zeros)
-    check(TritonAttention(), [(1, 400), (2, 130)], AttentionSpec(4, 2, 16, torch.float32))
+    check(TritonAttention(), [(1, 400), (2, 130)], AttentionSpec(4, 2, 16, torch.float32), device=DEVICE)
     assert made
     assert not any(each.any() for each in made)
