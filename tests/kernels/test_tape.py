@@ -159,7 +159,7 @@ class Decoder:
 
     def forward(self) -> Tensor:
         one, two = (
-            layer(OPS.embed(self.batch.token_ids, table), self.batch)
+            layer(OPS.embed(self.batch.token_ids, table), OPS.rotate_and_write, self.batch)
             for layer, table in zip(self.layers, self.tables, strict=True)
         )
         return OPS.add_norm(one, two, self.weight, 1e-5)

@@ -1,11 +1,12 @@
 """PagedAttention: one layer's attention over its part of the cache."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.kernels.ops import Entry, HeadNorms
-from quire.layers.linear import QKVLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -36,8 +37,8 @@ class PagedAttention(nn.Module):
         assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
         self.k_cache, self.v_cache = k_cache, v_cache
 
-    def forward(self, x: Tensor, qkv: QKVLinear, batch: Batch) -> Tensor:
-        """[T, size_in] under the projection `qkv` -> [T, heads * head_dim]."""
+    def forward(self, x: Tensor, qkv: Callable[[Tensor, Entry], Tensor], batch: Batch) -> Tensor:
+        """[T, size_in] -> [T, heads * head_dim]; `qkv` makes queries, keys and values of it."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches = self.spec, (self.k_cache, self.v_cache)
         entry = Entry(
