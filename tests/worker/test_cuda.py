@@ -68,9 +68,8 @@ def admission(row: int, token_ids: list[int], block_ids: list[int], **params: An
 def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
     rows, nums = np.array(list(counts), np.int32), np.array(list(counts.values()), np.int32)
     rest: dict[str, Any] = {"released": [], "admitted": [], "block_rows": NONE, "block_ids": NONE}
-    return StepPlan(
-        step=step, rows=rows, num_tokens=nums, samples=np.ones(len(rows), np.bool_), **(rest | changes)
-    )
+    rest["samples"] = np.ones(len(rows), np.bool_)
+    return StepPlan(step=step, rows=rows, num_tokens=nums, **(rest | changes))
 
 
 def greedy(hf: Any, prompt: list[int], count: int) -> list[int]:
@@ -96,9 +95,10 @@ def test_a_late_token_does_not_land_in_a_row_with_a_new_owner(tiny: Any, worker:
     first = worker.submit(plan(1, {1: 2}, admitted=[admission(1, [7, 8], [9])]))
     second = worker.submit(plan(2, {1: 1}))
     other = [20, 21, 22, 23, 24]
-    chunk = plan(3, {1: 2}, released=[1], admitted=[admission(1, other, [11, 12])])
-    chunk.samples[:] = False
-    third = worker.submit(chunk)
+    unfinished = np.zeros(1, np.bool_)
+    third = worker.submit(
+        plan(3, {1: 2}, released=[1], admitted=[admission(1, other, [11, 12])], samples=unfinished)
+    )
     first.wait(), second.wait(), third.wait()
     fourth = worker.submit(plan(4, {1: 3}))
     fifth = worker.submit(plan(5, {1: 1}))
@@ -137,7 +137,7 @@ def test_the_ladder_ends_at_what_can_run(largest: int) -> None:
 def test_padding_reads_and_writes_nothing() -> None:
     shape = Shape(4, 4, 4, 8)
     arrays = host_arrays(torch.full((size_of(shape),), 7, dtype=torch.uint8), shape)
-    blank(arrays, 1, 9, 2, 90)
+    blank(arrays, 1, 9, 90)
     assert arrays["slots"][1:].tolist() == [-1] * 3 and arrays["seq_lens"][1:].tolist() == [0] * 3
     assert arrays["rows"][1:].tolist() == [9] * 3 and arrays["block_places"][2:].tolist() == [90] * 6
     assert arrays["query_starts"].tolist() == [0, 1, 2, 3, 4]

@@ -14,7 +14,7 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import Draw, batch_of
-from quire.worker.sheet import fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.sheet import Page, shape_of, size_of, tensors
 from quire.worker.slots import Slots
 
 CPU = torch.device("cpu")
@@ -29,10 +29,10 @@ def make_slots(block_size: int, max_rows: int = 8) -> Slots:
 def prepare(plan: StepPlan, slots: Slots) -> Batch:
     shape = shape_of(plan, 0)
     memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-    arrays = host_arrays(memory, shape)
-    fill(arrays, plan, slots, np.empty(0, np.int64), np.empty(0, np.int32))
+    page = Page(memory, shape)
+    page.write(plan, slots)
     tables = torch.from_numpy(slots.block_tables)
-    return batch_of(tensors(memory, shape), tables, plan.num_tokens, arrays["seq_lens"])
+    return batch_of(tensors(memory, shape), tables, plan.num_tokens, page.arrays["seq_lens"])
 
 
 class SideBySide(SymbolicWorker):

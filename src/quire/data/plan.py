@@ -8,6 +8,7 @@ from quire.data.params import SamplingParams
 from quire.data.stats import StepStats
 
 Ints = NDArray[np.int32]
+_NONE: Ints = np.empty(0, np.int32)
 
 
 class Admission(msgspec.Struct):
@@ -48,9 +49,18 @@ class StepPlan(msgspec.Struct):
     samples: NDArray[np.bool_]
     """Whether the row's last token is computed, so that it gets a new one."""
 
-    @property
-    def total_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+    total_tokens: int = 0
+    drawing: Ints = _NONE
+    """The rows that get a new token."""
+    is_decode: bool = False
+    """Whether each row computes one token and gets one."""
+
+    def __post_init__(self) -> None:
+        """Asked for in many places of a step, and counted here once."""
+        all_draw = bool(self.samples.all())
+        self.total_tokens = int(self.num_tokens.sum())
+        self.drawing = self.rows if all_draw else self.rows[self.samples]
+        self.is_decode = all_draw and self.total_tokens == len(self.rows)
 
 
 class RowLogprobs(msgspec.Struct):

@@ -10,6 +10,8 @@ from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool
 from quire.sched.running import Rows, Running
 
+_NONE: Ints = np.empty(0, np.int32)
+
 
 def _root_key(request: Request) -> bytes:
     """The parent of a request's first block: everything beside its tokens that its cache depends on."""
@@ -69,6 +71,8 @@ class KVManager:
     def grow(self, rows: Rows, counts: Ints) -> tuple[Ints, Ints]:
         """Append `counts[i]` new blocks to `rows[i]`. Returns row and id of each new block."""
         growing = np.flatnonzero(counts)
+        if not len(growing):
+            return _NONE, _NONE
         rows, counts = rows[growing], counts[growing]
         taken = self.pool.take(int(counts.sum()))
         self.num_blocks[rows] += counts

@@ -110,7 +110,9 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:
             admitted = self._admit_waiting(self.budget - int(chunks.sum()))
         rows = self.running.order
-        num_tokens = np.concatenate([chunks, [chunk for _, chunk in admitted]]).astype(np.int32)
+        num_tokens = chunks
+        if admitted:
+            num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
         if not num_tokens.all():
             rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
         if not len(rows):
@@ -319,8 +321,9 @@ class Scheduler:
     def _count(self, flight: Flight, sampled: Rows) -> StepStats:
         stats, running = flight.notes.stats, self.running
         first = sampled[running.prompt_len[sampled] == running.num_known[sampled]]
-        stats.num_prompt_tokens = int(running.prompt_len[first].sum())
-        stats.num_cached_tokens = int(running.num_cached[first].sum())
+        if len(first):
+            stats.num_prompt_tokens = int(running.prompt_len[first].sum())
+            stats.num_cached_tokens = int(running.num_cached[first].sum())
         stats.num_computed_tokens = flight.plan.total_tokens
         stats.num_sampled_tokens = len(sampled)
         return stats

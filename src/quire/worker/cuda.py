@@ -16,7 +16,7 @@ from quire.sampling.sampler import Sampled
 from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
-from quire.worker.sheet import Shape, blank, draws_of, fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.sheet import Page, Shape, blank, draws_of, host_arrays, shape_of, size_of, tensors
 from quire.worker.slots import Slots, Wide
 
 _GRAPH_BYTES = 8 << 20
@@ -108,7 +108,7 @@ class Cuda:
         shape = Shape(int(lens.sum()), len(lens), len(lens), 0)
         memory = torch.zeros(size_of(shape), dtype=torch.uint8)
         arrays = host_arrays(memory, shape)
-        blank(arrays, 0, len(self.block_tables) - 1, 0, 0)
+        blank(arrays, 0, len(self.block_tables) - 1, 0)
         np.cumsum(lens, out=arrays["query_starts"][1:])
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
         arrays["seq_lens"][:] = lens
@@ -145,7 +145,7 @@ class Cuda:
     def _eager(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> Callable[[], Computed]:
         shape = shape_of(plan, len(ids))
         memory = next(self._pinned).take(size_of(shape))
-        fill(host_arrays(memory, shape), plan, slots, places, ids)
+        Page(memory, shape).write(plan, slots, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), shape)
         seq_lens = slots.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
@@ -19,13 +20,12 @@ from quire.kernels.tape import Tapes
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.memory import Needs
-from quire.worker.sheet import Arrays, Shape, draws_of, fill, host_arrays, shape_of, size_of, tensors
+from quire.worker.sheet import Page, Shape, draws_of, shape_of, size_of, tensors
 from quire.worker.slots import Slots
 
 _MAX_SHEETS = 256
 _MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
-_NO_PLACES, _NO_IDS = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class Computed(NamedTuple):
@@ -82,12 +82,12 @@ class Draw(NamedTuple):
     """Which rows drew in a step, and where their tokens stand."""
 
     step: int
-    rows: Ints
+    rows: NDArray[np.intp]
     places: Ints
 
     @staticmethod
     def of(plan: StepPlan, slots: Slots) -> "Draw":
-        rows = plan.rows[plan.samples]
+        rows = plan.drawing.astype(np.intp)
         return Draw(plan.step, rows, slots.num_tokens[rows])
 
 
@@ -110,7 +110,7 @@ class Host:
         self.model = model
         self.pick = pick
         self.block_tables = torch.from_numpy(slots.block_tables)
-        self._sheets: dict[Shape, tuple[Arrays, dict[str, Tensor]]] = {}
+        self._sheets: dict[Shape, tuple[Page, dict[str, Tensor]]] = {}
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
 
@@ -129,9 +129,9 @@ class Host:
             self._max_taped = 0
 
     def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
-        arrays, sheet = self._sheet(shape_of(plan, 0))
-        fill(arrays, plan, slots, _NO_PLACES, _NO_IDS)
-        batch = batch_of(sheet, self.block_tables, plan.num_tokens, arrays["seq_lens"])
+        page, sheet = self._sheet(shape_of(plan, 0))
+        page.write(plan, slots)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         if plan.total_tokens == len(plan.rows) <= self._max_taped:
             return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch, sheet))
         return lambda: self._compute(batch, sheet)
@@ -150,13 +150,13 @@ class Host:
         slots.learn(*Draw.of(plan, slots), token_ids)
         return Landed(sampled.result(token_ids))
 
-    def _sheet(self, shape: Shape) -> tuple[Arrays, dict[str, Tensor]]:
+    def _sheet(self, shape: Shape) -> tuple[Page, dict[str, Tensor]]:
         """Steps of equal shape use the same memory."""
         if shape not in self._sheets:
             if len(self._sheets) >= _MAX_SHEETS:
                 self._sheets.clear()
             memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-            self._sheets[shape] = host_arrays(memory, shape), tensors(memory, shape)
+            self._sheets[shape] = Page(memory, shape), tensors(memory, shape)
         return self._sheets[shape]
 
 

@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps: everything from the tokens in to the tokens drawn, replayed by one call."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -13,7 +14,7 @@ from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, batch_of
-from quire.worker.sheet import Shape, blank, fill, host_arrays, size_of, tensors
+from quire.worker.sheet import Page, Shape, blank, size_of, tensors
 from quire.worker.slots import Slots, Wide
 
 log = get_logger(__name__)
@@ -58,9 +59,9 @@ class Graphs:
     def find(self, plan: StepPlan) -> "Graph | None":
         """The smallest graph for a plan of decodes."""
         count = len(plan.rows)
-        if not self._sizes or count > self._sizes[-1] or count != plan.total_tokens or not plan.samples.all():
+        if not self._sizes or count > self._sizes[-1] or not plan.is_decode:
             return None
-        return self._by_size[self._sizes[int(np.searchsorted(self._sizes, count))]]
+        return self._by_size[self._sizes[bisect_left(self._sizes, count)]]
 
 
 class Graph:
@@ -70,13 +71,12 @@ class Graph:
         self.shape = Shape(size, size, size, 2 * size)
         self.pad_row = len(block_tables) - 1
         self._pad_place = self.pad_row * block_tables.shape[1]
-        memory = pinned(IN_FLIGHT, size_of(self.shape))
-        self._hosts = cycle([(part, host_arrays(part, self.shape)) for part in memory])
+        self._pages = cycle([Page(part, self.shape) for part in pinned(IN_FLIGHT, size_of(self.shape))])
         self._memory = torch.empty(size_of(self.shape), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.shape)
-        host, arrays = next(self._hosts)
-        blank(arrays, 0, self.pad_row, 0, self._pad_place)
-        self._memory.copy_(host)
+        page = next(self._pages)
+        blank(page.arrays, 0, self.pad_row, self._pad_place)
+        self._memory.copy_(page.memory)
         ones = np.ones(size, np.int32)
         batch = batch_of(self._sheet, block_tables, ones, ones)
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
@@ -84,18 +84,28 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._done = compute(batch, self._sheet)
+        self._done_for: dict[int, Computed] = {}
 
     def load(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> None:
-        host, arrays = next(self._hosts)
-        blank(arrays, len(plan.rows), self.pad_row, len(ids), self._pad_place)
-        fill(arrays, plan, slots, places, ids)
-        self._memory.copy_(host, non_blocking=True)
+        page = next(self._pages)
+        if not page.holds(plan, slots):
+            blank(page.arrays, len(plan.rows), self.pad_row, self._pad_place)
+        page.write(plan, slots, places, ids)
+        page.arrays["block_places"][len(ids) :] = self._pad_place
+        self._memory.copy_(page.memory, non_blocking=True)
 
     def replay(self, count: int) -> Computed:
         """What the first `count` sequences gave; valid until the next replay of any graph."""
         self._graph.replay()
-        hidden, logits, picked, draws = self._done
-        assert picked is not None and draws is not None
-        return Computed(
-            hidden[:count], logits[:count], picked[:count], type(draws)(*(column[:count] for column in draws))
-        )
+        done = self._done_for.get(count)
+        if done is None:
+            done = self._done_for[count] = _first(self._done, count)
+        return done
+
+
+def _first(done: Computed, count: int) -> Computed:
+    hidden, logits, picked, draws = done
+    assert picked is not None and draws is not None
+    return Computed(
+        hidden[:count], logits[:count], picked[:count], type(draws)(*(column[:count] for column in draws))
+    )

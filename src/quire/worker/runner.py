@@ -24,7 +24,7 @@ class Runner:
         for part in self.parts:
             part.begin(plan)
         done = self.device.prepare(plan, self.slots)()
-        asked = (plan.rows[plan.samples], self.slots.sampling, *self.slots.history)
+        asked = (plan.drawing, self.slots.sampling, *self.slots.history)
         sampled = self.sampler(done.logits, *asked, done.picked, done.draws)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)

@@ -15,6 +15,8 @@ _ALIGN = 64
 """Bytes: kernels are compiled for aligned pointers, and every step must look the same to them."""
 
 Arrays = dict[str, NDArray[Any]]
+_NO_PLACES: Wide = np.empty(0, np.int64)
+_NO_IDS: Ints = np.empty(0, np.int32)
 
 
 class Shape(NamedTuple):
@@ -71,57 +73,81 @@ def tensors(memory: Tensor, shape: Shape) -> dict[str, Tensor]:
 
 
 def shape_of(plan: StepPlan, num_block_changes: int) -> Shape:
-    return Shape(plan.total_tokens, len(plan.rows), int(plan.samples.sum()), num_block_changes)
+    return Shape(plan.total_tokens, len(plan.rows), len(plan.drawing), num_block_changes)
 
 
-def fill(into: Arrays, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> None:
-    """Write one step. What the arrays have beyond its size stays as it is (see `blank`).
+class Page:
+    """The arrays of a step in `memory`, bytes on the host; step after step may be written to it.
 
-    `places` and `ids` are the changes of the block tables, flat.
+    The same sequences decode in many steps: then only what each of them changes is written again.
     """
-    rows, lens = plan.rows, plan.num_tokens
-    num_seqs, computed = len(rows), slots.num_computed[rows]
-    if plan.total_tokens == num_seqs:  # decodes
-        row_of_token, positions = rows, computed.astype(np.int64)
-        into["query_starts"][: num_seqs + 1] = np.arange(num_seqs + 1, dtype=np.int32)
-    else:
-        starts = into["query_starts"]
-        starts[0] = 0
-        np.cumsum(lens, out=starts[1 : num_seqs + 1])
+
+    def __init__(self, memory: Tensor, shape: Shape) -> None:
+        self.memory = memory
+        self.arrays = host_arrays(memory, shape)
+        self._rows = b""
+        self._version = 0
+
+    def holds(self, plan: StepPlan, slots: Slots) -> bool:
+        """Whether it was last written for a decode of the same rows, with the same requests."""
+        return self._version == slots.version and plan.is_decode and plan.rows.tobytes() == self._rows
+
+    def write(self, plan: StepPlan, slots: Slots, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
+        """One step. What the arrays have beyond its size stays as it is (see `blank`).
+
+        `places` and `ids` are the changes of the block tables, flat.
+        """
+        if not self.holds(plan, slots):
+            _fill_rows(self.arrays, plan, slots)
+            self._rows, self._version = (plan.rows.tobytes() if plan.is_decode else b""), slots.version
+        _fill(self.arrays, plan, slots)
+        self.arrays["block_places"][: len(places)] = places
+        self.arrays["block_ids"][: len(ids)] = ids
+
+
+def _fill_rows(into: Arrays, plan: StepPlan, slots: Slots) -> None:
+    """What stays as long as the same rows compute as many tokens, for the same requests."""
+    rows, drawing, state = plan.rows, plan.drawing, slots.sampling
+    num_seqs, count = len(rows), len(drawing)
+    starts = into["query_starts"]
+    starts[0] = 0
+    np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
+    into["rows"][:num_seqs] = rows
+    into["logit_tokens"][:count] = starts[1 : num_seqs + 1][plan.samples] - 1
+    into["logit_rows"][:count] = drawing
+    into["seeds"][:count] = state.seed[drawing].view(np.int64)
+    into["temperature"][:count] = state.pick_temperature[drawing]
+    for name in ("top_k", "top_p", "min_p"):
+        into[name][:count] = getattr(state, name)[drawing]
+
+
+def _fill(into: Arrays, plan: StepPlan, slots: Slots) -> None:
+    """What every step changes."""
+    rows, lens = plan.rows.astype(np.intp), plan.num_tokens
+    num_seqs, num_tokens, computed = len(rows), plan.total_tokens, slots.num_computed[rows]
+    row_of_token, positions = rows, computed.astype(np.intp)
+    if num_tokens > num_seqs:
         row_of_token = np.repeat(rows, lens)
-        positions = np.arange(len(row_of_token)) + np.repeat(computed - starts[:num_seqs], lens)
-    num_tokens = len(row_of_token)
-    blocks = slots.block_tables[row_of_token, positions // slots.block_size].astype(np.int64)
+        positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
+    blocks, offsets = np.divmod(positions, slots.block_size)
     into["positions"][:num_tokens] = positions
-    into["slots"][:num_tokens] = blocks * slots.block_size + positions % slots.block_size
+    into["slots"][:num_tokens] = slots.block_tables[row_of_token, blocks].astype(np.int64) * slots.block_size
+    into["slots"][:num_tokens] += offsets
     into["token_ids"][:num_tokens] = slots.tokens[row_of_token, positions]
     unknown = positions >= slots.num_known[row_of_token]
     into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
-    into["seq_lens"][:num_seqs] = computed + lens
-    into["rows"][:num_seqs] = rows
-    into["block_places"][: len(places)] = places
-    into["block_ids"][: len(ids)] = ids
-    _fill_draws(into, rows[plan.samples], into["query_starts"][1 : num_seqs + 1][plan.samples], slots)
+    np.add(computed, lens, out=into["seq_lens"][:num_seqs])
+    drawing = plan.drawing.astype(np.intp)
+    into["draw_at"][: len(drawing)] = slots.num_tokens[drawing]
 
 
-def _fill_draws(into: Arrays, rows: Ints, ends: Ints, slots: Slots) -> None:
-    count, state = len(rows), slots.sampling
-    into["logit_tokens"][:count] = ends - 1
-    into["logit_rows"][:count] = rows
-    into["seeds"][:count] = state.seed[rows].view(np.int64)
-    into["draw_at"][:count] = slots.num_tokens[rows]
-    into["temperature"][:count] = state.pick_temperature[rows]
-    for name in ("top_k", "top_p", "min_p"):
-        into[name][:count] = getattr(state, name)[rows]
-
-
-def blank(into: Arrays, first: int, pad_row: int, num_block_changes: int, pad_place: int) -> None:
+def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:
     """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks."""
     for name, nothing in _NOTHING.items():
         into[name][first:] = nothing
     into["rows"][first:] = into["logit_rows"][first:] = pad_row
-    into["block_places"][num_block_changes:] = pad_place
-    into["block_ids"][num_block_changes:] = 0
+    into["block_places"][:] = pad_place
+    into["block_ids"][:] = 0
     into["query_starts"][:] = np.arange(len(into["query_starts"]), dtype=np.int32)
     into["logit_tokens"][:] = np.arange(len(into["logit_tokens"]))
 

@@ -31,12 +31,15 @@ class Slots:
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
         """What the last plan changed in `block_tables`: places in the flat table, and block ids."""
+        self.version = 0
+        """Counts the plans by which a row got a request."""
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows to the state that the plan starts from."""
         self.block_changes = []
         for row in plan.released:
             self.sampling.release(row)
+        self.version += bool(plan.admitted)
         for admission in plan.admitted:
             self._admit(admission, plan.step)
         self._append_blocks(plan.block_rows, plan.block_ids)
@@ -56,6 +59,10 @@ class Slots:
         """`rows` is grouped; each group's blocks go behind those that the row has."""
         if not len(rows):
             return
+        if (rows[1:] != rows[:-1]).all():  # one each, as in a decode
+            self._set_blocks(rows, self.num_blocks[rows], block_ids)
+            self.num_blocks[rows] += 1
+            return
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         counts = np.diff(starts, append=len(rows)).astype(np.int32)
         place = np.arange(len(rows)) - np.repeat(starts, counts)
@@ -70,12 +77,14 @@ class Slots:
 
     def advance(self, plan: StepPlan) -> None:
         """The plan is launched: its tokens count as computed, and each row that samples has one more."""
-        self.num_computed[plan.rows] += plan.num_tokens
-        self.num_tokens[plan.rows[plan.samples]] += 1
+        rows = plan.rows.astype(np.intp)
+        self.num_computed[rows] += plan.num_tokens
+        self.num_tokens[rows] += plan.samples
 
-    def learn(self, step: int, rows: Ints, places: Ints, token_ids: Ints) -> None:
+    def learn(self, step: int, rows: NDArray[np.intp], places: Ints, token_ids: Ints) -> None:
         """The tokens that `step` drew for `rows` stand at `places`. A row may have a new owner by now."""
         mine = self.admitted_in[rows] <= step
-        rows, places = rows[mine], places[mine]
-        self.tokens[rows, places] = token_ids[mine]
+        if not mine.all():
+            rows, places, token_ids = rows[mine], places[mine], token_ids[mine]
+        self.tokens[rows, places] = token_ids
         self.num_known[rows] = places + 1
