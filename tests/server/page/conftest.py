@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import json
 import math
 import os
@@ -109,7 +110,7 @@ class Site:
         self.engine = ScriptedEngine()
         self.key = key
         self.bodies: list[dict[str, Any]] = []
-        self.num_aborted = 0
+        self._num_aborted = 0
         self.app = FastAPI()
         self.feed = add_page(self.app, self.engine)
         self.app.post("/v1/chat/completions")(self.chat)
@@ -141,6 +142,12 @@ class Site:
         response: Response = await call_next(request)
         return response
 
+    @property
+    def num_aborted(self) -> int:
+        """An answer that is cut while a piece is being sent ends when it is collected."""
+        gc.collect()
+        return self._num_aborted
+
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
@@ -166,7 +173,7 @@ class Site:
                 yield chunk({"content": piece}, num_tokens, "stop" if num_tokens == len(pieces) else None)
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
-            self.num_aborted += 1
+            self._num_aborted += 1
             raise
 
 
