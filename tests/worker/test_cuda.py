@@ -1,5 +1,9 @@
 """The device whose results come late: its bookkeeping on the CPU, all of it on a GPU."""
 
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +13,15 @@ import torch
 from oracle import make_tiny, run_hf
 from torch import Tensor
 
+from quire.attention.batch import Batch
+from quire.attention.triton_attn import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.core.local import configure
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.sampling.draw import Draws
 from quire.worker.cuda import Cuda
-from quire.worker.device import Model
+from quire.worker.device import Computed, Model, Pending
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
 from quire.worker.sheet import Shape, blank, host_arrays, size_of
@@ -39,6 +45,44 @@ class OnCPU(Cuda):
     def warm_up(self, config: EngineConfig) -> None: ...
 
 
+class Replayed:
+    """Stands in for a captured graph: computes again, into the tensors of the first time."""
+
+    capturing: list["Replayed"] = []
+
+    def replay(self) -> None:
+        for old, new in zip(self.done, _flat(self.again()), strict=True):
+            old.copy_(new)
+
+    def remember(self, again: Callable[[], Computed], done: Computed) -> None:
+        self.again, self.done = again, _flat(done)
+
+
+def _flat(done: Computed) -> list[Tensor]:
+    assert done.picked is not None and done.draws is not None
+    return [done.hidden, done.logits, done.picked, *done.draws]
+
+
+@contextmanager
+def captured(graph: Replayed, pool: object) -> Iterator[None]:
+    Replayed.capturing.append(graph)
+    yield
+    Replayed.capturing.pop()
+
+
+class WithGraphs(OnCPU):
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+        compute = functools.partial(super().compute, batch, sheet)
+        done = compute()
+        if Replayed.capturing:
+            Replayed.capturing[-1].remember(compute, done)
+        return done
+
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig) -> None:
+        self.graphs.capture(config.scheduler.max_num_seqs, seconds=600)
+
+
 def best(logits: Tensor, draws: Draws) -> Tensor:
     return logits.argmax(-1)
 
@@ -50,8 +94,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture
 def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
+    return started(OnCPU, tiny, monkeypatch)
+
+
+def started(kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
     def open_device(model: Model, slots: Slots, device: torch.device) -> Cuda:
-        return OnCPU(model, slots, best, device)
+        return kind(model, slots, best, device)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     given = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
@@ -70,6 +118,10 @@ def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
     rest: dict[str, Any] = {"released": [], "admitted": [], "block_rows": NONE, "block_ids": NONE}
     rest["samples"] = np.ones(len(rows), np.bool_)
     return StepPlan(step=step, rows=rows, num_tokens=nums, **(rest | changes))
+
+
+def grown(row: int, block: int) -> dict[str, Any]:
+    return {"block_rows": np.array([row], np.int32), "block_ids": np.array([block], np.int32)}
 
 
 def greedy(hf: Any, prompt: list[int], count: int) -> list[int]:
@@ -123,9 +175,41 @@ def test_rows_that_ask_for_more_than_a_pick_leave_their_token_for_the_next_step(
 def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> None:
     prompt = list(range(40, 48))
     steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
-    grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([61], np.int32)}
-    steps.append(worker.submit(plan(2, {0: 1}, **grown)))
+    steps.append(worker.submit(plan(2, {0: 1}, **grown(0, 61))))
     assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
+
+
+def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding that is taken for a sequence, inputs of an earlier step or of a row's earlier request."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
+    worker = started(WithGraphs, tiny, monkeypatch)
+    prompts = dict(PROMPTS)
+    found: dict[int, list[int]] = {row: [] for row in prompts}
+    new = [admission(row, prompts[row], TABLES[row]) for row in prompts]
+    steps = [plan(1, {row: len(prompts[row]) for row in prompts}, admitted=new)]
+    three, two = {3: 1, 1: 1, 0: 1}, {3: 1, 0: 1}
+    steps += [plan(2, three), plan(3, three, **grown(0, 40))]  # in a graph for four
+    steps += [plan(4, two, released=[1]), plan(5, two, **grown(3, 20))]
+    prompts[11] = [33, 34, 35, 36, 37, 38]  # row 1 again, for another request
+    again = admission(1, prompts[11], [11, 12])
+    steps += [plan(6, {1: 6}, admitted=[again]), plan(7, three), plan(8, three, **grown(0, 41))]
+    steps += [plan(9, {0: 1})]
+    found[11] = []
+    pending: deque[tuple[StepPlan, Pending]] = deque()
+    for step in [*steps, None, None]:
+        if step is not None:
+            pending.append((step, worker.submit(step)))
+        if len(pending) == 2 or step is None and pending:
+            done, landing = pending.popleft()
+            for row, token in zip(done.rows.tolist(), landing.wait().token_ids.tolist(), strict=True):
+                found[11 if row == 1 and done.step > 5 else row].append(token)
+    for row, tokens in found.items():
+        assert tokens == greedy(tiny[1], prompts[row], len(tokens)), row
+    assert [len(found[row]) for row in (3, 1, 0, 11)] == [7, 3, 8, 3]
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])
