@@ -21,7 +21,7 @@ class Block:
 
 
 class FreeList:
-    """A linked list of blocks; every operation is O(1)."""
+    """A linked list of blocks; every operation takes a time by the blocks that it is about, not by all."""
 
     def __init__(self) -> None:
         self._head, self._tail = Block(-1), Block(-1)
@@ -51,11 +51,18 @@ class FreeList:
         block.prev = block.next = None
         self._len -= 1
 
-    def popleft(self) -> Block:
-        block = self._head.next
-        assert block is not None and block is not self._tail, "no free block"
-        self.remove(block)
-        return block
+    def take(self, count: int) -> list[Block]:
+        """The first `count`, which must be there, cut off in one piece."""
+        taken, block = [], self._head.next
+        for _ in range(count):
+            assert block is not None and block is not self._tail, "no free block"
+            taken.append(block)
+            after, block.prev, block.next = block.next, None, None
+            block = after
+        assert block is not None
+        self._head.next, block.prev = block, self._head
+        self._len -= count
+        return taken
 
 
 class BlockPool:
@@ -85,7 +92,7 @@ class BlockPool:
     def take(self, count: int) -> list[Block]:
         """Hand out `count` free blocks; what they held leaves the index here, and only here."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        taken = [self._free.popleft() for _ in range(count)]
+        taken = self._free.take(count)
         for block in taken:
             block.num_users = 1
             if block.key is not None:

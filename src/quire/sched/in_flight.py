@@ -42,9 +42,10 @@ class Flight:
 
     def landed(self, running: Running, result: StepResult) -> "Landed":
         """The result, without the rows whose requests ended meanwhile."""
-        rows, samples, alive = self.rows, self.plan.samples, self.alive(running)
+        rows, alive = self.rows, self.alive(running)
+        sampled = rows if len(self.plan.drawing) == len(rows) else rows[self.plan.samples]
         if not alive.all():
-            samples = samples & alive
+            sampled = rows[self.plan.samples & alive]
             left = set(rows[alive].tolist())
             result = StepResult(
                 token_ids=result.token_ids[alive[self.plan.samples]],
@@ -52,7 +53,7 @@ class Flight:
                 prompt_logprobs={row: found for row, found in result.prompt_logprobs.items() if row in left},
             )
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
-        return Landed(rows[samples], result, starts)
+        return Landed(sampled, result, starts)
 
 
 @dataclass(slots=True)

@@ -74,14 +74,12 @@ class KVManager:
         if not len(growing):
             return _NONE, _NONE
         rows, counts = rows[growing], counts[growing]
-        taken = self.pool.take(int(counts.sum()))
         self.num_blocks[rows] += counts
-        start = 0
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            self.tables[row].extend(taken[start : start + count])
-            start += count
         block_rows = np.repeat(rows.astype(np.int32), counts)
-        return block_rows, np.fromiter((block.id for block in taken), np.int32, len(taken))
+        taken = self.pool.take(len(block_rows))
+        for row, block in zip(block_rows.tolist(), taken, strict=True):
+            self.tables[row].append(block)
+        return block_rows, np.array([block.id for block in taken], np.int32)
 
     def index(self, running: Running, rows: Rows, num_full: Ints) -> None:
         """Make the first `num_full[i]` blocks of `rows[i]` findable."""
