@@ -84,17 +84,19 @@ class KVManager:
     def index(self, running: Running, rows: Rows, num_full: Ints) -> None:
         """Make the first `num_full[i]` blocks of `rows[i]` findable."""
         num_indexed = self.num_indexed[rows]
-        filled = num_full > num_indexed
-        for row, first, end in zip(
-            rows[filled].tolist(), num_indexed[filled].tolist(), num_full[filled].tolist(), strict=True
-        ):
+        filled = np.flatnonzero(num_full > num_indexed)
+        if not len(filled):
+            return
+        rows, num_indexed, num_full = rows[filled], num_indexed[filled], num_full[filled]
+        for row, first, end in zip(rows.tolist(), num_indexed.tolist(), num_full.tolist(), strict=True):
             request, table = running.request(row), self.tables[row]
-            if len(request.block_keys) < end:
+            keys = request.block_keys
+            if len(keys) < end:
                 self._hash(request, running.tokens[row], end)
-            for block, key in zip(table[first:end], request.block_keys[first:end], strict=True):
-                self.pool.remember(block, key)
-            self._fresh.extend(table[first:end])
-        self.num_indexed[rows] = np.maximum(num_indexed, num_full)
+            for at in range(first, end):
+                self.pool.remember(table[at], keys[at])
+                self._fresh.append(table[at])
+        self.num_indexed[rows] = num_full
 
     def take_fresh(self) -> list[Block]:
         """The blocks that were indexed since the last call."""
