@@ -179,14 +179,30 @@ def _soften(
 
 
 @triton.jit
-def _rows(
-    kv_head: tl.tensor, low: tl.tensor, high: tl.tensor, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+def _queries(
+    q: tl.tensor,
+    q_stride: tl.tensor,
+    kv_head: tl.tensor,
+    kv_heads: tl.tensor,
+    start: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ) -> Any:
-    """Of each row of a tile: its query in the tile, the place of that, its head, whether there is one."""
-    row = tl.arange(0, BLOCK_M)
-    query = row // GROUP
-    valid = (low + query < high) & (query < BLOCK_M // GROUP)
-    return query, tl.minimum(low + query, high - 1), kv_head * GROUP + row % GROUP, valid
+    """The rows of a tile, from the token `start` on, which stands at `low`: the queries, their places and
+    heads, where each number goes in the output, and whether there is one."""
+    row, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    query, heads = row // GROUP, kv_head * GROUP + row % GROUP
+    token = (start + query).to(tl.int64)
+    valid = ((low + query < high) & (query < BLOCK_M // GROUP))[:, None] & (dims[None, :] < DIM)
+    rows = tl.load(
+        q + (token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]), mask=valid, other=0.0
+    )
+    to = (token[:, None] * (kv_heads * GROUP) + heads[:, None]) * DIM + dims[None, :]
+    return rows, tl.minimum(low + query, high - 1), heads, to, valid
 
 
 @triton.jit
@@ -234,12 +250,9 @@ def tiles(
     start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
     low = seq_len - (tl.load(seqs.query_starts + seq + 1) - start) + skipped
     high = tl.minimum(low + BLOCK_M // GROUP, seq_len)
-    query, places, heads, valid = _rows(kv_head, low, high, GROUP, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    token = (start + skipped + query).to(tl.int64)
-    valid = valid[:, None] & (dims[None, :] < DIM)
-    at = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
-    rows = tl.load(q + at, mask=valid, other=0.0)
+    rows, places, heads, at, valid = _queries(
+        q, q_stride, kv_head, tl.num_programs(1), start + skipped, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
+    )
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
     acc, most, total = _start(sinks, heads, tile >= 0, BLOCK_D)
     first = 0
@@ -249,7 +262,6 @@ def tiles(
         acc, most, total, rows, low, places, cache, kv_head, table, first, high, scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
-    at = (token[:, None] * (tl.num_programs(1) * GROUP) + heads[:, None]) * DIM + dims[None, :]
     _finish(out, acc, total, scores_by.v_scale, at, valid)
 
 
@@ -328,18 +340,17 @@ def _take(
     kv_head = tl.program_id(0)
     low = tl.maximum(seq_len - num_queries, 0)
     first = tl.maximum(low - WINDOW + 1, 0) if WINDOW else 0
-    query, places, heads, valid = _rows(kv_head, low, tl.maximum(seq_len, 1), GROUP, BLOCK_M)
-    dims, token = tl.arange(0, BLOCK_D), (start + query).to(tl.int64)
-    valid = valid[:, None] & (dims[None, :] < DIM)
-    rows = token[:, None] * q_stride + (heads * DIM)[:, None] + dims[None, :]
+    high = tl.maximum(seq_len, 1)
+    rows, places, heads, place, valid = _queries(
+        q, q_stride, kv_head, tl.num_programs(0), start, low, high, GROUP, DIM, BLOCK_D, BLOCK_M
+    )
     acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
     acc, most, total = _fold(
-        acc, most, total, tl.load(q + rows, mask=valid, other=0.0), low, places, cache, kv_head, table,
-        first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
+        acc, most, total, rows, low, places, cache, kv_head, table, first + at * BLOCK_N,
+        tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     if earliest == latest:
-        place = (token[:, None] * (tl.num_programs(0) * GROUP) + heads[:, None]) * DIM + dims[None, :]
         _finish(out, acc, total, scores_by.v_scale, place, valid)
     elif _leave(partial, acc, most, total, valid, kv_head, earliest, DIM) == latest - earliest:
         tl.store(partial.arrivals + kv_head * tl.num_programs(1) + earliest, 0)

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
 from quire.kernels.triton.ops import TritonOps, silu_times
 
-_LONGEST = 16384
-"""Numbers of a weight's row that `_rows` can hold."""
+LONGEST = 16384
+"""Numbers of a weight's row that a program can hold."""
 _silu_mul = TritonOps().silu_mul
 
 
@@ -232,7 +232,7 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     As measured on an H200 in graphs of products with different weights: docs/performance.md has the table.
     """
     length = triton.next_power_of_2(size_in)
-    if num == 1 and length <= _LONGEST:
+    if num == 1 and length <= LONGEST:
         return Rows(max(4096 * parts // length, 1), 8)
     if num == 2 and length <= 4096 and size_out < 2**16:
         return Rows(max(8192 // length, 1), 4)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from quire.kernels.ops import Entry
 from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.matmul import LONGEST
 from quire.kernels.triton.ops import angles, put
 
-_LONGEST, _NUMBERS = 16384, 4096
-"""Numbers of a row that a program can hold; and how many it has, at least."""
+_NUMBERS = 4096
+"""Of each half's rows that a program has, at least."""
 
 
 class _Caches(NamedTuple):
@@ -90,7 +91,7 @@ def enter(x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None) -> Tenso
     _, block_size, kv_heads, dim = k.shape
     length = triton.next_power_of_2(size_in)
     rows = max(_NUMBERS // length, 1)
-    if num != 1 or weight.element_size() != 2 or length > _LONGEST or dim // 2 % rows:
+    if num != 1 or weight.element_size() != 2 or length > LONGEST or dim // 2 % rows:
         return None
     if entry.norms is not None or entry.table.shape[1] != dim:
         return None
