@@ -1,10 +1,15 @@
 """Blocks: users, order of reuse, and the index."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.data.params import SamplingParams
+from quire.data.request import Request
 from quire.sched.blocks import BlockPool
+from quire.sched.kv_manager import KVManager
+from quire.sched.running import Running
 
 
 def ids(blocks: list) -> list[int]:
@@ -115,3 +120,18 @@ def test_any_sequence_of_operations_keeps_the_books(
     for number in range(1, count + 1):
         found = pool.find(str(number).encode())
         assert found is None or contents[found.id] == str(number).encode()
+
+
+def test_a_filled_block_is_indexed_once() -> None:
+    """Blocks looked at again in every step after the one that filled them."""
+    kv, running = KVManager(num_blocks=20, block_size=4, max_rows=2, share_prefixes=True), Running(2, 40)
+    request = Request(
+        id="a", tokens=list(range(10)), params=SamplingParams(), prompt_len=10, limit=20, seed=0
+    )
+    row = np.array([running.admit(request, 0)])
+    table = kv.admit(int(row[0]), [], 10)
+    found = []
+    for num_full in (1, 1, 2, 2):
+        kv.index(running, row, np.array([num_full], np.int32))
+        found.append(ids(kv.take_fresh()))
+    assert found == [table[:1], [], table[1:2], []]

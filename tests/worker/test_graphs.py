@@ -109,10 +109,8 @@ class Traffic:
     def check(self, graph: Graph, plan: StepPlan) -> None:
         """What reaches the device is what a new page would hold."""
         self.num_decodes += 1
-        places, ids = (
-            np.array([3, 5], np.int64)[: len(plan.rows)],
-            np.array([8, 9], np.int32)[: len(plan.rows)],
-        )
+        changed = self.rng.randint(0, 2)
+        places, ids = np.array([3, 5], np.int64)[:changed], np.array([8, 9], np.int32)[:changed]
         fresh = Page(torch.full((size_of(graph.shape),), 7, dtype=torch.uint8), graph.shape)
         blank(fresh.arrays, len(plan.rows), graph.pad_row, graph._pad_place)
         fresh.write(plan, self.slots, places, ids)
@@ -125,7 +123,8 @@ class Traffic:
 
 
 def test_pages_that_are_kept_are_right() -> None:
-    """A column that another request left behind, padding that was a sequence before, a late token."""
+    """A column that another request left behind, padding that was a sequence before, a late token, a block
+    that an earlier step changed."""
     kept = decodes = 0
     for seed in range(6):
         traffic = Traffic(seed)
@@ -134,6 +133,15 @@ def test_pages_that_are_kept_are_right() -> None:
         kept, decodes = kept + traffic.num_kept, decodes + traffic.num_decodes
     assert decodes > 500
     assert decodes / 10 < kept < decodes
+
+
+def test_the_last_token_of_a_chunk_is_no_decode() -> None:
+    """One token of a prompt that has more: a graph would draw after it."""
+    traffic, none, ones = Traffic(0), np.empty(0, np.int32), np.ones(2, np.int32)
+    for samples in ([True, True], [True, False]):
+        plan = StepPlan(1, [], [], none, none, np.arange(2, dtype=np.int32), ones, np.array(samples))
+        assert (traffic.graphs.find(plan) is not None) == all(samples)
+        assert plan.drawing.tolist() == [row for row in range(2) if samples[row]]
 
 
 def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
