@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -140,14 +141,14 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestStateStats | None
-    lora_request: Any
-    encoder_prompt: str | None
-    encoder_prompt_token_ids: list[int] | None
-    num_cached_tokens: int | None
-    num_cache_creation_tokens: int | None
-    kv_transfer_params: dict[str, Any] | None
-    ec_transfer_params: dict[str, Any] | None
+    metrics: RequestStateStats | None = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    num_cache_creation_tokens: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -185,6 +186,13 @@ class RequestOutput:
         self.num_cache_creation_tokens = num_cache_creation_tokens
         self.kv_transfer_params = kv_transfer_params
         self.ec_transfer_params = ec_transfer_params
+
+
+def light(kind: type[T], **values: Any) -> T:
+    """An instance with these attributes, the others at their defaults: what streams make of every token."""
+    made = object.__new__(kind)
+    made.__dict__ = values
+    return made
 
 
 @dataclass

@@ -192,8 +192,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.temperature == 0.0
 
     def clone(self) -> Self:
-        """A copy that shares nothing with this one."""
-        return self if self.skip_clone else copy.deepcopy(self)
+        """A copy that shares nothing with this one that changes."""
+        if self.skip_clone:
+            return self
+        made = copy.copy(self)
+        for name in _MUTABLE:
+            if getattr(self, name) is not None:
+                setattr(made, name, copy.deepcopy(getattr(self, name)))
+        return made
 
     def verify(self, *, vocab: int, max_logprobs: int) -> None:
         """Check what only the model can tell. `max_logprobs` -1 means the whole vocabulary."""
@@ -329,6 +335,13 @@ _NOT_YET: tuple[tuple[str, int | None], ...] = (
     ("trace_decode_token_ids", None),
     ("routed_experts_prompt_start", 0),
 )
+
+
+_MUTABLE = (
+    *("stop", "stop_token_ids", "logprob_token_ids", "structured_outputs", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "extra_args", "repetition_detection", "trace_decode_token_ids", "bad_words_token_ids"),
+)
+"""The fields whose values can be changed in place."""
 
 
 def find_repetition(token_ids: Sequence[int], params: RepetitionDetectionParams) -> bool:

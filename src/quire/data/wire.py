@@ -46,6 +46,8 @@ class Beat(msgspec.Struct, tag="beat"):
     """The core is alive: sent when nothing else was for a while."""
 
     stats: StepStats
+    stalled_s: float = 0.0
+    """For how long there has been work and no step was finished."""
 
 
 class Reply(msgspec.Struct, tag="reply"):

@@ -1,21 +1,19 @@
 """AsyncEngine: an API process's way to the core and back, one async iterator per request."""
 
 import asyncio
+import functools
 import itertools
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
-from quire.data.stats import StepStats
 from quire.data.wire import (
     Abort,
     Add,
@@ -30,6 +28,7 @@ from quire.data.wire import (
     encode,
 )
 from quire.errors import EngineDead, EngineError
+from quire.frontend.answer import Answer
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.live import LiveView
 from quire.frontend.outputs import OutputProcessor
@@ -41,6 +40,13 @@ log = get_logger(__name__)
 
 HELLO_INTERVAL_S = 0.1
 CALL_TIMEOUT_S = 30.0
+MAX_BEHIND = 1000
+"""Messages that wait on this side; more wait in the core, which knows what to do about it."""
+TURN_S = 0.004
+"""How long the core's messages are read before what they brought is handed out."""
+REST = 4
+"""Rounds of the event loop that belong to everybody else between two turns: so many steps of his own a new
+request makes while the core is faster than this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +68,9 @@ class EngineFacts:
     start_time: float
 
 
-class Mailbox:
-    """Outputs of one request on their way to its reader. What piles up while the reader is away is merged."""
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: list[RequestOutput | EngineError] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: RequestOutput | EngineError) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        if isinstance(items[-1], EngineError):
-            raise items[-1]
-        merged: RequestOutput = items[0]  # type: ignore[assignment]
-        for later in items[1:]:
-            merged = merge(merged, later)  # type: ignore[arg-type]
-        return merged
-
-
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two deltas of a request as one."""
-    by_index = {completion.index: completion for completion in first.outputs}
-    for new in second.outputs:
-        old = by_index.get(new.index)
-        by_index[new.index] = new if old is None else _append(old, new)
-    second.outputs = [by_index[index] for index in sorted(by_index)]
-    return second
-
-
-def _append(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    new.text = old.text + new.text
-    new.token_ids = [*old.token_ids, *new.token_ids]
-    if old.logprobs is not None and new.logprobs is not None:
-        old.logprobs.extend(new.logprobs)  # type: ignore[arg-type]
-        new.logprobs = old.logprobs
-    return new
-
-
 class AsyncEngine:
+    """The engine as an API process has it: requests in, answers out, and whether the core makes progress."""
+
     def __init__(
         self,
         *,
@@ -125,13 +87,16 @@ class AsyncEngine:
         self._address = address
         self._health_timeout_s = health_timeout_s
         self._outputs = OutputProcessor(inputs.tokenizer, stream_interval=stream_interval)
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._answers: dict[str, Answer] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._core: Ready | None = None
         self._why_down = "the engine is starting"
         self._heard_at = time.monotonic()
-        self._stats = StepStats()
+        self._stalled_s = 0.0
+        """How long the core had work and finished no step, when it was last heard of."""
+        self._resting = False
+        """Whether a turn is to come by itself."""
         self._ready = asyncio.Event()
         self._live = LiveView()
         self._socket: zmq.Socket[bytes]
@@ -145,7 +110,7 @@ class AsyncEngine:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._mailboxes)
+        return len(self._answers)
 
     def start(self) -> None:
         """Connect, from inside the running loop."""
@@ -161,22 +126,22 @@ class AsyncEngine:
         self._disconnect()
 
     def check(self) -> None:
-        """Raise unless the core is up and has been heard of within the health timeout."""
+        """Raise unless the core is up and, if it has work, has finished a step within the health timeout."""
         if self._core is None:
             raise EngineDead(self._why_down)
-        silence = time.monotonic() - self._heard_at
-        if silence > self._health_timeout_s:
+        standstill = self._stalled_s + time.monotonic() - self._heard_at
+        if standstill > self._health_timeout_s:
             raise EngineDead(
-                f"the engine has made no progress for {silence:.1f} s; "
+                f"the engine has made no progress for {standstill:.1f} s; "
                 f"the limit is {self._health_timeout_s:g} s"
             )
 
     def _connect(self) -> None:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, MAX_BEHIND)):
+            self._socket.setsockopt(option, value)
         self._socket.connect(self._address)
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._arrived)
 
     def _disconnect(self) -> None:
         asyncio.get_running_loop().remove_reader(self._socket.FD)
@@ -199,12 +164,12 @@ class AsyncEngine:
     def _core_died(self) -> None:
         assert self._core is not None
         self._why_down = f"the engine process (pid {self._core.pid}) died and is being restarted"
-        log.error("%s; %d requests are lost", self._why_down, len(self._mailboxes))
+        log.error("%s; %d requests are lost", self._why_down, len(self._answers))
         self._core = None
         self._ready.clear()
         lost = EngineDead("the engine process died while it worked on this request; please send it again")
-        for mailbox in self._mailboxes.values():
-            mailbox.put(lost)
+        for answer in list(self._answers.values()):
+            answer.fail(lost)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(lost)
@@ -215,45 +180,38 @@ class AsyncEngine:
 
     def _abandon(self) -> None:
         """Count what was lost, and forget it."""
-        ids = self._outputs.sequences_of(list(self._mailboxes))
-        finished = {id: Finish("error") for id in ids}
-        self.metrics.pages.observe_front(self._outputs.process(StepOutput([], [], finished=finished)).stats)
+        self._forget(self._outputs.sequences_of(list(self._answers)), "error")
+        self._answers.clear()
+
+    def _forget(self, ids: list[str], reason: str) -> None:
+        """Sequences that nobody waits for any more. Others may have outputs on their way, and keep them."""
+        self._outputs.take(StepOutput([], [], finished={id: Finish(reason) for id in ids}))
+        self._hand_out()
 
     # ---- requests
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> Answer:
         """The outputs of a request as they come. What is wrong with it is raised here, at once."""
         self.check()
         internal_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
         requests = self.inputs.requests(internal_id, prompt, params, priority=priority)
-        return self._stream(internal_id, prompt, requests)
+        return Answer(internal_id, functools.partial(self._begin, prompt, requests), self._abort)
 
-    async def _stream(
-        self, request_id: str, prompt: Prompt, requests: list[Request]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def _begin(self, prompt: Prompt, requests: list[Request], answer: Answer) -> None:
         self.check()
-        mailbox = self._mailboxes[request_id] = Mailbox()
-        self._outputs.add(request_id, prompt, requests)
-        finished = False
-        try:
-            self._send(Add(requests))
-            while not finished:
-                output = await mailbox.get()
-                finished = output.finished
-                yield output
-        finally:
-            del self._mailboxes[request_id]
-            if not finished:
-                self._abort(request_id)
+        self._answers[answer.request_id] = answer
+        self._outputs.add(answer.request_id, prompt, requests)
+        self._send(Add(requests))
 
     def _abort(self, request_id: str) -> None:
+        if self._answers.pop(request_id, None) is None:
+            return
         ids = self._outputs.sequences_of([request_id])
         if ids and self._core is not None:
             self._send(Abort(ids))
-        aborted = StepOutput([], [], finished={id: Finish("abort") for id in ids})
-        self.metrics.pages.observe_front(self._outputs.process(aborted).stats)
+        self._forget(ids, "abort")
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._call("reset_prefix_cache"))
@@ -273,24 +231,45 @@ class AsyncEngine:
     def _send(self, message: ToCore) -> None:
         self._socket.send(encode(message), zmq.NOBLOCK)
         # Sending may swallow the edge that says that something arrived.
-        asyncio.get_running_loop().call_soon(self._receive)
+        asyncio.get_running_loop().call_soon(self._arrived)
 
-    def _receive(self) -> None:
-        """Everything that has arrived. The socket's descriptor tells only once."""
+    def _arrived(self) -> None:
+        """The socket's descriptor tells only once, however much is there."""
+        if not self._resting:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Read for a moment, then hand out what came: a stream gets one piece however many steps that were.
+        With more to read, others get theirs first."""
+        self._resting = not self._receive()
+        self._hand_out()
+        if self._resting:
+            self._rest(REST)
+
+    def _rest(self, rounds: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._rest, rounds - 1) if rounds else loop.call_soon(self._turn)
+
+    def _receive(self) -> bool:
+        """Messages of the core, for a bounded time; whether that was all."""
+        deadline = time.monotonic() + TURN_S
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            self._heard_at = time.monotonic()
+                return True
             self._handle(decode_from_core(data))
+            self._heard_at = time.monotonic()
+            if self._heard_at > deadline:
+                return False
 
     def _handle(self, message: Ready | Stepped | Beat | Reply) -> None:
         match message:
             case Stepped(output):
-                self._deliver(output)
-            case Beat(stats):
-                self._stats = stats
+                self._stalled_s = 0.0
+                self._outputs.take(output)
+            case Beat():
+                self._stalled_s = message.stalled_s
             case Reply(number, value):
                 if (call := self._calls.get(number)) is not None and not call.done():
                     call.set_result(value)
@@ -304,22 +283,23 @@ class AsyncEngine:
                 }
                 self._ready.set()
 
-    def _deliver(self, step: StepOutput) -> None:
-        self._stats = step.stats
-        processed = self._outputs.process(step)
+    def _hand_out(self) -> None:
+        """Everything that came since the last time, to those who wait for it."""
+        processed = self._outputs.flush()
         if processed.stopped:
             self._send(Abort(processed.stopped))
         self.metrics.pages.observe_front(processed.stats)
         self._live.add(processed.stats.first_token_s, processed.stats.between_tokens_s)
+        answers = self._answers
         for output in processed.outputs:
-            if (mailbox := self._mailboxes.get(output.request_id)) is None:
+            if (answer := answers.get(output.request_id)) is None:
                 continue
-            failed = output.outputs[0].finish_reason == "error"
-            mailbox.put(
-                EngineError("the engine failed on this request; others are not affected")
-                if failed
-                else output
-            )
+            if any(each.finish_reason == "error" for each in output.outputs):
+                answer.fail(EngineError("the engine failed on this request; others are not affected"))
+                continue
+            if output.finished:
+                del answers[output.request_id]
+            answer.put(output)
 
     # ---- what is going on
 

@@ -113,7 +113,7 @@ class InputProcessor:
             raise RequestError("The decoder prompt cannot be empty", param="prompt")
         if len(ids) >= self.max_model_len:
             raise self._too_long(len(ids))
-        if any(type(id) is not int for id in ids):
+        if {*map(type, ids)} != {int}:
             ids = prompt.token_ids = [self._as_int(id) for id in ids]
         for id in (min(ids), max(ids)):
             if not 0 <= id < self.vocab:

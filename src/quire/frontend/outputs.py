@@ -1,4 +1,4 @@
-"""Outputs: tokens of a step become text, logprobs and RequestOutputs, per request and per sequence of it."""
+"""Outputs: tokens of the core become text, logprobs and RequestOutputs, by request and by sequence of it."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from quire.data.outputs import (
     RequestOutput,
     RequestStateStats,
     SampleLogprobs,
+    light,
 )
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish, RowLogprobs, StepOutput
@@ -20,10 +21,13 @@ from quire.frontend.inputs import Prompt
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 
+_MANY_UNREAD = 64
+"""So many tokens become text even if nobody wants it before the end: a long answer is not read in one go."""
+
 
 @dataclass(slots=True)
 class Processed:
-    """What a step brought to the outside."""
+    """What has come to the outside since the last time."""
 
     outputs: list[RequestOutput]
     stopped: list[str]
@@ -31,7 +35,7 @@ class Processed:
     stats: FrontStats
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """One of the n continuations of a prompt."""
 
@@ -40,27 +44,56 @@ class _Sequence:
     parent: "_Parent"
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
+    has_stops: bool
+    """Whether its text must be looked at token by token."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     times: Timeline = field(default_factory=Timeline)
     num_cached: int = 0
     finish: Finish | None = None
+    num_read: int = 0
+    """Tokens that have become text."""
     num_sent: int = 0
     """Tokens already given out."""
-
-    def is_due(self, interval: int) -> bool:
-        """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
-        return self.finish is not None or not self.num_sent or len(self.token_ids) >= self.num_sent + interval
-
+    touched: bool = False
+    """Whether something came since the last flush."""
     text: str = ""
     """What has been shown: text that may yet turn out to be part of a stop string is held back."""
 
+    def is_due(self) -> bool:
+        """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
+        return (
+            self.finish is not None
+            or not self.num_sent
+            or len(self.token_ids) >= self.num_sent + self.parent.interval
+        )
+
+    def look_for_stops(self) -> str | None:
+        """The stop string that the new tokens completed."""
+        assert self.detokenizer is not None
+        return self.detokenizer.push(self._unread(), final=self.finish is not None)
+
     def take_text(self) -> str:
         """The text to show now that was not shown before."""
-        return self.detokenizer.take_delta(final=self.finish is not None) if self.detokenizer else ""
+        detokenizer, final = self.detokenizer, self.finish is not None
+        if detokenizer is None:
+            return ""
+        return (
+            detokenizer.take_delta(final) if self.has_stops else detokenizer.read(self._unread(), final=final)
+        )
+
+    def _unread(self) -> list[int]:
+        """The tokens that have not become text."""
+        start, self.num_read = self.num_read, len(self.token_ids)
+        unread = self.token_ids[start:]
+        # A token that ended the sequence as a stop is part of the text only if it was asked for.
+        stopped = self.finish is not None and self.finish.reason == "stop"
+        if stopped and not self.parent.params.include_stop_str_in_output:
+            del unread[-1:]
+        return unread
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Parent:
     """A request as the user made it."""
 
@@ -68,25 +101,36 @@ class _Parent:
     prompt: Prompt
     params: SamplingParams
     arrived_at: float
+    interval: int
+    """Tokens that make a chunk."""
+    streams: bool
+    """Whether every token is shown in the moment it comes."""
     sequences: list[_Sequence] = field(default_factory=list)
+    num_open: int = 0
+    """Sequences that have not ended."""
     prompt_logprobs: PromptLogprobs | None = None
 
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """With the first delta, and only with that."""
-        taken, self.prompt_logprobs = self.prompt_logprobs, None
-        return taken
-
     @property
-    def finished(self) -> bool:
-        return all(sequence.finish is not None for sequence in self.sequences)
+    def waits(self) -> bool:
+        """Whether the logprobs of the prompt are still to come, which the first sequence brings: whichever
+        speaks first speaks with them."""
+        first = self.sequences[0]
+        return not first.token_ids and first.finish is None
 
 
 class OutputProcessor:
+    """The requests of one front end and what has come of them. `take` notes what a step brought, at little
+    cost; `flush` makes outputs of all that was noted, so that steps that come in quick succession share
+    one."""
+
     def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
         self.tokenizer = tokenizer
         self.stream_interval = stream_interval
         self._sequences: dict[str, _Sequence] = {}
         self._parents: dict[str, _Parent] = {}
+        self._touched: list[_Sequence] = []
+        self._stopped: list[str] = []
+        self._stats = FrontStats()
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -97,7 +141,11 @@ class OutputProcessor:
     def add(self, request_id: str, prompt: Prompt, requests: list[Request]) -> None:
         """Expect outputs of these sequences of one prompt."""
         first = requests[0]
-        parent = _Parent(request_id, prompt, first.params, first.arrived_at)
+        interval = max(self.stream_interval, first.params.stream_interval or 1)
+        streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        parent = _Parent(
+            request_id, prompt, first.params, first.arrived_at, interval, streams, num_open=len(requests)
+        )
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
             parent.prompt_logprobs.append(None)
@@ -122,70 +170,77 @@ class OutputProcessor:
         logprobs: SampleLogprobs | None = None
         if params.logprobs is not None or params.logprob_token_ids is not None:
             logprobs = FlatLogprobs() if params.flat_logprobs else []
-        return _Sequence(request.id, index, parent, detokenizer, logprobs)
+        has_stops = detokenizer is not None and bool(params.stop)
+        return _Sequence(request.id, index, parent, detokenizer, logprobs, has_stops)
 
     def sequences_of(self, request_ids: list[str]) -> list[str]:
         """The ids that the core knows these requests by."""
         parents = [self._parents[id] for id in request_ids if id in self._parents]
         return [sequence.id for parent in parents for sequence in parent.sequences]
 
-    # ---- a step
+    # ---- what comes in
 
     def process(self, step: StepOutput) -> Processed:
-        """Take in one step of the core. Sequences that nobody waits for any more are passed over."""
-        touched: dict[str, _Sequence] = {}
-        stopped: list[str] = []
-        stats = FrontStats()
+        """One step, in and out."""
+        self.take(step)
+        return self.flush()
+
+    def take(self, step: StepOutput) -> None:
+        """Note one step of the core. Sequences that nobody waits for any more are passed over."""
+        sequences, touched, stats, at = self._sequences, self._touched, self._stats, step.at
         for id, run in step.admitted.items():
-            if (sequence := self._sequences.get(id)) is not None:
+            if (sequence := sequences.get(id)) is not None:
                 sequence.num_cached = run.num_cached
                 sequence.times.queued_at, sequence.times.scheduled_at = run.queued_at, run.scheduled_at
         for id, positions in step.prompt_logprobs.items():
-            if (sequence := self._sequences.get(id)) is not None:
+            if (sequence := sequences.get(id)) is not None:
                 self._add_prompt_logprobs(sequence.parent, positions)
+        for id, found in step.logprobs.items():
+            if (sequence := sequences.get(id)) is not None:
+                self._add_logprobs(sequence, found)
+        watched: list[_Sequence] = []
         for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
-            if (sequence := self._sequences.get(id)) is None:
+            if (sequence := sequences.get(id)) is None:
                 continue
-            touched[id] = sequence
-            self._stamp(sequence, step.at, stats)
-            finish = step.finished.get(id)
-            if (logprobs := step.logprobs.get(id)) is not None:
-                self._add_logprobs(sequence, logprobs)
-            if (met := self._add_token(sequence, token_id, finish)) is not None:
-                if finish is None:
-                    stopped.append(id)
-                step.finished[id] = Finish("stop", met, finish.num_preemptions if finish else 0)
-        for id, finish in step.finished.items():
+            sequence.token_ids.append(token_id)
+            stats.num_tokens += 1
+            times = sequence.times
+            if times.first_token_at == 0.0:
+                times.first_token_at = at
+                if sequence.index == 0:
+                    stats.first_token_s.append(time.time() - sequence.parent.arrived_at)
+            else:
+                stats.between_tokens_s.append(at - times.last_token_at)
+            times.last_token_at = at
+            if not sequence.touched:
+                sequence.touched = True
+                touched.append(sequence)
+            if sequence.has_stops:
+                watched.append(sequence)
+        self._end(step.finished, watched)
+
+    def _end(self, finished: dict[str, Finish], watched: list[_Sequence]) -> None:
+        """Sequences that the core ended, and those that met a stop string."""
+        ended = []
+        for id, finish in finished.items():
             if (sequence := self._sequences.pop(id, None)) is not None:
                 sequence.finish = finish
-                touched[id] = sequence
-                stats.finished.append(_facts(sequence, finish))
-        return Processed(self._outputs(touched), stopped, stats)
-
-    def _stamp(self, sequence: _Sequence, at: float, stats: FrontStats) -> None:
-        times = sequence.times
-        stats.num_tokens += 1
-        if times.first_token_at == 0.0:
-            times.first_token_at = at
-            if sequence.index == 0:
-                stats.first_token_s.append(time.time() - sequence.parent.arrived_at)
-        else:
-            stats.between_tokens_s.append(at - times.last_token_at)
-        times.last_token_at = at
-
-    def _add_token(self, sequence: _Sequence, token_id: int, finish: Finish | None) -> str | None:
-        """Append a token; the stop string that it completed, if any."""
-        sequence.token_ids.append(token_id)
-        detokenizer = sequence.detokenizer
-        if detokenizer is None:
-            return None
-        # A token that ended the sequence as a stop is part of the text only if it was asked for.
-        silent = (
-            finish is not None
-            and finish.reason == "stop"
-            and not sequence.parent.params.include_stop_str_in_output
-        )
-        return detokenizer.push(() if silent else (token_id,), final=finish is not None)
+                ended.append(sequence)
+        for sequence in watched:
+            if (met := sequence.look_for_stops()) is not None:
+                known = sequence.finish
+                if known is None:
+                    del self._sequences[sequence.id]
+                    self._stopped.append(sequence.id)
+                    ended.append(sequence)
+                sequence.finish = Finish("stop", met, known.num_preemptions if known else 0)
+        for sequence in ended:
+            sequence.parent.num_open -= 1
+            if not sequence.touched:
+                sequence.touched = True
+                self._touched.append(sequence)
+            assert sequence.finish is not None
+            self._stats.finished.append(_facts(sequence, sequence.finish))
 
     def _add_logprobs(self, sequence: _Sequence, found: RowLogprobs) -> None:
         assert sequence.logprobs is not None
@@ -215,68 +270,83 @@ class OutputProcessor:
 
     # ---- what the user sees
 
-    def _outputs(self, touched: dict[str, _Sequence]) -> list[RequestOutput]:
-        by_parent: dict[str, list[_Sequence]] = {}
-        for sequence in touched.values():
-            by_parent.setdefault(sequence.parent.request_id, []).append(sequence)
-        outputs = []
-        for request_id, sequences in by_parent.items():
-            parent = sequences[0].parent
-            if parent.finished:
-                del self._parents[request_id]
-            if parent.params.output_kind is RequestOutputKind.FINAL_ONLY:
-                if not parent.finished:
-                    continue
-                sequences = parent.sequences
-            elif (interval := max(self.stream_interval, parent.params.stream_interval or 1)) > 1:
-                sequences = [each for each in sequences if each.is_due(interval)]
-                if not sequences:
-                    continue
-            outputs.append(self._request_output(parent, sequences))
-        return outputs
+    def flush(self) -> Processed:
+        """The outputs that are due, of all that was noted since the last call."""
+        due: dict[_Parent, list[_Sequence]] = {}
+        waiting: list[_Sequence] = []
+        for sequence in self._touched:
+            parent = sequence.parent
+            if parent.prompt_logprobs is not None and parent.waits:
+                waiting.append(sequence)
+                continue
+            sequence.touched = False
+            if parent.streams or self._is_due(sequence):
+                due.setdefault(parent, []).append(sequence)
+        outputs = [self._request_output(parent, sequences) for parent, sequences in due.items()]
+        processed = Processed(outputs, self._stopped, self._stats)
+        self._touched, self._stopped, self._stats = waiting, [], FrontStats()
+        return processed
+
+    def _is_due(self, sequence: _Sequence) -> bool:
+        parent = sequence.parent
+        if parent.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            return sequence.is_due()
+        if len(sequence.token_ids) - sequence.num_read >= _MANY_UNREAD and sequence.finish is None:
+            sequence.text += sequence.take_text()
+        return not parent.num_open
 
     def _request_output(self, parent: _Parent, sequences: list[_Sequence]) -> RequestOutput:
-        deltas = parent.params.output_kind is RequestOutputKind.DELTA
-        return RequestOutput(
+        kind, finished = parent.params.output_kind, not parent.num_open
+        make = _delta if kind is RequestOutputKind.DELTA else _whole
+        if kind is RequestOutputKind.FINAL_ONLY:
+            sequences = parent.sequences
+        output = light(
+            RequestOutput,
             request_id=parent.request_id,
             prompt=parent.prompt.text,
             prompt_token_ids=parent.prompt.token_ids,
-            prompt_logprobs=parent.take_prompt_logprobs() if deltas else parent.prompt_logprobs,
-            outputs=[self._delta(each) if deltas else self._whole(each) for each in sequences],
-            finished=parent.finished,
-            metrics=_stats(parent) if parent.finished else None,
+            prompt_logprobs=parent.prompt_logprobs,
+            outputs=[make(sequence) for sequence in sequences],
+            finished=finished,
             num_cached_tokens=parent.sequences[0].num_cached,
         )
+        if kind is RequestOutputKind.DELTA:
+            parent.prompt_logprobs = None  # they come with the first delta, and only with that
+        if finished:
+            output.metrics = _stats(parent)
+            self._parents.pop(parent.request_id, None)
+        return output
 
-    def _whole(self, sequence: _Sequence) -> CompletionOutput:
-        final = sequence.parent.finished
-        sequence.num_sent = len(sequence.token_ids)
-        sequence.text += sequence.take_text()
-        return self._completion(
-            sequence,
-            sequence.text,
-            sequence.token_ids if final else sequence.token_ids.copy(),
-            sequence.logprobs if final or sequence.logprobs is None else sequence.logprobs[:],
-        )
 
-    def _delta(self, sequence: _Sequence) -> CompletionOutput:
-        start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
-        logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-        return self._completion(sequence, sequence.take_text(), sequence.token_ids[start:], logprobs)
+def _whole(sequence: _Sequence) -> CompletionOutput:
+    final = not sequence.parent.num_open
+    sequence.num_sent = len(sequence.token_ids)
+    sequence.text += sequence.take_text()
+    token_ids = sequence.token_ids if final else sequence.token_ids.copy()
+    logprobs = sequence.logprobs if final or sequence.logprobs is None else sequence.logprobs[:]
+    return _completion(sequence, sequence.text, token_ids, logprobs)
 
-    def _completion(
-        self, sequence: _Sequence, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
-    ) -> CompletionOutput:
-        finish = sequence.finish
-        return CompletionOutput(
-            index=sequence.index,
-            text=text,
-            token_ids=token_ids,
-            cumulative_logprob=None if sequence.logprobs is None else sequence.cumulative_logprob,
-            logprobs=logprobs,
-            finish_reason=finish.reason if finish else None,
-            stop_reason=finish.stop_reason if finish else None,
-        )
+
+def _delta(sequence: _Sequence) -> CompletionOutput:
+    start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
+    logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
+    return _completion(sequence, sequence.take_text(), sequence.token_ids[start:], logprobs)
+
+
+def _completion(
+    sequence: _Sequence, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
+) -> CompletionOutput:
+    made = light(
+        CompletionOutput,
+        index=sequence.index,
+        text=text,
+        token_ids=token_ids,
+        cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
+        logprobs=logprobs,
+    )
+    if sequence.finish is not None:
+        made.finish_reason, made.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+    return made
 
 
 def _facts(sequence: _Sequence, finish: Finish) -> FinishedSequence:
@@ -286,7 +356,7 @@ def _facts(sequence: _Sequence, finish: Finish) -> FinishedSequence:
         num_prompt_tokens=len(parent.prompt.token_ids),
         num_output_tokens=len(sequence.token_ids),
         num_cached=sequence.num_cached,
-        longest=max(len(each.token_ids) for each in parent.sequences) if parent.finished else None,
+        longest=max(len(each.token_ids) for each in parent.sequences) if not parent.num_open else None,
         params=parent.params,
         arrived_at=parent.arrived_at,
         times=sequence.times,

@@ -1,20 +1,23 @@
 """The application: routes over an engine, and what stands around them."""
 
+import functools
 import json
-import re
 import uuid
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.errors import EngineError, RequestError
 from quire.server import replies
+from quire.server.answering import ClientGone
 from quire.server.chat import answer_chat
 from quire.server.completions import answer_completion
+from quire.server.direct import MAYBE_SURROGATE, Direct, Respond
 from quire.server.engine import Engine
 from quire.server.errors import NotFound, add_error_handlers, error_info, error_response, json_response
 from quire.server.gate import Gate
@@ -22,11 +25,8 @@ from quire.server.generate import Api
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.replies import ErrorReply
 from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
-from quire.server.running import ClientGone
 from quire.server.settings import ServerSettings, paths
 from quire.server.tokenize import detokenize, tokenize
-
-_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 class Application:
@@ -49,13 +49,17 @@ class Application:
         add_operator_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: _document(self.routes)  # type: ignore[method-assign]
-        self.asgi = _surrounded(self.routes, settings)
+        self.asgi = _surrounded(self.routes, self.api, settings)
 
 
-def _surrounded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     access = settings.access
+    busy: dict[str, tuple[type[BaseModel], Respond]] = {
+        "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
+        "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
+    }
     gate = Gate(
-        app,
+        Direct(app, busy),
         api_keys=access.api_key,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
@@ -83,9 +87,8 @@ def _nobody(_: Request, __: Exception) -> Response:
 
 
 async def _valid_text(request: Request) -> None:
-    """Half of a surrogate pair is no character: nothing behind the API could encode it."""
     raw = await request.body()
-    if _MAYBE_SURROGATE.search(raw):
+    if MAYBE_SURROGATE.search(raw):
         try:
             json.dumps(json.loads(raw), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

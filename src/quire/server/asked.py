@@ -48,9 +48,9 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def check_fields(body: Body) -> None:
     """Refuse what cannot be had; note what is not known."""
-    for name, off in UNBUILT.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in off:
+    for name in UNBUILT.keys() & body.model_fields_set:
+        value = getattr(body, name)
+        if value is not None and value not in UNBUILT[name]:
             raise RequestError(f"`{name}` is not supported yet; leave it out", param=name)
     extra = {name for name in body.model_extra or () if name not in UNBUILT}
     if extra:

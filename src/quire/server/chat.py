@@ -36,8 +36,8 @@ async def answer_chat(api: Api, body: ChatBody, request: Request) -> Response:
     if body.stream:
         chunks = ChatChunks(api, body, job)
         outputs = await api.streamed(job)
-        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, running=api.running)
-    (output,) = await api.running.until_gone(request.receive, api.finished(job))
+        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, answering=api.answering)
+    (output,) = await api.answering.until_gone(request.receive, api.finished(job))
     return json_response(_reply(api, body, job, output))
 
 

@@ -38,8 +38,8 @@ async def answer_completion(api: Api, body: CompletionBody, request: Request) ->
     if body.stream:
         chunks = CompletionChunks(api, body, job)
         outputs = await api.streamed(job)
-        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, running=api.running)
-    found = await api.running.until_gone(request.receive, api.finished(job))
+        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, answering=api.answering)
+    found = await api.answering.until_gone(request.receive, api.finished(job))
     return json_response(_reply(api, body, job, found))
 
 

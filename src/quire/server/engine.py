@@ -1,7 +1,7 @@
 """What the HTTP wing asks of an engine. `frontend.engine.AsyncEngine` is one; tests bring their own."""
 
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, runtime_checkable
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
@@ -35,6 +35,13 @@ class Outputs(Protocol):
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
     def __anext__(self) -> Awaitable[RequestOutput]: ...
     def aclose(self) -> Awaitable[None]: ...
+
+
+@runtime_checkable
+class Pushed(Outputs, Protocol):
+    """Outputs that can also be handed over in the moment they come."""
+
+    async def forward(self, reader: Callable[[RequestOutput], None]) -> None: ...
 
 
 class Engine(Protocol):

@@ -15,14 +15,14 @@ from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingPa
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.logs import get_logger
+from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
-from quire.server.engine import Engine, Outputs
+from quire.server.engine import Engine, Outputs, Pushed
 from quire.server.errors import NotFound
 from quire.server.logprobs import Speller
 from quire.server.prompts import PromptReader
 from quire.server.requests import GenerateBody
-from quire.server.running import Running
 from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)
@@ -52,7 +52,7 @@ class Api:
         self.engine = engine
         self.settings = settings
         self.reader = PromptReader(engine, settings.api)
-        self.running = Running()
+        self.answering = Answering()
         facts = engine.facts
         known = repr((facts.model_names, facts.root, facts.vocab))
         self.fingerprint = f"quire-{facts.version}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
@@ -193,37 +193,55 @@ class Merged:
     """Several requests as one stream of outputs, in the order in which they come, under these ids."""
 
     def __init__(self, started: Mapping[str, Outputs]) -> None:
-        self._arrived: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue()
-        self._num_open = len(started)
-        self._tasks = [asyncio.create_task(self._forward(*each)) for each in started.items()]
-
-    async def _forward(self, id: str, outputs: Outputs) -> None:
-        end: BaseException | None = None
-        try:
-            async for output in outputs:
-                output.request_id = id
-                self._arrived.put_nowait(output)
-        except Exception as error:  # handed to the reader, who raises it
-            end = error
-        finally:
-            await outputs.aclose()
-            self._arrived.put_nowait(end)
+        self._started = started
+        self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> "Merged":
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._num_open:
-            item = await self._arrived.get()
-            if isinstance(item, RequestOutput):
-                return item
-            self._num_open -= 1
-            if item is not None:
-                raise item
-        raise StopAsyncIteration
+        if self._task is None:
+            self._task = asyncio.create_task(self._queue())
+        item = await self._arrived.get()
+        if isinstance(item, RequestOutput):
+            return item
+        self._arrived.put_nowait(item)  # whoever asks again is told again
+        raise StopAsyncIteration if item is None else item
+
+    async def _queue(self) -> None:
+        end = None
+        try:
+            await self.forward(self._arrived.put_nowait)
+        except Exception as error:  # handed to the reader, who raises it
+            end = error
+        self._arrived.put_nowait(end)
+
+    async def forward(self, reader: Callable[[RequestOutput], None]) -> None:
+        """All outputs of all requests to `reader`, in the moment they come."""
+        tasks = [asyncio.create_task(_forward(id, each, reader)) for id, each in self._started.items()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def aclose(self) -> None:
-        self._num_open = 0
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+        for outputs in self._started.values():
+            await outputs.aclose()
+
+
+async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
+    def named(output: RequestOutput) -> None:
+        output.request_id = id
+        reader(output)
+
+    if isinstance(outputs, Pushed):
+        return await outputs.forward(named)
+    try:
+        async for output in outputs:
+            named(output)
+    finally:
+        await outputs.aclose()

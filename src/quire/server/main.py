@@ -77,15 +77,15 @@ async def _drain(
     server: _Server, application: Application, serving: "asyncio.Task[None]", timeout_s: float
 ) -> None:
     """No new connections; running requests finish, or are ended when the time is up."""
-    running = application.api.running
-    if len(running):
-        logger.info("Draining: %d requests have %g s to finish", len(running), timeout_s)
+    answering = application.api.answering
+    if len(answering):
+        logger.info("Draining: %d requests have %g s to finish", len(answering), timeout_s)
     server.should_exit = True
     application.feed.close()
     await asyncio.wait((serving,), timeout=timeout_s)
-    if not serving.done() and len(running):
-        logger.warning("Aborting %d requests that did not finish in time", len(running))
-    running.abort()
+    if not serving.done() and len(answering):
+        logger.warning("Aborting %d requests that did not finish in time", len(answering))
+    answering.abort()
     await asyncio.wait((serving,), timeout=_GRACE_S)
 
 

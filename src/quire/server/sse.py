@@ -1,5 +1,6 @@
 """Server-sent events, written straight to the connection: no response model, no layer between."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 from quire.data.outputs import RequestOutput
 from quire.errors import QuireError
+from quire.frontend.answer import merge
 from quire.logs import get_logger
-from quire.server.engine import Outputs
+from quire.server.answering import Answering, ClientGone
+from quire.server.connection import Connection
+from quire.server.engine import Outputs, Pushed
 from quire.server.errors import describe
 from quire.server.gate import DIRECT_SEND
-from quire.server.running import ClientGone, Running
 
 logger = get_logger(__name__)
 
@@ -59,12 +62,12 @@ class EventStream(Response):
         *,
         encode: Callable[[RequestOutput], bytes],
         finish: Callable[[], bytes],
-        running: Running,
+        answering: Answering,
     ) -> None:
         self.outputs = outputs
         self.encode = encode
         self.finish = finish
-        self.running = running
+        self.answering = answering
         self.background = None
         self.status_code = 200
         self.raw_headers = list(_HEADERS)
@@ -73,7 +76,7 @@ class EventStream(Response):
         send = scope.get(DIRECT_SEND, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = await self.running.until_gone(receive, self._write(send))
+            last = await self.answering.until_gone(receive, self._write(send))
         except ClientGone:
             return
         except QuireError as error:
@@ -86,8 +89,49 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
     async def _write(self, send: Send) -> bytes:
-        encode = self.encode
-        async for output in self.outputs:
-            if chunk := encode(output):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        connection = Connection.under(send)
+        if connection is not None and isinstance(self.outputs, Pushed):
+            await _Pushing(connection, self.encode).run(self.outputs)
+        else:
+            async for output in self.outputs:
+                if chunk := self.encode(output):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
         return self.finish()
+
+
+class _Pushing:
+    """Writes outputs in the moment they come. While the client cannot take more they are merged."""
+
+    def __init__(self, connection: Connection, encode: Callable[[RequestOutput], bytes]) -> None:
+        self._connection = connection
+        self._encode = encode
+        self._held: dict[str, RequestOutput] = {}
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self, outputs: Pushed) -> None:
+        try:
+            await outputs.forward(self._put)
+            if self._draining is not None:
+                await self._draining
+        finally:
+            if self._draining is not None:
+                self._draining.cancel()
+
+    def _put(self, output: RequestOutput) -> None:
+        if self._draining is None and not self._connection.is_full:
+            self._write(output)
+            return
+        before = self._held.get(output.request_id)
+        self._held[output.request_id] = output if before is None else merge(before, output)
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._connection.drained()
+        held, self._held, self._draining = self._held, {}, None
+        for output in held.values():
+            self._write(output)
+
+    def _write(self, output: RequestOutput) -> None:
+        if chunk := self._encode(output):
+            self._connection.write(chunk)

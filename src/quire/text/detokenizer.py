@@ -13,7 +13,8 @@ _CONTEXT = 6
 
 
 class Detokenizer:
-    """The output text of one request."""
+    """The output text of one request: `read` as it comes, or with stop strings to look out for, `push` and
+    `take_delta`."""
 
     def __init__(
         self,
@@ -43,6 +44,11 @@ class Detokenizer:
         else:
             glued = frozenset() if spaces_between_special_tokens else frozenset(tokenizer.added_tokens)
             self._stream = _WindowStream(tokenizer, skipped, glued, prompt_ids)
+
+    def read(self, token_ids: Sequence[int], *, final: bool = False) -> str:
+        """The text that these tokens add. `final` flushes a partial character."""
+        text = self._stream.feed(token_ids)
+        return text + self._stream.flush() if final else text
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str | None:
         """Append tokens; returns the stop string that was met. `final` flushes a partial character."""
@@ -103,7 +109,7 @@ def _first_stop(text: str, num_before: int, stops: Iterable[str]) -> tuple[int, 
 
 
 class _Stream(Protocol):
-    def feed(self, token_ids: Iterable[int]) -> str: ...
+    def feed(self, token_ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
 
 
@@ -112,12 +118,27 @@ class _ByteStream:
 
     def __init__(self, table: TokenBytes, skipped: frozenset[int], prompt_ids: Sequence[int]) -> None:
         self._table = table
+        self._texts = table.texts(skipped)
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(self._bytes(prompt_ids[-_CONTEXT:]))
         self._at_start = table.strips_first_space and not any(self._bytes([i]) for i in prompt_ids)
+        self._between = self._is_between()
+        """Whether the next token begins a character, and its text is the same as anywhere."""
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
+        if self._between:
+            texts = [self._texts[i] for i in token_ids]
+            if None not in texts:
+                return "".join(texts)  # type: ignore[arg-type]
+        text = self._decode(token_ids)
+        self._between = self._is_between()
+        return text
+
+    def _is_between(self) -> bool:
+        return not self._at_start and not self._utf8.getstate()[0]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         data = self._bytes(token_ids)
         if self._at_start and data:
             self._at_start = False
@@ -143,7 +164,7 @@ class _WindowStream:
         self._pending: list[int] = []
         self._set_context([i for i in prompt_ids[-_CONTEXT:] if i not in skipped])
 
-    def feed(self, token_ids: Iterable[int]) -> str:
+    def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(self._step(i) for i in token_ids if i not in self._skipped)
 
     def flush(self) -> str:

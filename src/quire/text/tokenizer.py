@@ -38,6 +38,12 @@ class TokenBytes(dict[int, bytes]):
         self.byte_level = byte_level
         self.strips_first_space = strips_first_space
         """Whether decoding drops one space at the very beginning of a text."""
+        self._texts: dict[frozenset[int], TokenTexts] = {}
+
+    def texts(self, skipped: frozenset[int]) -> "TokenTexts":
+        if skipped not in self._texts:
+            self._texts[skipped] = TokenTexts(self, skipped)
+        return self._texts[skipped]
 
     def __missing__(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
@@ -51,6 +57,22 @@ class TokenBytes(dict[int, bytes]):
             found = token.replace(_SPACE, " ").encode()
         self[token_id] = found
         return found
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of each token; None where it is a part of a character, and nothing where it is skipped."""
+
+    def __init__(self, table: TokenBytes, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._table = table
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            self[token_id] = "" if token_id in self._skipped else self._table[token_id].decode()
+        except UnicodeDecodeError:
+            self[token_id] = None
+        return self[token_id]
 
 
 class Tokenizer:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.errors import EngineError
-from quire.server.running import ClientGone, Running
+from quire.server.answering import Answering, ClientGone
 
 
 async def never() -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Work:
 
 def test_a_result_comes_through_and_nothing_is_left() -> None:
     async def go() -> None:
-        running = Running()
+        running = Answering()
         assert await running.until_gone(never, Work().run(3)) == 3
         assert len(running) == 0 and len(asyncio.all_tasks()) == 1
 
@@ -45,7 +45,7 @@ def test_a_result_comes_through_and_nothing_is_left() -> None:
 
 def test_work_is_cancelled_when_the_client_hangs_up() -> None:
     async def go() -> None:
-        running, work = Running(), Work()
+        running, work = Answering(), Work()
         with pytest.raises(ClientGone):
             await running.until_gone(disconnected, work.run())
         assert work.cancelled and len(running) == 0
@@ -55,7 +55,7 @@ def test_work_is_cancelled_when_the_client_hangs_up() -> None:
 
 def test_work_is_cancelled_when_the_handler_is() -> None:
     async def go() -> None:
-        running, work = Running(), Work()
+        running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))
         await asyncio.sleep(0.01)
         task.cancel()
@@ -68,7 +68,7 @@ def test_work_is_cancelled_when_the_handler_is() -> None:
 
 def test_abort_ends_what_runs_and_what_comes_later() -> None:
     async def go() -> None:
-        running, work = Running(), Work()
+        running, work = Answering(), Work()
         task = asyncio.create_task(running.until_gone(never, work.run()))
         await asyncio.sleep(0.01)
         running.abort()

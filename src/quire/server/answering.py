@@ -15,7 +15,7 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
-class Running:
+class Answering:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._aborted = False

@@ -1,0 +1,121 @@
+"""Answer: the outputs of one request on their way from the engine to whoever asked."""
+
+import asyncio
+from collections.abc import Callable
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.errors import EngineError
+
+Reader = Callable[[RequestOutput], None]
+
+
+class Answer:
+    """What comes of a request, for one reader: asked for piece by piece (`async for`), or handed over as it
+    comes (`forward`). The request starts when it is first asked for; closing the answer early ends it."""
+
+    __slots__ = (
+        "request_id",
+        "_begin",
+        "_abandon",
+        "_begun",
+        "_over",
+        "_output",
+        "_error",
+        "_reader",
+        "_wake",
+    )
+
+    def __init__(self, request_id: str, begin: Callable[["Answer"], None], abandon: Callable[[str], None]):
+        self.request_id = request_id
+        self._begin = begin
+        self._abandon = abandon
+        self._begun = self._over = False
+        self._output: RequestOutput | None = None
+        """What the reader has not seen yet, merged."""
+        self._error: EngineError | None = None
+        self._reader: Reader | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    # ---- the engine's side
+
+    def put(self, output: RequestOutput) -> None:
+        if self._reader is None:
+            self._output = output if self._output is None else merge(self._output, output)
+            self._wake_up()
+            return
+        try:
+            self._reader(output)
+        except Exception as error:  # the reader's own: it is raised where the reader waits
+            self._wake_up(error)
+        if output.finished:
+            self._over = True
+            self._wake_up()
+
+    def fail(self, error: EngineError) -> None:
+        """No more will come. What came before can still be read."""
+        self._error = error
+        self._wake_up(error if self._reader is not None else None)
+
+    def _wake_up(self, error: Exception | None = None) -> None:
+        if self._wake is None or self._wake.done():
+            return
+        if error is None:
+            self._wake.set_result(None)
+        else:
+            self._wake.set_exception(error)
+
+    # ---- the reader's side
+
+    def __aiter__(self) -> "Answer":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        self._start()
+        while self._output is None:
+            if self._over:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        output, self._output = self._output, None
+        self._over = output.finished
+        return output
+
+    async def forward(self, reader: Reader) -> None:
+        """Hand every output to `reader` in the moment it comes, until the last one did."""
+        self._reader = reader
+        self._wake = asyncio.get_running_loop().create_future()
+        self._start()
+        await self._wake
+
+    def _start(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin(self)
+
+    async def aclose(self) -> None:
+        if self._begun and not self._over:
+            self._over = True
+            self._abandon(self.request_id)
+
+
+def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two deltas of a request as one."""
+    by_index = {completion.index: completion for completion in first.outputs}
+    for new in second.outputs:
+        old = by_index.get(new.index)
+        by_index[new.index] = new if old is None else _append(old, new)
+    second.outputs = [by_index[index] for index in sorted(by_index)]
+    if first.prompt_logprobs is not None:
+        second.prompt_logprobs = first.prompt_logprobs
+    return second
+
+
+def _append(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    new.text = old.text + new.text
+    new.token_ids = [*old.token_ids, *new.token_ids]
+    if old.logprobs is not None and new.logprobs is not None:
+        old.logprobs.extend(new.logprobs)  # type: ignore[arg-type]
+        new.logprobs = old.logprobs
+    return new

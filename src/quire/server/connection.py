@@ -1,0 +1,31 @@
+"""The connection under a streamed answer, for writing to it without a coroutine for each piece."""
+
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class Connection:
+    """An HTTP/1.1 connection that has its headers and waits for the chunks of a body."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._write = cycle.transport.write
+
+    @classmethod
+    def under(cls, send: Send) -> "Connection | None":
+        """What `send` writes to, where that is known: not under a client of HTTP/1.0, nor in a test."""
+        cycle = getattr(send, "__self__", None)
+        known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
+        return cls(cycle) if known else None  # type: ignore[arg-type]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads more slowly than it is written to."""
+        return self._cycle.flow.write_paused
+
+    async def drained(self) -> None:
+        await self._cycle.flow.drain()
+
+    def write(self, body: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))

@@ -1,0 +1,74 @@
+"""The short way to the busy routes: a valid body is read once and answered; everything else goes the long
+way, where FastAPI says what is wrong with it."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.errors import QuireError
+from quire.logs import get_logger
+from quire.server.answering import ClientGone
+from quire.server.errors import describe, error_response
+
+logger = get_logger(__name__)
+
+Respond = Callable[[Any, Request], Awaitable[Response]]
+MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Half of a surrogate pair is no character: nothing behind the API could encode it."""
+
+
+class Direct:
+    """Answers POSTs to the paths that it knows; all others, and bodies it cannot read, are `app`'s."""
+
+    def __init__(self, app: ASGIApp, routes: Mapping[str, tuple[type[BaseModel], Respond]]) -> None:
+        self._app = app
+        self._routes = {path: (TypeAdapter(model), respond) for path, (model, respond) in routes.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
+        if route is None:
+            return await self._app(scope, receive, send)
+        first = await receive()
+        raw = first.get("body", b"")
+        if first["type"] == "http.request" and not first.get("more_body") and not MAYBE_SURROGATE.search(raw):
+            adapter, respond = route
+            try:
+                body = adapter.validate_json(raw)
+            except ValidationError:
+                pass
+            else:
+                response = await _answered(respond, body, Request(scope, receive))
+                return await response(scope, receive, send)
+        await self._app(scope, _again(first, receive), send)
+
+
+async def _answered(respond: Respond, body: Any, request: Request) -> Response:
+    try:
+        return await respond(body, request)
+    except ClientGone:
+        # Nobody reads this; 499 is what access logs show for a client that hung up.
+        return Response(status_code=499)
+    except QuireError as error:
+        return error_response(describe(error))
+    except Exception as error:
+        logger.exception("a request failed")
+        return error_response(describe(error))
+
+
+def _again(first: Message, receive: Receive) -> Receive:
+    """`receive`, with a message that was already taken from it."""
+    taken = False
+
+    async def receiving() -> Message:
+        nonlocal taken
+        if taken:
+            return await receive()
+        taken = True
+        return first
+
+    return receiving

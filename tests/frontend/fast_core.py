@@ -1,0 +1,121 @@
+"""A core without a model, in a process of its own: it speaks the wire and makes tokens as fast as it can."""
+
+import os
+import time
+
+import zmq
+
+from quire.data.plan import Finish, FirstRun, StepOutput
+from quire.data.stats import StepStats
+from quire.data.wire import (
+    Abort,
+    Add,
+    Beat,
+    Call,
+    FromCore,
+    Hello,
+    Ready,
+    Reply,
+    Stepped,
+    ToCore,
+    decode_to_core,
+    encode,
+)
+
+BEAT_S = 0.05
+
+
+class FastCore:
+    """Everybody who comes gets as many tokens as he asked for, one a step and all of them the same."""
+
+    def __init__(self, address: str, *, token_id: int, max_model_len: int) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 1000)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending waits for room
+        self.socket.bind(address)
+        self.token_id = token_id
+        self.max_model_len = max_model_len
+        self.clients: set[bytes] = set()
+        self.owners: dict[str, bytes] = {}
+        self.ends: dict[str, int] = {}
+        """The step that is each sequence's last."""
+        self.new: dict[str, FirstRun] = {}
+        self.num_steps = 0
+        self.usual: list[tuple[bytes, bytes]] | None = None
+        """The messages of a step in which nobody comes or goes, encoded once."""
+        self.next_beat = 0.0
+
+    def send(self, client: bytes, message: FromCore) -> None:
+        self.socket.send_multipart([client, encode(message)])
+
+    def listen(self) -> None:
+        if not self.owners:
+            self.socket.poll(int(BEAT_S * 1000))
+        while self.socket.poll(0):
+            client, data = self.socket.recv_multipart()
+            self.handle(client, decode_to_core(data))
+
+    def handle(self, client: bytes, message: ToCore) -> None:
+        match message:
+            case Hello():
+                self.clients.add(client)
+                self.send(client, Ready(os.getpid(), self.max_model_len, 1000))
+            case Add(requests):
+                now = time.monotonic()
+                for request in requests:
+                    self.owners[request.id] = client
+                    self.ends[request.id] = self.num_steps + request.limit - request.prompt_len
+                    self.new[request.id] = FirstRun(0, now, now)
+            case Abort(request_ids):
+                for id in request_ids:
+                    self.remove(id)
+            case Call(number):
+                self.send(client, Reply(number, None))
+
+    def remove(self, id: str) -> None:
+        if self.owners.pop(id, None) is not None:
+            del self.ends[id]
+            self.new.pop(id, None)
+            self.usual = None
+
+    def step(self) -> None:
+        if not self.owners:
+            return
+        self.num_steps += 1
+        ended = self.num_steps >= min(self.ends.values())
+        if self.usual is None or self.new or ended:
+            self.usual = [(client, encode(Stepped(output))) for client, output in self.outputs().items()]
+        for message in self.usual:
+            self.socket.send_multipart(message)
+        if self.new or ended:
+            self.usual = None
+            self.new.clear()
+            for id in [id for id, end in self.ends.items() if self.num_steps >= end]:
+                self.remove(id)
+
+    def outputs(self) -> dict[bytes, StepOutput]:
+        found: dict[bytes, StepOutput] = {}
+        for id, client in self.owners.items():
+            output = found.setdefault(client, StepOutput([], [], at=time.monotonic()))
+            output.request_ids.append(id)
+            output.token_ids.append(self.token_id)
+            if id in self.new:
+                output.admitted[id] = self.new[id]
+            if self.num_steps >= self.ends[id]:
+                output.finished[id] = Finish("length")
+        return found
+
+    def beat(self) -> None:
+        if time.monotonic() >= self.next_beat:
+            self.next_beat = time.monotonic() + BEAT_S
+            for client in self.clients:
+                self.send(client, Beat(StepStats()))
+
+
+def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:
+    core = FastCore(address, token_id=token_id, max_model_len=max_model_len)
+    while True:
+        core.listen()
+        core.step()
+        core.beat()
