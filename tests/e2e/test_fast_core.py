@@ -1,4 +1,4 @@
-"""A core that is faster than any API process: everybody still gets his turn. On a GPU that is the usual case."""
+"""A core that is faster than any API process: everybody still gets his turn. On a GPU that is usual."""
 
 import asyncio
 import json
