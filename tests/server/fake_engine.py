@@ -16,6 +16,7 @@ from quire.data.request import Request
 from quire.errors import EngineDead, EngineError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
+from quire.metrics.http import Exchange
 from quire.text.tokenizer import Tokenizer
 
 VOCAB = 258
@@ -82,6 +83,10 @@ class FakeEngine:
         self.num_in_flight = 0
         self.dead: str | None = None
         self.num_resets = 0
+        self.exchanges: list[Exchange] = []
+
+    def count_exchange(self, exchange: Exchange) -> None:
+        self.exchanges.append(exchange)
 
     def check(self) -> None:
         if self.dead:

@@ -50,6 +50,9 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as keys"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids in [0, 258)"),
+        ({"stop_token_ids": [258]}, "stop_token_ids", "token ids in [0, 258)"),
+        ({"best_of": 3, "n": 2, "temperature": 1}, "best_of", "may be 1 or n (2), not 3"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "messages[0].content is null"),
         ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template is not set"),
         ({"continue_final_message": True}, None, "Cannot set both `continue_final_message`"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "may not hold messages"),
@@ -65,6 +68,11 @@ def test_a_400_names_the_field_and_the_engine_sees_nothing(
     assert engine.seen == []
 
 
+def test_an_unknown_effort_is_400() -> None:
+    error = refused(chat(reasoning_effort="utmost"))
+    assert error["param"] == "body.reasoning_effort" and "'low'" in error["message"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -72,6 +80,10 @@ def test_a_400_names_the_field_and_the_engine_sees_nothing(
         {"tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"best_of": 1, "modalities": ["text"], "media_io_kwargs": {}},
+        {"best_of": 2, "n": 2, "temperature": 1},
+        {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"reasoning_effort": "low"},
         {"frequency_penalty": None, "n": None, "stream_options": None, "logprobs": None, "stop": None},
         {"unheard_of": {"deep": [1]}, "store": True},
         {"model": ""},

@@ -95,7 +95,7 @@ def test_return_token_ids_and_prompt_logprobs_per_choice() -> None:
         ({"prompt": [999]}, "prompt", "Token id 999 is out of vocabulary"),
         ({"suffix": "x"}, "suffix", "suffix is not currently supported"),
         ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
-        ({"best_of": 3}, "best_of", "not supported"),
+        ({"best_of": 3}, "best_of", "may be 1 or n (1), not 3"),
         (
             {"logprobs": 21},
             "logprobs",

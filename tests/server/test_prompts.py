@@ -1,10 +1,18 @@
 """From bodies to prompts: templates, truncation, special tokens."""
 
+import asyncio
+import threading
 from typing import Any
 
+import httpx
 import pytest
-from ask import chat, complete, refused
+from ask import CHAT, MESSAGES, chat, complete, refused
 from fake_engine import FakeEngine
+
+from quire.frontend.chat import chat_prompt
+from quire.frontend.inputs import Prompt
+from quire.server.app import Application
+from quire.server.settings import make_settings
 
 
 def prompt_of(settings: dict[str, Any] | None = None, **body: Any) -> str:
@@ -78,3 +86,51 @@ def test_a_long_prompt_is_read_off_the_loop() -> None:
     engine = FakeEngine(max_model_len=50_000)
     complete(engine, prompt="ab" * 10_000)
     assert engine.seen[0][1].token_ids == [64, 65] * 10_000
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"tools": [{"type": "function", "x": "y" * 20_000}], "tool_choice": "none"},
+        {"documents": [{"text": "y" * 20_000}]},
+        {"chat_template_kwargs": {"mood": ["y" * 20_000]}},
+        {"chat_template_kwargs": {"mood": {"k": list(range(20_000))}}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 20_000}]}]},
+        {"chat_template": "{{ messages[0].content }}"},
+    ],
+)
+def test_whatever_is_large_is_rendered_off_the_loop(
+    large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only long messages hold up the others: so do tools, documents and variables."""
+    threads: list[bool] = []
+
+    def rendering(*args: Any, **given: Any) -> Prompt:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return chat_prompt(*args, **given)
+
+    monkeypatch.setattr("quire.server.prompts.chat_prompt", rendering)
+    trusted = {"trust_request_chat_template": True}
+    assert chat(FakeEngine(max_model_len=10**6), settings=trusted, **large).status_code == 200
+    assert chat().status_code == 200
+    assert threads == [False, True]
+
+
+def test_a_template_that_takes_too_long_is_400_and_others_are_answered() -> None:
+    engine = FakeEngine()
+    application = Application(engine, make_settings({"trust_request_chat_template": True}))
+    transport = httpx.ASGITransport(application.asgi)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+    async def go() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"messages": MESSAGES, "chat_template": loops}
+            slow = asyncio.create_task(client.post(CHAT, json=body, timeout=60))
+            await asyncio.sleep(0.1)
+            assert (await client.post(CHAT, json={"messages": MESSAGES})).status_code == 200
+            assert not slow.done()
+            error = refused(await slow)
+            assert "rendering the chat template took longer than 1 s" in error["message"]
+            assert len(engine.seen) == 1
+
+    asyncio.run(go())

@@ -1,10 +1,13 @@
-"""The bytes of events."""
+"""The bytes of events, and how they reach their client."""
 
+import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 
-from quire.server.sse import event, opening, quote
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.server.sse import Pushing, event, opening, quote
 
 NASTY = ['a"b\\c', "line\nfeed\r\n", "\x00\x1f\x7f", "\x85 \u2028 \u2029", "żółw 🙂", "</script>", ""]
 
@@ -23,3 +26,75 @@ def test_a_chunk_put_together_equals_one_encoded_whole(name: str) -> None:
     frame = {"id": name, "model": name}
     pieces = opening(frame) + b'{"index":1,"text":' + quote("x") + b"}]}\n\n"
     assert json.loads(pieces.removeprefix(b"data: ")) == frame | {"choices": [{"index": 1, "text": "x"}]}
+
+
+class SlowConnection:
+    """A connection whose client reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.is_full = False
+        self.reads = asyncio.Event()
+
+    async def drained(self) -> None:
+        await self.reads.wait()
+        self.is_full = False
+
+    def write(self, body: bytes) -> None:
+        self.written.append(body)
+
+
+class Script:
+    """Outputs that are pushed when the test says so."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def forward(self, reader: Callable[[RequestOutput], None]) -> None:
+        self.push = reader
+        await self.over.wait()
+
+
+def delta(text: str, id: str = "a") -> RequestOutput:
+    return RequestOutput(id, None, [1], None, [CompletionOutput(0, text, [1], None, None)], False)
+
+
+def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
+    """What waits is merged: a client that does not read costs no more than its text."""
+
+    async def go() -> None:
+        connection, script = SlowConnection(), Script()
+        pushing = Pushing(connection, lambda output: output.outputs[0].text.encode())  # type: ignore[arg-type]
+        task = asyncio.create_task(pushing.run(script))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        script.push(delta("one "))
+        assert connection.written == [b"one "]
+        connection.is_full = True
+        for text in ("two ", "three ", "four"):
+            script.push(delta(text))
+        script.push(delta("other", id="b"))
+        await asyncio.sleep(0.01)
+        assert connection.written == [b"one "]
+        script.over.set()
+        await asyncio.sleep(0.01)
+        assert not task.done(), "an answer is not over before all of it is sent"
+        connection.reads.set()
+        await task
+        assert connection.written == [b"one ", b"two three four", b"other"]
+
+    asyncio.run(go())
+
+
+def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
+    async def go() -> None:
+        connection, script = SlowConnection(), Script()
+        connection.is_full = True
+        task = asyncio.create_task(Pushing(connection, lambda _: b"x").run(script))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        script.push(delta("never read"))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1 and connection.written == []
+
+    asyncio.run(go())

@@ -216,7 +216,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     f"Ask for fewer or raise --max-logprobs.",
                     name,
                 )
-        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), vocab)
         words = self.bad_words_token_ids or ()
         if len(words) > MAX_BAD_WORDS:

@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.patience import limited
 from quire.text.chat_template import choose_template, content_format, normalise
 
 _OWN = ("messages", "tokenize", "chat_template")
@@ -39,7 +40,9 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
+    render_s: float | None = None,
 ) -> Prompt:
+    """Rendered in at most `render_s` seconds; what takes longer is refused."""
     tokenizer = inputs.tokenizer
     if tokenizer is None:
         raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
@@ -59,15 +62,16 @@ def chat_prompt(
             raise RequestError(f"each message is a dict with a `role`; got {message!r:.80}", param="messages")
     template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
     wanted: Any = chat_template_content_format
-    text = tokenizer.apply_chat_template(
-        normalise(messages, content_format(template) if wanted == "auto" else wanted),
-        tokenize=False,
-        chat_template=template,
-        **{
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        },
-    )
+    with limited(render_s, "rendering the chat template"):
+        text = tokenizer.apply_chat_template(
+            normalise(messages, content_format(template) if wanted == "auto" else wanted),
+            tokenize=False,
+            chat_template=template,
+            **{
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "tools": tools,
+                **(chat_template_kwargs or {}),
+            },
+        )
     return inputs.parse(str(text), add_special_tokens=add_special_tokens)

@@ -34,6 +34,7 @@ from quire.frontend.live import LiveView
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
+from quire.metrics.http import Exchange
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -305,6 +306,9 @@ class AsyncEngine:
 
     def metrics_text(self) -> str:
         return self.metrics.text()
+
+    def count_exchange(self, exchange: Exchange) -> None:
+        self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:
         """Live numbers. The block map is the one of the call before."""

@@ -329,8 +329,13 @@ def _whole(sequence: _Sequence) -> CompletionOutput:
 
 def _delta(sequence: _Sequence) -> CompletionOutput:
     start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
+    token_ids = sequence.token_ids[start:]
     logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-    return _completion(sequence, sequence.take_text(), sequence.token_ids[start:], logprobs)
+    if sequence.finish is None and not sequence.has_stops and sequence.detokenizer is not None:
+        # What most deltas are: nothing else was read, and nothing is held back.
+        sequence.num_read = sequence.num_sent
+        return _completion(sequence, sequence.detokenizer.read(token_ids), token_ids, logprobs)
+    return _completion(sequence, sequence.take_text(), token_ids, logprobs)
 
 
 def _completion(

@@ -22,6 +22,7 @@ from quire.server.engine import Engine
 from quire.server.errors import NotFound, add_error_handlers, error_info, error_response, json_response
 from quire.server.gate import Gate
 from quire.server.generate import Api
+from quire.server.observe import Observed
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.replies import ErrorReply
 from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
@@ -78,7 +79,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
         foreign = any(name == b"origin" for name, _ in scope.get("headers", ()))
         await (cors if foreign else gate)(scope, receive, send)
 
-    return entrance
+    return Observed(entrance, api.engine.count_exchange)
 
 
 def _nobody(_: Request, __: Exception) -> Response:

@@ -11,7 +11,6 @@ from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBo
 logger = get_logger(__name__)
 
 UNBUILT: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": (),
@@ -74,6 +73,12 @@ def check_generate(body: GenerateBody, *, max_n: int) -> None:
         raise RequestError("Streaming is not currently supported with beam search", param="stream")
     if (body.n or 1) > max_n:
         raise RequestError(f"n must be at most {max_n} (--max-n), got {body.n}.", param="n")
+    best_of = (body.model_extra or {}).get("best_of")
+    if best_of not in (None, 1, body.n or 1):
+        raise RequestError(
+            f"`best_of` is gone: it may be 1 or n ({body.n or 1}), not {best_of!r:.80}; leave it out",
+            param="best_of",
+        )
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
         raise RequestError(
             f"stop may be at most {MAX_STOP_STRINGS} strings, got {len(body.stop)}.", param="stop"
@@ -87,6 +92,12 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
         raise RequestError(
             f"top_logprobs must be non-negative or -1, got {body.top_logprobs}.", param="top_logprobs"
         )
+    for place, message in enumerate(body.messages):
+        if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
+            raise RequestError(
+                f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
+                param="messages",
+            )
     check_tools(body)
     check_template(body.chat_template, trust_template)
 

@@ -14,7 +14,7 @@ class Connection:
     @classmethod
     def under(cls, send: Send) -> "Connection | None":
         """What `send` writes to, where that is known: not under a client of HTTP/1.0, nor in a test."""
-        cycle = getattr(send, "__self__", None)
+        cycle = getattr(getattr(send, "direct", send), "__self__", None)
         known = isinstance(cycle, RequestResponseCycle) and cycle.response_started and cycle.chunked_encoding
         return cls(cycle) if known else None  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.metrics.http import Exchange
 
 
 class Facts(Protocol):
@@ -63,4 +64,5 @@ class Engine(Protocol):
 
     async def reset_prefix_cache(self) -> bool: ...
     def metrics_text(self) -> str: ...
+    def count_exchange(self, exchange: Exchange) -> None: ...
     def snapshot(self) -> dict[str, Any]: ...

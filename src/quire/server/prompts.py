@@ -15,13 +15,14 @@ from quire.server.settings import ApiSection
 
 T = TypeVar("T")
 
-_LONG_CHARS = 16384
-"""A text above this would hold up the other requests of the event loop for milliseconds."""
+_LONG = 16384
+"""More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
+_RENDER_S = 1.0
 
 
-async def off_loop(num_chars: int, work: Callable[[], T]) -> T:
+async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Long work in a thread, short work at once."""
-    return work() if num_chars < _LONG_CHARS else await asyncio.to_thread(work)
+    return work() if size < _LONG else await asyncio.to_thread(work)
 
 
 class PromptReader:
@@ -58,13 +59,11 @@ class PromptReader:
             prompt = self._conversation(body, self._reader(body), body.reasoning_effort)
             return self._fitted(prompt, body, max_tokens or 1)
 
-        return await off_loop(_num_chars(body.messages), read)
+        return await off_loop(_size(body), read)
 
     async def count(self, body: Conversation) -> Prompt:
         """A conversation of any length, for /tokenize."""
-        return await off_loop(
-            _num_chars(body.messages), lambda: self._conversation(body, self._unbounded, None)
-        )
+        return await off_loop(_size(body), lambda: self._conversation(body, self._unbounded, None))
 
     def _conversation(self, body: Conversation, inputs: InputProcessor, effort: str | None) -> Prompt:
         hidden = self._settings.exclude_tools_when_tool_choice_none
@@ -84,6 +83,7 @@ class PromptReader:
                 **{name: value for name, value in own.items() if value is not None},
             },
             add_special_tokens=body.add_special_tokens,
+            render_s=_RENDER_S if _size(body) >= _LONG else None,
         )
 
     def _reader(self, body: GenerateBody) -> InputProcessor:
@@ -119,6 +119,18 @@ def as_dict(message: Message) -> dict[str, Any]:
     return found
 
 
-def _num_chars(messages: list[Message]) -> int:
-    contents = (message.content or "" for message in messages)
-    return sum(len(each) if isinstance(each, str) else len(str(each)) for each in contents)
+def _size(body: Conversation) -> int:
+    """Characters that the template has to deal with, about. A template of the request's own counts as long:
+    what it does with the rest nobody knows."""
+    if body.chat_template is not None:
+        return _LONG
+    given = (body.tools, body.documents, body.chat_template_kwargs)
+    return sum(map(_num_chars, given)) + sum(_num_chars(message.content) for message in body.messages)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + _num_chars(each) for key, each in value.items())
+    return 1 + sum(map(_num_chars, value)) if isinstance(value, list) else 1

@@ -129,7 +129,9 @@ class ChatBody(GenerateBody, Conversation):
         "Only `none` is supported yet. Default: `auto` with tools, else `none`."
     )
     parallel_tool_calls: bool | None = True
-    reasoning_effort: str | None = _doc("Passed to the chat template.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _doc(
+        "Passed to the chat template."
+    )
     include_reasoning: bool | None = True
     return_prompt_text: bool | None = False
 

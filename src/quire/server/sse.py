@@ -91,7 +91,7 @@ class EventStream(Response):
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
         if connection is not None and isinstance(self.outputs, Pushed):
-            await _Pushing(connection, self.encode).run(self.outputs)
+            await Pushing(connection, self.encode).run(self.outputs)
         else:
             async for output in self.outputs:
                 if chunk := self.encode(output):
@@ -99,7 +99,7 @@ class EventStream(Response):
         return self.finish()
 
 
-class _Pushing:
+class Pushing:
     """Writes outputs in the moment they come. While the client cannot take more they are merged."""
 
     def __init__(self, connection: Connection, encode: Callable[[RequestOutput], bytes]) -> None:

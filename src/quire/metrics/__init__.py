@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as PromMetric
 from prometheus_client.utils import floatToGoString
 
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
+from quire.metrics.http import EDGES, SERIES, Exchange, families
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -95,10 +102,10 @@ class Layout:
 
     def __init__(self, max_model_len: int) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
-        self.places = {name: place for place, name in enumerate([*GAUGES, *COUNTERS, *labelled])}
-        edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()}
+        self.places = {name: place for place, name in enumerate([*GAUGES, *COUNTERS, *labelled, *SERIES])}
+        edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
-        self.edges = {name: np.array(each) for name, each in edges.items()}
+        self.edges = {name: np.array(each, np.float64) for name, each in edges.items()}
         size = len(self.places)
         for name, each in self.edges.items():
             self.places[name] = size
@@ -175,6 +182,12 @@ class MetricsPages:
         if ended.num_output_tokens > 1:
             self._put("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
 
+    def observe_http(self, exchange: Exchange) -> None:
+        counter, observations = exchange.additions
+        self._add(counter, 1)
+        for name, value in observations.items():
+            self._put(name, value)
+
     def _set(self, name: str, value: float) -> None:
         self.own[self.layout.places[name]] = value
 
@@ -211,6 +224,8 @@ class EngineMetrics:
         self.pages = pages
         self._labels = {"model_name": model_name, "engine": engine}
         self.cache_info = cache_info | {"engine": engine}
+        self._alone = len(pages.pages) <= 2
+        """Whether this is the only API process: numbers of one of several would tell nothing."""
 
     def collect(self) -> Iterator[PromMetric]:
         """What `prometheus_client` asks of a collector."""
@@ -232,6 +247,7 @@ class EngineMetrics:
         )
         info.add_metric([str(value) for value in self.cache_info.values()], 1)
         yield info
+        yield from families(self.pages.pages.sum(axis=0), self.pages.layout.places)
 
     def _labelled(self, name: str) -> PromMetric:
         text, label, values = LABELLED[name]
@@ -255,9 +271,13 @@ class EngineMetrics:
         return family
 
     def text(self) -> str:
-        """The exposition format."""
+        """The exposition format, with what the client library tells of this process."""
         registry = CollectorRegistry()
         registry.register(self)
+        if self._alone:
+            ProcessCollector(registry=registry)
+            PlatformCollector(registry=registry)
+            GCCollector(registry=registry)
         return generate_latest(registry).decode()
 
     def snapshot(self) -> list["Metric"]:

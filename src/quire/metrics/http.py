@@ -1,0 +1,112 @@
+"""HTTP traffic in numbers: the families that FastAPI servers usually export, and dashboards know."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, SummaryMetricFamily
+from prometheus_client.core import Metric as PromMetric
+from prometheus_client.utils import floatToGoString
+
+HANDLERS = {
+    "/v1/chat/completions": ("POST",),
+    "/v1/completions": ("POST",),
+    "/tokenize": ("POST",),
+    "/detokenize": ("POST",),
+    "/v1/models": ("GET",),
+    "/v1/models/{name:path}": ("GET",),
+    "/reset_prefix_cache": ("POST",),
+    "/openapi.json": ("GET",),
+    "none": ("GET", "POST", "OTHER"),
+}
+"""What is counted, by the route that answers; `none` is every path that no route has."""
+UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
+STATUSES = ("2xx", "3xx", "4xx", "5xx")
+
+_COUNTED = [(handler, method) for handler, methods in HANDLERS.items() for method in methods]
+_COARSE = [0.1, 0.5, 1.0]
+_FINE = [
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0),
+    *(2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0),
+]
+
+SERIES = [f"http_requests {method} {handler} {status}" for handler, method in _COUNTED for status in STATUSES]
+"""Counters, as a page of numbers names them."""
+EDGES: dict[str, list[float]] = {
+    "http_request_duration_highr_seconds": _FINE,
+    **{f"http_request_duration_seconds {method} {handler}": _COARSE for handler, method in _COUNTED},
+    **{f"http_request_size_bytes {handler}": [] for handler in HANDLERS},
+    **{f"http_response_size_bytes {handler}": [] for handler in HANDLERS},
+}
+"""Histograms, likewise; one without edges is a count and a sum."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and its answer, when both are over."""
+
+    handler: str
+    method: str
+    status: int
+    seconds: float
+    request_bytes: int
+    response_bytes: int
+
+    @property
+    def additions(self) -> tuple[str, dict[str, float]]:
+        """The counter that it raises, and what it adds to which histogram."""
+        handler = self.handler if self.method in HANDLERS.get(self.handler, ()) else "none"
+        method = self.method if self.method in HANDLERS[handler] else "OTHER"
+        status = f"{min(max(self.status // 100, 2), 5)}xx"
+        return f"http_requests {method} {handler} {status}", {
+            "http_request_duration_highr_seconds": self.seconds,
+            f"http_request_duration_seconds {method} {handler}": self.seconds,
+            f"http_request_size_bytes {handler}": self.request_bytes,
+            f"http_response_size_bytes {handler}": self.response_bytes,
+        }
+
+
+def families(total: NDArray[np.float64], places: dict[str, int]) -> Iterator[PromMetric]:
+    """What has been seen, out of the sum of all pages."""
+    requests = CounterMetricFamily(
+        "http_requests", "Requests by method, status and handler.", labels=["handler", "method", "status"]
+    )
+    coarse = HistogramMetricFamily(
+        "http_request_duration_seconds", "Time to answer a request.", labels=["handler", "method"]
+    )
+    for handler, method in _COUNTED:
+        for status in STATUSES:
+            if count := total[places[f"http_requests {method} {handler} {status}"]]:
+                requests.add_metric([handler, method, status], count)
+        _add(coarse, [handler, method], total, places, f"http_request_duration_seconds {method} {handler}")
+    fine = HistogramMetricFamily(
+        "http_request_duration_highr_seconds", "Time to answer a request, in many buckets."
+    )
+    _add(fine, [], total, places, "http_request_duration_highr_seconds")
+    yield from (family for family in (requests, coarse, fine) if family.samples)
+    for side in ("request", "response"):
+        sizes = SummaryMetricFamily(
+            f"http_{side}_size_bytes", f"Content length of {side}s.", labels=["handler"]
+        )
+        for handler in HANDLERS:
+            place = places[f"http_{side}_size_bytes {handler}"]
+            if count := total[place]:
+                sizes.add_metric([handler], count, total[place + 1])
+        if sizes.samples:
+            yield sizes
+
+
+def _add(
+    family: HistogramMetricFamily,
+    labels: list[str],
+    total: NDArray[np.float64],
+    places: dict[str, int],
+    name: str,
+) -> None:
+    place, edges = places[name], EDGES[name]
+    columns = total[place : place + len(edges) + 2]
+    if columns[:-1].any():
+        bounds = [*(floatToGoString(edge) for edge in edges), "+Inf"]
+        counts = np.cumsum(columns[:-1]).tolist()
+        family.add_metric(labels, list(zip(bounds, counts, strict=True)), float(columns[-1]))

@@ -1,0 +1,68 @@
+"""Counting what passes: every exchange of the API, for the metrics."""
+
+import time
+from collections.abc import Callable
+
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.metrics.http import HANDLERS, UNCOUNTED, Exchange
+
+
+class Observed:
+    """Tells `count` of every exchange once it is over."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
+        self._app = app
+        self._count = count
+        self._patterns = [Route(path, endpoint=_nowhere) for path in HANDLERS if "{" in path]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+            return await self._app(scope, receive, send)
+        started = time.perf_counter()
+        answer = _Answer(send)
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            self._count(
+                Exchange(
+                    handler=self._handler(scope),
+                    method=scope["method"],
+                    status=answer.status,
+                    seconds=time.perf_counter() - started,
+                    request_bytes=_length(scope["headers"]),
+                    response_bytes=answer.num_bytes,
+                )
+            )
+
+    def _handler(self, scope: Scope) -> str:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in HANDLERS:
+            return path
+        fitting = (route.path for route in self._patterns if route.matches(scope)[0] is Match.FULL)
+        return next(fitting, "none")
+
+
+class _Answer:
+    """A way to the client that remembers the head of what was sent."""
+
+    def __init__(self, send: Send) -> None:
+        self.direct = send
+        """The way itself, for streams, whose length nobody knows."""
+        self.status = 200
+        self.num_bytes = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.num_bytes = message["status"], _length(message.get("headers", ()))
+        await self.direct(message)
+
+
+def _length(headers: list[tuple[bytes, bytes]]) -> int:
+    text = next((value for name, value in headers if name.lower() == b"content-length"), b"")
+    return int(text) if text.isdigit() and len(text) < 19 else 0
+
+
+async def _nowhere() -> None:
+    """A route that only tells whether a path fits."""
