@@ -181,3 +181,44 @@ def test_stream_interval_gathers_tokens_but_not_the_first_nor_the_last(
             seen.append(list(output.outputs[0].token_ids))
     assert [len(ids) for ids in seen] == sizes
     assert [id for ids in seen for id in ids] == list(range(7))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_logprobs_reach_whichever_answer_speaks_first(tokenizer: Tokenizer, kind: Any) -> None:
+    """They come from the first sequence, which computes the whole prompt and may be the last to draw."""
+    outputs = expecting(tokenizer, n=2, prompt_logprobs=0, output_kind=kind)
+    early = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("length")}))
+    assert early.outputs == [] and early.stats.num_tokens == 1
+    found = RowLogprobs([40], [-1.5], 3)
+    late = outputs.process(
+        step({"0_a": 50}, prompt_logprobs={"0_a": [found]}, finished={"0_a": Finish("length")})
+    )
+    (output,) = late.outputs
+    assert sorted(each.index for each in output.outputs) == [0, 1] and output.finished
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[1][40].logprob == -1.5
+
+
+def test_steps_between_two_flushes_make_one_delta(tokenizer: Tokenizer) -> None:
+    """What comes while a front end is busy is shown together, with a stop string found at its very token."""
+    dog = tokenizer.encode(" dog sleeps", add_special_tokens=False)
+    outputs = expecting(tokenizer, stop="dog", output_kind=DELTA)
+    add(outputs, "b", output_kind=DELTA)
+    for at, id in enumerate(dog):
+        outputs.take(step({"a": id, "b": id}, at=1.0 + at))
+    processed = outputs.flush()
+    a, b = processed.outputs
+    assert b.outputs[0].token_ids == dog and b.outputs[0].text == tokenizer.decode(dog)
+    assert a.outputs[0].stop_reason == "dog" and len(a.outputs[0].token_ids) < len(dog)
+    assert processed.stopped == ["a"] and a.finished and not b.finished
+    assert processed.stats.num_tokens == len(a.outputs[0].token_ids) + len(dog)
+    assert outputs.flush().outputs == []
+
+
+def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: Tokenizer) -> None:
+    """The end of a request must not wait for all of its text at once."""
+    ids = tokenizer.encode("the dog sleeps on. " * 60, add_special_tokens=False)
+    outputs = expecting(tokenizer, output_kind=FINAL)
+    read = [outputs.process(step({"a": id})) and outputs._sequences["a"].num_read for id in ids]
+    assert len(set(read)) >= len(ids) // 64
+    (output,) = outputs.process(step({"a": 50}, finished={"a": Finish("length")})).outputs
+    assert output.outputs[0].text == tokenizer.decode([*ids, 50])

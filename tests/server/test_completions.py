@@ -118,3 +118,24 @@ def test_one_failing_prompt_ends_the_others() -> None:
     engine = FakeEngine(fail_after=1)
     refused(complete(engine, prompt=["a", "b", "c"]), 500)
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_of_an_echoed_prompt_has_its_logprobs(stream: bool) -> None:
+    """The engine sends them once, with the first output: the other choices need them, too."""
+    response = complete(
+        prompt="abc",
+        n=3,
+        max_tokens=1,
+        echo=True,
+        logprobs=1,
+        temperature=1.0,
+        stream=stream,
+        ignore_eos=True,
+    )
+    chunks = events(response) if stream else [response.json()]
+    seen: dict[int, list[float | None]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            seen.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
+    assert seen == dict.fromkeys(range(3), [None, -1.0, -1.0, -1.0])

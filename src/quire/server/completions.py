@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.outputs import CompletionOutput, PromptLogprobs, RequestOutput
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
@@ -95,12 +95,12 @@ def _tokens_of(body: CompletionBody, output: CompletionOutput) -> Sequence[int]:
 def _add_logprobs(
     columns: CompletionLogprobs,
     body: CompletionBody,
-    request: RequestOutput,
+    of_prompt: PromptLogprobs | None,
     each: CompletionOutput,
     echo: _Echo,
 ) -> dict[str, Any]:
     if echo.token_ids:
-        columns.add(echo.token_ids, request.prompt_logprobs or [None] * len(echo.token_ids))
+        columns.add(echo.token_ids, of_prompt or [None] * len(echo.token_ids))
     if not _only_prompt(body):
         columns.add(each.token_ids, each.logprobs or [])
     return columns.take()
@@ -136,7 +136,7 @@ def _whole_choice(
     logprobs, num_top = None, _num_top(body)
     if num_top is not None:
         columns = CompletionLogprobs(num_top, api.speller(body))
-        logprobs = _add_logprobs(columns, body, output, each, echo)
+        logprobs = _add_logprobs(columns, body, output.prompt_logprobs, each, echo)
     token_ids = list(_tokens_of(body, each)) if body.return_token_ids else None
     return {
         "text": echo.text if _only_prompt(body) else echo.text + each.text,
@@ -168,12 +168,16 @@ class CompletionChunks:
         self._heads = [lead + b'{"index":%d,"text":' % index for index in range(num_choices)]
         self._num_output = [0] * num_choices
         self._num_cached = [0] * len(job.prompts)
+        self._of_prompts: list[PromptLogprobs | None] = [None] * len(job.prompts)
+        """Come with the first output of each, for all of its choices."""
         self._fresh = [True] * num_choices
         self._columns = [CompletionLogprobs(self._num_top or 0, api.speller(body)) for _ in self._heads]
 
     def encode(self, output: RequestOutput) -> bytes:
         place = self._places[output.request_id] if len(self._places) > 1 else 0
         self._num_cached[place] = output.num_cached_tokens or 0
+        if output.prompt_logprobs is not None:
+            self._of_prompts[place] = output.prompt_logprobs
         chunks = []
         for each in output.outputs:
             index = place * self._n + each.index
@@ -181,18 +185,18 @@ class CompletionChunks:
             fresh, self._fresh[index] = self._fresh[index], False
             if not self._plain or each.finish_reason is not None or (fresh and self._body.echo):
                 if each.token_ids or each.finish_reason is not None:
-                    chunks.append(self._full(output, each, place, fresh))
+                    chunks.append(self._full(each, place, fresh))
             elif each.text:
                 chunks.append(self._heads[index] + quote(each.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _full(self, output: RequestOutput, each: CompletionOutput, place: int, fresh: bool) -> bytes:
+    def _full(self, each: CompletionOutput, place: int, fresh: bool) -> bytes:
         api, body, index = self._api, self._body, place * self._n + each.index
         prompt = self._job.prompts[place]
         echo = _echo(api, body, prompt) if fresh else _NO_ECHO
         logprobs = None
         if self._num_top is not None:
-            logprobs = _add_logprobs(self._columns[index], body, output, each, echo)
+            logprobs = _add_logprobs(self._columns[index], body, self._of_prompts[place], each, echo)
         choice: dict[str, Any] = {
             "index": index,
             "text": echo.text if _only_prompt(body) else echo.text + each.text,
