@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from quire.data.plan import FirstRun, Ints, StepPlan, StepResult
 from quire.data.stats import StepStats
 from quire.sched.blocks import Block
-from quire.sched.running import Rows, Running
+from quire.sched.running import RowIds, Running
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Flight:
 
     plan: StepPlan
     notes: Notes
-    rows: Rows
+    rows: RowIds
     """The plan's."""
     starts: Ints
     """How many tokens of each row were computed before."""
@@ -60,7 +60,7 @@ class Flight:
 class Landed:
     """What came of a step for the requests that are still here."""
 
-    sampled: Rows
+    sampled: RowIds
     """The rows that got a token, in the order of `result.token_ids`."""
     result: StepResult
     starts: dict[int, int]

@@ -8,7 +8,7 @@ import numpy as np
 from quire.data.plan import Ints
 from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool
-from quire.sched.running import Rows, Running
+from quire.sched.running import RowIds, Running
 
 _NONE: Ints = np.empty(0, np.int32)
 
@@ -68,7 +68,7 @@ class KVManager:
         self.num_indexed[row] = len(hits)
         return [block.id for block in table]
 
-    def grow(self, rows: Rows, counts: Ints) -> tuple[Ints, Ints]:
+    def grow(self, rows: RowIds, counts: Ints) -> tuple[Ints, Ints]:
         """Append `counts[i]` new blocks to `rows[i]`. Returns row and id of each new block."""
         growing = np.flatnonzero(counts)
         if not len(growing):
@@ -81,7 +81,7 @@ class KVManager:
             self.tables[row].append(block)
         return block_rows, np.array([block.id for block in taken], np.int32)
 
-    def index(self, running: Running, rows: Rows, num_full: Ints) -> None:
+    def index(self, running: Running, rows: RowIds, num_full: Ints) -> None:
         """Make the first `num_full[i]` blocks of `rows[i]` findable."""
         num_indexed = self.num_indexed[rows]
         filled = np.flatnonzero(num_full > num_indexed)

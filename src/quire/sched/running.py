@@ -8,7 +8,7 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Ints
 from quire.data.request import Request
 
-Rows = NDArray[np.intp]
+RowIds = NDArray[np.intp]
 """What numpy indexes by without converting it first."""
 
 
@@ -22,7 +22,7 @@ class Running:
     """`order` lists the taken rows, oldest admission first; every other column is indexed by row."""
 
     def __init__(self, max_rows: int, max_len: int) -> None:
-        self.order: Rows = np.empty(0, np.intp)
+        self.order: RowIds = np.empty(0, np.intp)
         self.requests: list[Request | None] = [None] * max_rows
         self.ids: NDArray[np.object_] = np.full(max_rows, "", np.object_)
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
@@ -91,14 +91,14 @@ class Running:
             pending[unknown & ((num_tokens >= self.limit[rows]) | self.needs_value[rows])] = 0
         return pending
 
-    def launch(self, rows: Rows, num_tokens: Ints) -> NDArray[np.bool_]:
+    def launch(self, rows: RowIds, num_tokens: Ints) -> NDArray[np.bool_]:
         """`rows` compute so many tokens. Returns which of them get a new one; its value follows."""
         samples: NDArray[np.bool_] = num_tokens == self.num_tokens[rows] - self.num_computed[rows]
         self.num_computed[rows] += num_tokens
         self.num_tokens[rows] += samples
         return samples
 
-    def fill(self, rows: Rows, token_ids: Ints) -> None:
+    def fill(self, rows: RowIds, token_ids: Ints) -> None:
         """The oldest unknown token of each row has come."""
         num_known = self.num_known[rows]
         self.tokens[rows, num_known] = token_ids

@@ -22,7 +22,7 @@ from quire.sched.blocks import Block
 from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import KVManager
 from quire.sched.queues import LINES, WaitingLine
-from quire.sched.running import Rows, Running
+from quire.sched.running import RowIds, Running
 from quire.sched.stops import why_stopped
 from quire.sched.victims import PreemptionWarning, choose_victim
 
@@ -161,7 +161,7 @@ class Scheduler:
             chunks[order] = np.clip(self.budget - spent_before, 0, wanted)
         return chunks
 
-    def _index(self, rows: Rows, chunks: Ints) -> None:
+    def _index(self, rows: RowIds, chunks: Ints) -> None:
         """Make blocks findable in the very step that fills them, if it is known with what: who shares them
         reads after the write."""
         if self.kv.share_prefixes:
@@ -267,7 +267,7 @@ class Scheduler:
         stats.kv_usage = self.kv.pool.usage
         return output
 
-    def _end_finished(self, rows: Rows, token_ids: Ints, output: StepOutput) -> None:
+    def _end_finished(self, rows: RowIds, token_ids: Ints, output: StepOutput) -> None:
         """Look closely only at rows that may be done."""
         running, length = self.running, self.running.num_known[rows]
         suspect = (
@@ -318,7 +318,7 @@ class Scheduler:
             fresh[request.id] = new
         return fresh
 
-    def _count(self, flight: Flight, sampled: Rows) -> StepStats:
+    def _count(self, flight: Flight, sampled: RowIds) -> StepStats:
         stats, running = flight.notes.stats, self.running
         first = sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         if len(first):
