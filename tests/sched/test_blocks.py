@@ -131,7 +131,7 @@ def test_a_filled_block_is_indexed_once() -> None:
     row = np.array([running.admit(request, 0)])
     table = kv.admit(int(row[0]), [], 10)
     found = []
-    for num_full in (1, 1, 2, 2):
-        kv.index(running, row, np.array([num_full], np.int32))
+    for num_filled in (4, 6, 8, 10):
+        kv.index(running, row, np.array([num_filled], np.int32))
         found.append(ids(kv.take_fresh()))
     assert found == [table[:1], [], table[1:2], []]

@@ -54,7 +54,7 @@ class EngineCore:
     def refresh(self, stats: StepStats) -> StepStats:
         """Bring the gauges up to now: requests may have been aborted since the step."""
         scheduler = self.scheduler
-        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.admitter.waiting)
         stats.kv_usage = scheduler.kv.pool.usage
         return stats
 

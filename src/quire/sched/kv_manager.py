@@ -81,9 +81,13 @@ class KVManager:
             self.tables[row].append(block)
         return block_rows, np.array([block.id for block in taken], np.int32)
 
-    def index(self, running: Running, rows: RowIds, num_full: Ints) -> None:
-        """Make the first `num_full[i]` blocks of `rows[i]` findable."""
-        num_indexed = self.num_indexed[rows]
+    def index(self, running: Running, rows: RowIds, chunks: Ints) -> None:
+        """Make the blocks findable that the next `chunks[i]` tokens of `rows[i]` fill, if it is known with
+        what. That is before they are filled: who shares them reads after the write."""
+        if not self.share_prefixes:
+            return
+        reach = np.minimum(running.num_computed[rows] + chunks, running.num_known[rows])
+        num_full, num_indexed = reach // self.block_size, self.num_indexed[rows]
         filled = np.flatnonzero(num_full > num_indexed)
         if not len(filled):
             return

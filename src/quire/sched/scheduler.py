@@ -15,13 +15,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.plan import Admission, Finish, FirstRun, Ints, RowLogprobs, StepOutput, StepPlan, StepResult
+from quire.data.plan import Admission, Finish, Ints, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
 from quire.data.stats import StepStats
-from quire.sched.blocks import Block
+from quire.sched.admission import Admitter
 from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import KVManager
-from quire.sched.queues import LINES, WaitingLine
 from quire.sched.running import RowIds, Running
 from quire.sched.stops import why_stopped
 from quire.sched.victims import PreemptionWarning, choose_victim
@@ -45,11 +44,16 @@ class Scheduler:
         self.budget = max_num_batched_tokens
         self.longest_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self.policy = policy
-        self.chunked_prefill = chunked_prefill
-        self.reserve_full_prompt = reserve_full_prompt
-        self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.running = Running(max_num_seqs, max_model_len)
-        self.waiting: WaitingLine = LINES[policy]()
+        self.admitter = Admitter(
+            kv=kv,
+            running=self.running,
+            policy=policy,
+            longest_chunk=self.longest_chunk,
+            chunked_prefill=chunked_prefill,
+            reserve_full_prompt=reserve_full_prompt,
+            watermark=watermark,
+        )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.in_flight: deque[Flight] = deque()
@@ -57,8 +61,6 @@ class Scheduler:
         self._notes = Notes()
         self._step = 0
         self._warn = PreemptionWarning()
-        self._suspects: deque[Request] = deque()
-        """Requests of a failed step that have not yet run alone."""
 
     # ---- requests come and go
 
@@ -70,7 +72,7 @@ class Scheduler:
         assert request.id not in self.requests, f"request {request.id} is already here"
         request.queued_at = time.monotonic()
         self.requests[request.id] = request
-        self.waiting.push(request)
+        self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
         """End requests from outside. Unknown ids (already finished, say) are passed over."""
@@ -81,12 +83,11 @@ class Scheduler:
         if request.row >= 0:
             self._vacate(request.row)
         else:
-            self.waiting.remove(request)
+            self.admitter.waiting.remove(request)
         del self.requests[request.id]
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
-        if request in self._suspects:
-            self._suspects.remove(request)
+        self.admitter.suspects.pop(request.id, None)
         return Finish(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
@@ -105,10 +106,10 @@ class Scheduler:
             return None
         chunks, new_blocks = continued
         block_rows, block_ids = self.kv.grow(self.running.order, new_blocks)
-        self._index(self.running.order, chunks)
+        self.kv.index(self.running, self.running.order, chunks)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
-            admitted = self._admit_waiting(self.budget - int(chunks.sum()))
+            admitted = self.admitter.admit(self.budget - int(chunks.sum()), self._notes)
         rows = self.running.order
         num_tokens = chunks
         if admitted:
@@ -138,7 +139,7 @@ class Scheduler:
         and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect runs
         alone."""
         running, kv = self.running, self.kv
-        if self._suspects and self.in_flight:
+        if self.admitter.suspects and self.in_flight:
             return None
         while True:
             rows = running.order
@@ -161,82 +162,10 @@ class Scheduler:
             chunks[order] = np.clip(self.budget - spent_before, 0, wanted)
         return chunks
 
-    def _index(self, rows: RowIds, chunks: Ints) -> None:
-        """Make blocks findable in the very step that fills them, if it is known with what: who shares them
-        reads after the write."""
-        if self.kv.share_prefixes:
-            reach = np.minimum(self.running.num_computed[rows] + chunks, self.running.num_known[rows])
-            self.kv.index(self.running, rows, reach // self.kv.block_size)
-
-    def _admit_waiting(self, budget: int) -> list[tuple[Admission, int]]:
-        """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
-        if self._suspects:
-            return self._admit_suspect(budget)
-        admitted: list[tuple[Admission, int]] = []
-        promised = self._promised_blocks() if len(self.waiting) else 0
-        while budget > 0 and len(self.waiting) and not self.running.full:
-            request = self.waiting.peek()
-            hits = self.kv.lookup(request)
-            num_computed = len(hits) * self.kv.block_size
-            pending = len(request.tokens) - num_computed
-            chunk = min(pending, self.longest_chunk, budget)
-            if chunk < pending and not self.chunked_prefill:
-                break
-            reach = len(request.tokens) if self.reserve_full_prompt else num_computed + chunk
-            needed = self.kv.blocks_for(reach) - len(hits)
-            if needed + promised > self.kv.num_takable(hits):
-                break
-            self.waiting.pop()
-            admitted.append((self._admit(request, hits, chunk), chunk))
-            promised = self._promised_blocks()
-            budget -= chunk
-        return admitted
-
-    def _admit_suspect(self, budget: int) -> list[tuple[Admission, int]]:
-        """One at a time, and alone, until it has a token of its own."""
-        if len(self.running):
-            return []
-        request = self._suspects[0]
-        self.waiting.remove(request)
-        hits = self.kv.lookup(request)
-        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, budget)
-        return [(self._admit(request, hits, chunk), chunk)]
-
-    def _promised_blocks(self) -> int:
-        """Free blocks that running requests will soon take: for their known tokens, and one more each."""
-        rows = self.running.order
-        if not len(rows):
-            return 0
-        known = -(-self.running.num_tokens[rows] // self.kv.block_size)
-        return int((known - self.kv.num_blocks[rows]).sum()) + len(rows) + self.num_watermark_blocks
-
-    def _admit(self, request: Request, hits: list[Block], chunk: int) -> Admission:
-        num_computed = len(hits) * self.kv.block_size
-        if not request.has_run:
-            request.has_run, request.num_cached = True, num_computed
-            notes = self._notes
-            notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
-            notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
-            notes.stats.prefix_hits += num_computed
-        row = self.running.admit(request, num_computed)
-        block_ids = self.kv.admit(row, hits, num_computed + chunk)
-        self._index(np.array([row]), np.array([chunk]))
-        return Admission(
-            row=row,
-            request_id=request.id,
-            token_ids=request.tokens.copy(),
-            prompt_len=request.prompt_len,
-            num_computed=num_computed,
-            block_ids=block_ids,
-            params=request.params,
-            seed=request.seed,
-            stop_ids=request.held_ids,
-        )
-
     def _preempt(self, row: int) -> None:
         request = self._vacate(row)
         request.num_preemptions += 1
-        self.waiting.push_front(request)
+        self.admitter.waiting.push_front(request)
         self._notes.stats.num_preempted += 1
         self.num_preemptions += 1
         self._warn(request.id, self.num_preemptions)
@@ -261,9 +190,9 @@ class Scheduler:
             stats=stats,
         )
         self._end_finished(sampled, result.token_ids, output)
-        if self._suspects and len(sampled):
+        if self.admitter.suspects and len(sampled):
             self._acquit(int(sampled[0]))
-        stats.num_running, stats.num_waiting = len(running), len(self.waiting)
+        stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
         return output
 
@@ -288,10 +217,10 @@ class Scheduler:
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
         self.forget_flights()
         for row in self.running.order[::-1].tolist():
-            self.waiting.push_front(self._vacate(row))
+            self.admitter.waiting.push_front(self._vacate(row))
         if len(plan.rows) == 1:
             return {request.id: self._finish(request, "error") for request in suspects}
-        self._suspects.extend(request for request in suspects if request not in self._suspects)
+        self.admitter.suspect(suspects)
         return {}
 
     def forget_flights(self) -> None:
@@ -304,9 +233,10 @@ class Scheduler:
 
     def _acquit(self, row: int) -> None:
         """The first suspect has computed a token alone. It makes way for the next."""
-        if self.running.requests[row] is self._suspects[0]:
-            self._suspects.popleft()
-            self.waiting.push_front(self._vacate(row))
+        request = self.running.requests[row]
+        if request is not None and self.admitter.is_on_trial(request):
+            del self.admitter.suspects[request.id]
+            self.admitter.waiting.push_front(self._vacate(row))
 
     def _fresh_prompt_logprobs(self, landed: Landed) -> dict[str, list[RowLogprobs]]:
         """By request id, without the positions that a preempted request computes for the second time."""

@@ -1,0 +1,111 @@
+"""Admission: who waits for a row, and who is let in."""
+
+import time
+from collections import OrderedDict
+
+import numpy as np
+
+from quire.data.plan import Admission, FirstRun
+from quire.data.request import Request
+from quire.sched.blocks import Block
+from quire.sched.in_flight import Notes
+from quire.sched.kv_manager import KVManager
+from quire.sched.queues import LINES, WaitingLine
+from quire.sched.running import Running
+
+
+class Admitter:
+    """The requests without a row, and the choice of those that get one."""
+
+    def __init__(
+        self,
+        *,
+        kv: KVManager,
+        running: Running,
+        policy: str,
+        longest_chunk: int,
+        chunked_prefill: bool,
+        reserve_full_prompt: bool,
+        watermark: float,
+    ) -> None:
+        self.kv = kv
+        self.running = running
+        self.longest_chunk = longest_chunk
+        self.chunked_prefill = chunked_prefill
+        self.reserve_full_prompt = reserve_full_prompt
+        self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
+        self.waiting: WaitingLine = LINES[policy]()
+        self.suspects: OrderedDict[str, Request] = OrderedDict()
+        """Requests of a failed step that have not yet run alone, by id. They stand in the line, too."""
+
+    def suspect(self, requests: list[Request]) -> None:
+        """Each of them has to show that it can run alone."""
+        self.suspects |= {request.id: request for request in requests}
+
+    def is_on_trial(self, request: Request) -> bool:
+        """Whether this is the suspect whose turn it is."""
+        return next(iter(self.suspects), None) == request.id
+
+    def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
+        """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
+        if self.suspects:
+            return self._admit_suspect(budget, notes)
+        admitted: list[tuple[Admission, int]] = []
+        promised = self._promised_blocks() if len(self.waiting) else 0
+        while budget > 0 and len(self.waiting) and not self.running.full:
+            request = self.waiting.peek()
+            hits = self.kv.lookup(request)
+            num_computed = len(hits) * self.kv.block_size
+            pending = len(request.tokens) - num_computed
+            chunk = min(pending, self.longest_chunk, budget)
+            if chunk < pending and not self.chunked_prefill:
+                break
+            reach = len(request.tokens) if self.reserve_full_prompt else num_computed + chunk
+            needed = self.kv.blocks_for(reach) - len(hits)
+            if needed + promised > self.kv.num_takable(hits):
+                break
+            self.waiting.pop()
+            admitted.append((self._admit(request, hits, chunk, notes), chunk))
+            promised = self._promised_blocks()
+            budget -= chunk
+        return admitted
+
+    def _admit_suspect(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
+        """One at a time, and alone, until it has a token of its own."""
+        if len(self.running):
+            return []
+        request = next(iter(self.suspects.values()))
+        self.waiting.remove(request)
+        hits = self.kv.lookup(request)
+        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, budget)
+        return [(self._admit(request, hits, chunk, notes), chunk)]
+
+    def _promised_blocks(self) -> int:
+        """Free blocks that running requests will soon take: for their known tokens, and one more each."""
+        rows = self.running.order
+        if not len(rows):
+            return 0
+        known = -(-self.running.num_tokens[rows] // self.kv.block_size)
+        return int((known - self.kv.num_blocks[rows]).sum()) + len(rows) + self.num_watermark_blocks
+
+    def _admit(self, request: Request, hits: list[Block], chunk: int, notes: Notes) -> Admission:
+        num_computed = len(hits) * self.kv.block_size
+        if not request.has_run:
+            request.has_run, request.num_cached = True, num_computed
+            notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
+            notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
+            notes.stats.prefix_hits += num_computed
+        row = self.running.admit(request, num_computed)
+        block_ids = self.kv.admit(row, hits, num_computed + chunk)
+        self.kv.index(self.running, np.array([row]), np.array([chunk]))
+        return Admission(
+            row=row,
+            request_id=request.id,
+            token_ids=request.tokens.copy(),
+            prompt_len=request.prompt_len,
+            num_computed=num_computed,
+            block_ids=block_ids,
+            params=request.params,
+            seed=request.seed,
+            stop_ids=request.held_ids,
+        )
