@@ -1,0 +1,97 @@
+"""The waiting lines against a plain sorted list, and their cost when thousands leave."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from symbolic import Engine
+
+from quire.data.params import SamplingParams
+from quire.data.request import Request
+from quire.sched.queues import LINES, PriorityLine
+
+Ranked = tuple[tuple[float, ...], Request]
+
+
+def make_request(number: int, priority: int = 0, arrived_at: float = 0.0) -> Request:
+    return Request(
+        id=str(number),
+        tokens=[1],
+        params=SamplingParams(),
+        prompt_len=1,
+        limit=2,
+        seed=0,
+        priority=priority,
+        arrived_at=arrived_at,
+    )
+
+
+class NaiveLine:
+    """A list that is sorted whenever somebody enters."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.line: list[Ranked] = []
+
+    def enter(self, request: Request, place: int) -> None:
+        urgency = (request.priority, request.arrived_at) if self.policy == "priority" else ()
+        self.line.append(((*urgency, place), request))
+        self.line.sort(key=lambda ranked: ranked[0])
+
+    def remove(self, request: Request) -> None:
+        self.line = [ranked for ranked in self.line if ranked[1] is not request]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for _, request in self.line]
+
+
+@given(
+    st.sampled_from(sorted(LINES)), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 11)), max_size=60)
+)
+def test_a_line_is_a_list_in_which_nobody_stands_twice(policy: str, moves: list[tuple[int, int]]) -> None:
+    """Among the moves are leaving from the middle and coming back, by either end."""
+    line, naive = LINES[policy](), NaiveLine(policy)
+    requests = [make_request(number, number % 3, number % 2) for number in range(12)]
+    for place, (move, number) in enumerate(moves, 1):
+        request = requests[number]
+        if request in naive.requests:
+            line.remove(request)
+            naive.remove(request)
+        elif move == 0 and len(line):
+            assert line.pop() is naive.requests[0]
+            naive.remove(naive.requests[0])
+        elif move == 1:
+            line.push_front(request)
+            naive.enter(request, -place)
+        else:
+            line.push(request)
+            naive.enter(request, place)
+        assert len(line) == len(naive.line)
+        if len(line):
+            assert line.peek() is naive.requests[0]
+    assert [line.pop() for _ in range(len(line))] == naive.requests
+
+
+def test_the_dead_never_outnumber_the_living() -> None:
+    """Memory of a line whose head never leaves while thousands behind it come and go."""
+    line = PriorityLine()
+    line.push(make_request(0, priority=-1))
+    for number in range(1, 5_000):
+        request = make_request(number)
+        line.push(request)
+        line.remove(request)
+        assert len(line) == 1 and len(line._heap) <= 2
+
+
+@pytest.mark.parametrize("policy", LINES)
+def test_thousands_of_aborts_take_no_quadratic_time(policy: str) -> None:
+    """Minutes if each of them looks through the line, in whichever order they come. Suspects, too."""
+    engine = Engine(policy=policy)
+    requests = [make_request(number) for number in range(50_000)]
+    for request in requests:
+        engine.core.add(request)
+    engine.scheduler.admitter.suspect(requests)
+    backwards = [request.id for request in reversed(requests[:25_000])]
+    assert len(engine.core.abort(backwards)) == 25_000
+    assert len(engine.core.abort([request.id for request in requests])) == 25_000
+    engine.check_empty()
