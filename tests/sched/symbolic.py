@@ -277,8 +277,8 @@ class Engine:
         """What must hold in every step."""
         scheduler, kv = self.scheduler, self.kv
         assert len(plan.rows) and plan.num_tokens.all(), "a step without work"
-        assert plan.total_tokens <= scheduler.budget
-        assert len(scheduler.running) <= len(scheduler.running.requests)
+        assert plan.total_tokens <= scheduler.limits.max_tokens
+        assert len(scheduler.running) <= scheduler.limits.max_rows
         assert len(scheduler.in_flight) <= self.core.pipeline.depth
         users: dict[int, int] = {}
         for row in scheduler.running.order.tolist():

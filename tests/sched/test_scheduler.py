@@ -54,7 +54,7 @@ def test_decodes_come_before_an_older_prompt() -> None:
     engine.add("short", prompt(3, 50), count=8)
     engine.step()
     assert spent(engine, 0) == {"long": 5, "short": 3}
-    engine.scheduler.longest_chunk = 8
+    engine.scheduler.limits.longest_chunk = 8
     engine.step()
     assert spent(engine, 1) == {"long": 7, "short": 1}
 

@@ -10,6 +10,7 @@ from quire.data.request import Request
 from quire.sched.blocks import Block
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import KVManager
+from quire.sched.limits import Limits
 from quire.sched.queues import LINES, WaitingLine
 from quire.sched.running import Running
 
@@ -22,15 +23,15 @@ class Admitter:
         *,
         kv: KVManager,
         running: Running,
+        limits: Limits,
         policy: str,
-        longest_chunk: int,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
         watermark: float,
     ) -> None:
         self.kv = kv
         self.running = running
-        self.longest_chunk = longest_chunk
+        self.limits = limits
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
@@ -52,12 +53,12 @@ class Admitter:
             return self._admit_suspect(budget, notes)
         admitted: list[tuple[Admission, int]] = []
         promised = self._promised_blocks() if len(self.waiting) else 0
-        while budget > 0 and len(self.waiting) and not self.running.full:
+        while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_rows:
             request = self.waiting.peek()
             hits = self.kv.lookup(request)
             num_computed = len(hits) * self.kv.block_size
             pending = len(request.tokens) - num_computed
-            chunk = min(pending, self.longest_chunk, budget)
+            chunk = min(pending, self.limits.max_chunk, budget)
             if chunk < pending and not self.chunked_prefill:
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else num_computed + chunk

@@ -51,10 +51,6 @@ class Running:
     def __len__(self) -> int:
         return len(self.order)
 
-    @property
-    def full(self) -> bool:
-        return not self._free_rows
-
     def request(self, row: int) -> Request:
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"

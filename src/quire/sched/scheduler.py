@@ -21,6 +21,7 @@ from quire.data.stats import StepStats
 from quire.sched.admission import Admitter
 from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import KVManager
+from quire.sched.limits import Limits
 from quire.sched.running import RowIds, Running
 from quire.sched.stops import why_stopped
 from quire.sched.victims import PreemptionWarning, choose_victim
@@ -41,15 +42,18 @@ class Scheduler:
         watermark: float = 0.0,
     ) -> None:
         self.kv = kv
-        self.budget = max_num_batched_tokens
-        self.longest_chunk = long_prefill_token_threshold or max_num_batched_tokens
+        self.limits = Limits(
+            max_rows=max_num_seqs,
+            max_tokens=max_num_batched_tokens,
+            longest_chunk=long_prefill_token_threshold,
+        )
         self.policy = policy
         self.running = Running(max_num_seqs, max_model_len)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
+            limits=self.limits,
             policy=policy,
-            longest_chunk=self.longest_chunk,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
@@ -109,7 +113,7 @@ class Scheduler:
         self.kv.index(self.running, self.running.order, chunks)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
-            admitted = self.admitter.admit(self.budget - int(chunks.sum()), self._notes)
+            admitted = self.admitter.admit(self.limits.max_tokens - int(chunks.sum()), self._notes)
         rows = self.running.order
         num_tokens = chunks
         if admitted:
@@ -154,12 +158,12 @@ class Scheduler:
 
     def _share_budget(self, pending: Ints) -> Ints:
         """Decodes first, then prompts in order, each cut to what is left."""
-        chunks = np.minimum(pending, self.longest_chunk)
-        if chunks.sum() > self.budget:
+        chunks, budget = np.minimum(pending, self.limits.max_chunk), self.limits.max_tokens
+        if chunks.sum() > budget:
             order = np.argsort(pending > 1, kind="stable")
             wanted = chunks[order]
             spent_before = np.cumsum(wanted) - wanted
-            chunks[order] = np.clip(self.budget - spent_before, 0, wanted)
+            chunks[order] = np.clip(budget - spent_before, 0, wanted)
         return chunks
 
     def _preempt(self, row: int) -> None:
