@@ -69,6 +69,7 @@ def make_engine(
         eos_ids=eos_ids(config, tokenizer),
         max_logprobs=facts.max_logprobs,
         seed=model.seed + index,
+        max_prompt_len=config.scheduler.max_prompt_len,
     )
     named = EngineMetrics(metrics, model_name=facts.model_names[0], cache_info=cache_info(config, 0))
     return AsyncEngine(

@@ -147,6 +147,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
         ({"max_num_batched_tokens": 64, "max_num_seqs": 65}, ["(64)", "max_num_seqs (65)"]),
         ({"max_num_batched_tokens": 64, "max_num_scheduled_tokens": 65}, ["(65)", "(64)"]),
         ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, ["(64)", "max_model_len (8192)"]),
+        (
+            {"max_num_scheduled_tokens": 64, "enable_chunked_prefill": False},
+            ["max_num_scheduled_tokens (64)", "max_model_len (8192)", "enable_chunked_prefill"],
+        ),
+        (
+            {"long_prefill_token_threshold": 64, "enable_chunked_prefill": False},
+            ["long_prefill_token_threshold (64)", "max_model_len (8192)", "enable_chunked_prefill"],
+        ),
         ({"device": "cuda"}, ["device='cuda'", "cpu"]),
         ({"max_model_length": 5}, ["'max_model_length'", "did you mean 'max_model_len'?"]),
         ({"zzzz": 5}, ["unknown engine argument 'zzzz'", "--help=all"]),

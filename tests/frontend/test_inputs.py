@@ -51,6 +51,15 @@ def test_a_prompt_leaves_room_for_one_token(inputs: InputProcessor, length: int,
     assert caught.value.param == "input_tokens"
 
 
+def test_a_prompt_that_no_step_can_hold_is_refused() -> None:
+    """Else it waits for ever at the head of the line."""
+    inputs = processor(max_prompt_len=9)
+    assert len(inputs.parse([5] * 9).token_ids) == 9
+    with pytest.raises(RequestError, match="contains 10 input tokens.*at most 9.*chunked_prefill") as caught:
+        inputs.parse([5] * 10)
+    assert caught.value.param == "input_tokens"
+
+
 def test_a_text_far_too_long_is_refused_before_it_is_tokenized(
     inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "max_num_batched_tokens": st.integers(6, 40),
     "long_prefill_token_threshold": st.sampled_from([0, 3, 7]),
     "policy": st.sampled_from(["fcfs", "priority"]),
+    "chunked_prefill": st.sampled_from([True, True, False]),
     "share": st.booleans(),
     "reserve_full_prompt": st.booleans(),
     "watermark": st.sampled_from([0.0, 0.1]),
@@ -97,7 +98,10 @@ def drive(traffic: list[Arrival], limits: dict[str, Any], *, at_once: bool = Fal
         add(engine, number, arrival)
         for _ in range(0 if at_once else arrival.pause):
             engine.step() if engine.core.has_work else None
-    engine.run()
+    while engine.core.has_work:
+        num_plans, num_in_flight = len(engine.plans), len(engine.core.pipeline)
+        engine.step()
+        assert num_in_flight or len(engine.plans) > num_plans, "requests wait, and nothing can run"
     return engine
 
 
@@ -210,6 +214,20 @@ def test_after_clear_the_engine_is_as_new(
         add(engine, number, arrival)
     engine.run()
     check_answers(engine, traffic)
+
+
+@settings(max_examples=60)
+@given(TRAFFIC, ONE_BY_ONE)
+def test_without_chunked_prefill_only_what_no_step_can_hold_is_split(
+    traffic: list[Arrival], limits: dict[str, Any]
+) -> None:
+    engine = drive(traffic, limits | {"chunked_prefill": False})
+    check_answers(engine, traffic)
+    for plan in engine.plans:
+        given = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+        for new in plan.admitted:
+            pending = len(new.token_ids) - new.num_computed
+            assert given[new.row] == pending or pending > engine.scheduler.limits.max_chunk
 
 
 @settings(max_examples=60)

@@ -86,6 +86,18 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step() -> None:
     assert engine.plans[1].total_tokens == 11
 
 
+def test_without_chunked_prefill_a_preempted_request_may_come_back_in_pieces() -> None:
+    """Prompt and output together can be more than any step holds."""
+    engine = Engine(num_blocks=9, max_num_batched_tokens=16, chunked_prefill=False)
+    engine.add("a", prompt(8), count=20)
+    engine.add("b", prompt(8, 30), count=20)
+    engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert max(len(new.token_ids) for plan in engine.plans for new in plan.admitted) > 16
+    for id, start in (("a", 0), ("b", 30)):
+        assert engine.outputs[id] == continuation(prompt(8, start), 20)
+
+
 def test_a_new_request_joins_the_very_next_step() -> None:
     engine = Engine()
     engine.add("a", prompt(5), count=10)

@@ -411,11 +411,14 @@ def _scheduler(
 
 def _check_budget(section: SchedulerSection, max_model_len: int) -> None:
     tokens, seqs = section.max_num_batched_tokens, section.max_num_seqs
-    if tokens < max_model_len and not section.enable_chunked_prefill:
-        raise ConfigError(
-            f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({max_model_len}) and chunked"
-            " prefill is off: raise the first, lower the second, or turn enable_chunked_prefill on"
-        )
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"):
+        most = getattr(section, name)
+        if 0 < most < max_model_len and not section.enable_chunked_prefill:
+            raise ConfigError(
+                f"{name} ({most}) is smaller than max_model_len ({max_model_len}) and chunked prefill is off,"
+                " so that a longer prompt could never run: raise the first, lower the second, or turn"
+                " enable_chunked_prefill on"
+            )
     if tokens < seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({tokens}) is smaller than max_num_seqs ({seqs}): each running request"

@@ -163,6 +163,12 @@ class SchedulerSection:
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
 
+    @property
+    def max_prompt_len(self) -> int | None:
+        """The longest prompt that a step can hold; None where prompts are spread over several."""
+        bounds = (self.max_num_scheduled_tokens, self.long_prefill_token_threshold)
+        return None if self.enable_chunked_prefill else min(bound for bound in bounds if bound)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:

@@ -90,6 +90,7 @@ class LocalEngine:
             eos_ids=eos_ids(config, self.tokenizer),
             max_logprobs=config.model.max_logprobs,
             seed=config.model.seed,
+            max_prompt_len=config.scheduler.max_prompt_len,
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None

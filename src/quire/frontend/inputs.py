@@ -48,10 +48,13 @@ class InputProcessor:
         eos_ids: Sequence[int],
         max_logprobs: int,
         seed: int,
+        max_prompt_len: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.max_model_len = max_model_len
+        self.max_prompt_len = max_prompt_len
+        """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -113,6 +116,13 @@ class InputProcessor:
             raise RequestError("The decoder prompt cannot be empty", param="prompt")
         if len(ids) >= self.max_model_len:
             raise self._too_long(len(ids))
+        if self.max_prompt_len is not None and len(ids) > self.max_prompt_len:
+            raise RequestError(
+                f"Your prompt contains {len(ids)} input tokens, and with chunked prefill off a step holds at "
+                f"most {self.max_prompt_len}. Please reduce the length of the input prompt or turn "
+                "enable_chunked_prefill on.",
+                param="input_tokens",
+            )
         if {*map(type, ids)} != {int}:
             ids = prompt.token_ids = [self._as_int(id) for id in ids]
         for id in (min(ids), max(ids)):

@@ -59,7 +59,7 @@ class Admitter:
             num_computed = len(hits) * self.kv.block_size
             pending = len(request.tokens) - num_computed
             chunk = min(pending, self.limits.max_chunk, budget)
-            if chunk < pending and not self.chunked_prefill:
+            if chunk < pending and not self._may_split(pending):
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else num_computed + chunk
             needed = self.kv.blocks_for(reach) - len(hits)
@@ -70,6 +70,11 @@ class Admitter:
             promised = self._promised_blocks()
             budget -= chunk
         return admitted
+
+    def _may_split(self, num_tokens: int) -> bool:
+        """Without chunked prefill a request waits for a step with room for all of it. If none can have that
+        it comes in pieces: a preempted one brings its output along."""
+        return self.chunked_prefill or num_tokens > self.limits.max_chunk
 
     def _admit_suspect(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
         """One at a time, and alone, until it has a token of its own."""
