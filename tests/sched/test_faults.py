@@ -2,19 +2,24 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from symbolic import Engine, Row, SymbolicWorker, continuation
 
 from quire.data.plan import StepPlan, StepResult
+from quire.sched import limits as step_limits
 
 POISON = 96
 
 
-class FragileWorker(SymbolicWorker):
-    """Fails when a row that holds the poisoned token is asked for a new one, before or after it writes."""
+class BreakableWorker(SymbolicWorker):
+    """Fails where `breaks` says so, before or after it writes."""
 
     writes_first = False
+
+    def breaks(self, plan: StepPlan) -> bool:
+        raise NotImplementedError
 
     def run(self, plan: StepPlan) -> StepResult:
         for row in plan.released:
@@ -23,17 +28,33 @@ class FragileWorker(SymbolicWorker):
             self.rows[new.row] = Row.of(new)
         quiet = StepPlan(**{name: getattr(plan, name) for name in plan.__struct_fields__})
         quiet.released, quiet.admitted = [], []
-        poisoned = any(
+        breaks = self.breaks(plan)
+        if breaks and not self.writes_first:
+            raise RuntimeError("broken")
+        result = super().run(quiet)
+        if breaks:
+            raise RuntimeError("broken")
+        return result
+
+
+class FragileWorker(BreakableWorker):
+    """Fails when a row that holds the poisoned token is asked for a new one."""
+
+    def breaks(self, plan: StepPlan) -> bool:
+        return any(
             POISON in self.rows[row].tokens
             for row, samples in zip(plan.rows.tolist(), plan.samples, strict=True)
             if samples
         )
-        if poisoned and not self.writes_first:
-            raise RuntimeError("poison")
-        result = super().run(quiet)
-        if poisoned:
-            raise RuntimeError("poison")
-        return result
+
+
+class CrampedWorker(BreakableWorker):
+    """Has memory for so many rows and tokens, and fails above."""
+
+    max_rows = max_tokens = 10_000
+
+    def breaks(self, plan: StepPlan) -> bool:
+        return len(plan.rows) > self.max_rows or plan.total_tokens > self.max_tokens
 
 
 def make_engine(writes_first: bool, **limits: Any) -> Engine:
@@ -110,3 +131,71 @@ def test_aborts_between_failures_leave_no_lie_in_the_cache(
             finished_well = not poisoned and len(expected) == count
             assert engine.reasons[str(number)] == ("length" if finished_well else "error")
     engine.check_empty()
+
+
+def cramped_engine(max_rows: int = 10_000, max_tokens: int = 10_000, **limits: Any) -> Engine:
+    engine = Engine(**limits)
+    engine.worker = worker = CrampedWorker(engine.worker.num_blocks, engine.worker.block_size)
+    worker.max_rows, worker.max_tokens = max_rows, max_tokens
+    return engine
+
+
+@settings(max_examples=150)
+@given(REQUESTS, LIMITS, st.integers(1, 4), st.integers(5, 40), st.booleans())
+def test_a_batch_that_is_too_large_costs_steps_and_no_request(
+    requests: list[tuple[int, int, bool]],
+    limits: dict[str, Any],
+    max_rows: int,
+    max_tokens: int,
+    writes_first: bool,
+) -> None:
+    """Run alone, together, alone, together for ever; a request that ends because its prompt was too long a
+    chunk."""
+    engine = cramped_engine(max_rows, max_tokens, **limits)
+    engine.worker.writes_first = writes_first  # type: ignore[attr-defined]
+    for number, (length, count, _) in enumerate(requests):
+        engine.add(str(number), healthy_prompt(number, length), count)
+    engine.run()
+    for number, (length, count, _) in enumerate(requests):
+        assert engine.outputs[str(number)] == continuation(healthy_prompt(number, length), count)
+        assert engine.reasons[str(number)] == "length"
+    assert len(engine.plans) <= 30 + 3 * sum(length + count for length, count, _ in requests)
+    engine.check_empty()
+
+
+def test_a_batch_that_failed_is_halved_and_grows_again_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(step_limits.log, "warning", lambda text, *values: said.append(text % values))
+    engine = cramped_engine(max_rows=5, num_blocks=4000, max_num_seqs=32, max_num_batched_tokens=512)
+    for number in range(60):
+        engine.add(str(number), healthy_prompt(number, 6), 100)
+    engine.run(max_steps=6000)
+    failures = sum(len(plan.rows) > 5 for plan in engine.plans)
+    assert failures == len(said) <= 10, "each is a lesson"
+    assert sum(len(plan.rows) == 5 for plan in engine.plans) > 100, "what fits is used again"
+    assert "32 requests" in said[0] and "at most 16 requests" in said[0] and "max_num_seqs (32)" in said[0]
+    for number in range(60):
+        assert engine.outputs[str(number)] == continuation(healthy_prompt(number, 6), 100)
+
+
+def test_many_rows_are_not_blamed_for_many_tokens() -> None:
+    """A large prompt that fails must not cut a decode batch that always went well."""
+    engine = cramped_engine(max_tokens=40, num_blocks=400, max_num_seqs=16, max_num_batched_tokens=128)
+    for number in range(16):
+        engine.add(str(number), healthy_prompt(number, 2), 60)
+    for _ in range(5):
+        engine.step()
+    engine.abort("3")
+    engine.add("long", healthy_prompt(50, 100), 4)
+    engine.run()
+    assert (engine.scheduler.limits.max_rows, engine.reasons["long"]) == (16, "length")
+    assert engine.outputs["long"] == continuation(healthy_prompt(50, 100), 4)
+
+
+def test_a_poisoned_request_lowers_no_limit() -> None:
+    engine = make_engine(False, max_num_seqs=4, max_num_batched_tokens=32)
+    for number in range(4):
+        engine.add(str(number), healthy_prompt(number, 9) + [POISON] * (number == 2), 6)
+    engine.run()
+    assert engine.reasons["2"] == "error"
+    assert (engine.scheduler.limits.max_rows, engine.scheduler.limits.max_tokens) == (4, 32)

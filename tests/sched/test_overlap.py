@@ -190,8 +190,8 @@ def test_a_trial_is_one_step_at_a_time() -> None:
     fail_once(engine, 2)
     engine.step()
     engine.step()
-    assert engine.scheduler.admitter.suspects
-    while engine.scheduler.admitter.suspects:
+    assert engine.scheduler.trial
+    while engine.scheduler.trial:
         engine.step()
         assert not engine.scheduler.in_flight
         assert len(engine.plans[-1].rows) == 1

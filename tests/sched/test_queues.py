@@ -90,7 +90,7 @@ def test_thousands_of_aborts_take_no_quadratic_time(policy: str) -> None:
     requests = [make_request(number) for number in range(50_000)]
     for request in requests:
         engine.core.add(request)
-    engine.scheduler.admitter.suspect(requests)
+    engine.scheduler.trial.open(requests, len(requests), len(requests))
     backwards = [request.id for request in reversed(requests[:25_000])]
     assert len(engine.core.abort(backwards)) == 25_000
     assert len(engine.core.abort([request.id for request in requests])) == 25_000

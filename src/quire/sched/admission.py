@@ -1,7 +1,6 @@
 """Admission: who waits for a row, and who is let in."""
 
 import time
-from collections import OrderedDict
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.limits import Limits
 from quire.sched.queues import LINES, WaitingLine
 from quire.sched.running import Running
+from quire.sched.trial import Trial
 
 
 class Admitter:
@@ -24,6 +24,7 @@ class Admitter:
         kv: KVManager,
         running: Running,
         limits: Limits,
+        trial: Trial,
         policy: str,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
@@ -32,25 +33,16 @@ class Admitter:
         self.kv = kv
         self.running = running
         self.limits = limits
+        self.trial = trial
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.waiting: WaitingLine = LINES[policy]()
-        self.suspects: OrderedDict[str, Request] = OrderedDict()
-        """Requests of a failed step that have not yet run alone, by id. They stand in the line, too."""
-
-    def suspect(self, requests: list[Request]) -> None:
-        """Each of them has to show that it can run alone."""
-        self.suspects |= {request.id: request for request in requests}
-
-    def is_on_trial(self, request: Request) -> bool:
-        """Whether this is the suspect whose turn it is."""
-        return next(iter(self.suspects), None) == request.id
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
         """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
-        if self.suspects:
-            return self._admit_suspect(budget, notes)
+        if self.trial:
+            return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
         promised = self._promised_blocks() if len(self.waiting) else 0
         while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_rows:
@@ -76,14 +68,14 @@ class Admitter:
         it comes in pieces: a preempted one brings its output along."""
         return self.chunked_prefill or num_tokens > self.limits.max_chunk
 
-    def _admit_suspect(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
+    def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """One at a time, and alone, until it has a token of its own."""
         if len(self.running):
             return []
-        request = next(iter(self.suspects.values()))
+        request = self.trial.first
         self.waiting.remove(request)
         hits = self.kv.lookup(request)
-        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, budget)
+        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, self.limits.max_chunk)
         return [(self._admit(request, hits, chunk, notes), chunk)]
 
     def _promised_blocks(self) -> int:

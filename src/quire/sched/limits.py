@@ -1,15 +1,94 @@
-"""How much one step may hold."""
+"""How much one step may hold, and what becomes of that when a batch turns out to be too large."""
+
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+PATIENCE = 32
+"""Good steps after which a lowered limit rises by an eighth. Twice as many after each time it was lowered."""
+MAX_PATIENCE = 4096
+SMALLEST_SHARE = 16
+"""A request that fails alone is tried with fewer tokens a step, down to this part of what settings allow."""
 
 
 class Limits:
-    """The most rows and tokens of a step, and the most tokens that one request gets in it."""
+    """The most rows and tokens of a step, and the most tokens that one request gets in it.
+
+    They are what the settings say until a batch fails though each of its requests can run alone: then half of
+    what failed. From there they rise slowly.
+    """
 
     def __init__(self, *, max_rows: int, max_tokens: int, longest_chunk: int = 0) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
+        self._settings = (max_rows, max_tokens)
+        self._proven_rows = self._proven_tokens = 0
+        """The largest step that went well."""
+        self._patience, self._num_good = PATIENCE, 0
+        self._tokens_before: int | None = None
+        """What `max_tokens` was before fewer were tried."""
 
     @property
     def max_chunk(self) -> int:
         """The most tokens of one request that any step can hold."""
         return min(self.longest_chunk, self.max_tokens)
+
+    def passed(self, num_rows: int, num_tokens: int) -> None:
+        """A step of this size went well."""
+        self._proven_rows = max(self._proven_rows, num_rows)
+        self._proven_tokens = max(self._proven_tokens, num_tokens)
+        if (self.max_rows, self.max_tokens) == self._settings or self._tokens_before is not None:
+            return
+        self._num_good += 1
+        if self._num_good >= self._patience:
+            self._num_good = 0
+            rows, tokens = self._settings
+            self.max_rows = min(rows, self.max_rows + max(1, self.max_rows // 8))
+            self.max_tokens = min(tokens, self.max_tokens + max(1, self.max_tokens // 8))
+
+    def shrink(self, num_rows: int, num_tokens: int) -> None:
+        """A step of this size is too large. Whatever of it went well before is not the reason."""
+        rows, tokens = num_rows > self._proven_rows, num_tokens > self._proven_tokens
+        if not (rows or tokens):
+            rows = tokens = True
+            self._proven_rows = self._proven_tokens = 0
+        if rows:
+            self.max_rows = max(1, num_rows // 2)
+        if tokens:
+            self.max_tokens = min(self.max_tokens, max(1, num_tokens // 2))
+        self._lowered(f"A step of {num_rows} requests and {num_tokens} tokens failed, and none of them alone")
+
+    def try_fewer_tokens(self, num_tokens: int) -> bool:
+        """A request failed alone with so many tokens in its step: half of them are next, unless that would
+        be too few."""
+        fewer = num_tokens // 2
+        if fewer < max(1, self._settings[1] // SMALLEST_SHARE):
+            return False
+        if self._tokens_before is None:
+            self._tokens_before = self.max_tokens
+        self.max_tokens = fewer
+        return True
+
+    def settle(self, *, passed: bool) -> bool:
+        """The end of such a try: whether there was one, and fewer tokens were the cure."""
+        before, self._tokens_before = self._tokens_before, None
+        if before is None:
+            return False
+        if passed:
+            self._lowered("A request failed, and did not with fewer tokens in a step")
+        else:
+            self.max_tokens = before
+        return passed
+
+    def _lowered(self, why: str) -> None:
+        self._num_good, self._patience = 0, min(2 * self._patience, MAX_PATIENCE)
+        log.warning(
+            "%s: for now a step holds at most %d requests and %d tokens. If that happens again, lower "
+            "max_num_seqs (%d) or max_num_batched_tokens (%d), or leave more memory free with a lower "
+            "gpu_memory_utilization",
+            why,
+            self.max_rows,
+            self.max_tokens,
+            *self._settings,
+        )

@@ -24,6 +24,7 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.limits import Limits
 from quire.sched.running import RowIds, Running
 from quire.sched.stops import why_stopped
+from quire.sched.trial import Trial
 from quire.sched.victims import PreemptionWarning, choose_victim
 
 
@@ -48,11 +49,13 @@ class Scheduler:
             longest_chunk=long_prefill_token_threshold,
         )
         self.policy = policy
+        self.trial = Trial(self.limits)
         self.running = Running(max_num_seqs, max_model_len)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
             limits=self.limits,
+            trial=self.trial,
             policy=policy,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -91,7 +94,7 @@ class Scheduler:
         del self.requests[request.id]
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
-        self.admitter.suspects.pop(request.id, None)
+        self.trial.leave(request, reason)
         return Finish(reason, stop_reason, request.num_preemptions)
 
     def _vacate(self, row: int) -> Request:
@@ -143,7 +146,7 @@ class Scheduler:
         and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect runs
         alone."""
         running, kv = self.running, self.kv
-        if self.admitter.suspects and self.in_flight:
+        if self.trial and self.in_flight:
             return None
         while True:
             rows = running.order
@@ -194,7 +197,8 @@ class Scheduler:
             stats=stats,
         )
         self._end_finished(sampled, result.token_ids, output)
-        if self.admitter.suspects and len(sampled):
+        self.limits.passed(len(plan.rows), plan.total_tokens)
+        if self.trial and len(sampled):
             self._acquit(int(sampled[0]))
         stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
@@ -213,19 +217,19 @@ class Scheduler:
                 output.finished[request.id] = self._finish(request, *why)
 
     def fail(self, plan: StepPlan) -> dict[str, Finish]:
-        """The oldest step in flight broke: nothing of it counts, nor of those behind it. A request that was
-        alone in it ends as an error; several go back to the line, and are run one by one, so that only those
-        end that fail by themselves."""
+        """The oldest step in flight broke: nothing of it counts, nor of those behind it. All go back to the
+        line. Those who were in it are tried one by one, so that only those end that fail by themselves."""
         flight = self.in_flight[0]
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
         self.forget_flights()
         for row in self.running.order[::-1].tolist():
             self.admitter.waiting.push_front(self._vacate(row))
-        if len(plan.rows) == 1:
-            return {request.id: self._finish(request, "error") for request in suspects}
-        self.admitter.suspect(suspects)
-        return {}
+        if len(plan.rows) > 1:
+            self.trial.open(suspects, len(plan.rows), plan.total_tokens)
+            return {}
+        guilty = [request for request in suspects if self.trial.is_guilty(request, plan.total_tokens)]
+        return {request.id: self._finish(request, "error") for request in guilty}
 
     def forget_flights(self) -> None:
         """No result will come. Blocks are findable from the plan on that fills them: these are not filled."""
@@ -238,8 +242,8 @@ class Scheduler:
     def _acquit(self, row: int) -> None:
         """The first suspect has computed a token alone. It makes way for the next."""
         request = self.running.requests[row]
-        if request is not None and self.admitter.is_on_trial(request):
-            del self.admitter.suspects[request.id]
+        if request is self.trial.first:
+            self.trial.leave(request, "passed")
             self.admitter.waiting.push_front(self._vacate(row))
 
     def _fresh_prompt_logprobs(self, landed: Landed) -> dict[str, list[RowLogprobs]]:
