@@ -249,7 +249,7 @@ class Engine:
         return request
 
     def step(self) -> StepOutput:
-        output = self.core.step()
+        output = self.core.step() or StepOutput([], [])
         if not len(self.core.pipeline):
             self.device.refused = False  # the core has learnt of it
         for id, token_id in zip(output.request_ids, output.token_ids, strict=True):

@@ -16,6 +16,8 @@ from quire.sched.scheduler import Scheduler
 
 
 class EngineCore:
+    """The scheduler and the executor, and the steps between them."""
+
     def __init__(self, executor: Executor, scheduler: Scheduler, *, depth: int = 1) -> None:
         self.scheduler = scheduler
         self.pipeline = Pipeline(executor, depth)
@@ -34,12 +36,13 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
         return self.scheduler.abort(request_ids)
 
-    def step(self) -> StepOutput:
-        """The output of the oldest step, once those behind it are on their way."""
+    def step(self) -> StepOutput | None:
+        """The output of the oldest step, once those behind it are on their way; None if there is none, and
+        none can be planned."""
         while self.pipeline.has_room and (plan := self.scheduler.plan()) is not None:
             self.pipeline.submit(plan)
         if not len(self.pipeline):
-            return StepOutput([], [], at=time.monotonic())
+            return None
         plan, result = self.pipeline.next()
         if result is None:
             return StepOutput([], [], finished=self.scheduler.fail(plan), at=time.monotonic())

@@ -13,7 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
 from quire.dist.platform import detect
-from quire.errors import RequestError
+from quire.errors import EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
 from quire.hub import DEFAULT_MODEL, locate
@@ -77,6 +77,8 @@ def cache_info(config: EngineConfig, num_blocks: int) -> dict[str, Any]:
 
 
 class LocalEngine:
+    """An engine in this process, stepped by the caller."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = open_tokenizer(config)
@@ -136,7 +138,10 @@ class LocalEngine:
     def step(self) -> list[RequestOutput]:
         """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""
         try:
-            return self._deliver(self.core.step())
+            step = self.core.step()
+            if step is None and self.core.has_work:
+                raise EngineError("requests wait, and none of them can run")
+            return [] if step is None else self._deliver(step)
         except BaseException:
             self.core.clear()
             self.outputs = OutputProcessor(

@@ -9,14 +9,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from quire.config.engine import EngineConfig, Env
+from quire.core.clients import Clients
 from quire.core.engine_core import EngineCore, build_core
 from quire.core.stats_log import StatsLog
 from quire.data.plan import StepOutput
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, decode_to_core, encode
+from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, ToCore
 from quire.dist.process import adopt
 from quire.errors import QuireError
 from quire.logs import get_logger
@@ -25,6 +24,12 @@ from quire.metrics import Layout, MetricsPages
 log = get_logger(__name__)
 
 BEAT_S = 0.25
+RETRY_S = 0.02
+"""How long to wait for something to change when nothing can be planned, or a client is behind."""
+TURN_S = 0.002
+"""What taking in messages may take of the time between two steps,"""
+TURN_SHARE = 0.25
+"""or this part of the last step, if that is more."""
 
 
 def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Connection) -> None:
@@ -46,7 +51,7 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
 
 
 class CoreServer:
-    """Takes in messages between steps, never during one. A client is an API process, by its identity."""
+    """Takes in messages between steps, never during one, and sends out what the steps brought."""
 
     def __init__(
         self, core: EngineCore, address: str, ready: Ready, metrics: MetricsPages, stats_log: StatsLog
@@ -55,14 +60,12 @@ class CoreServer:
         self.ready = ready
         self.metrics = metrics
         self.stats_log = stats_log
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.bind(address)
-        self._clients: set[bytes] = set()
-        self._client_of: dict[str, bytes] = {}
+        self.clients = Clients(address, self._abort)
+        self._step_s = 0.0
+        self._is_stuck = False
+        """There is work, and none of it can be planned."""
+        self._progress_at = time.monotonic()
+        """When a step ended, or there was no work."""
         self._next_beat = 0.0
         self._running = True
         self._calls: dict[str, Callable[[], Any]] = {
@@ -75,76 +78,79 @@ class CoreServer:
 
     def run(self) -> None:
         while self._running:
-            self._receive()
-            if self.core.has_work:
-                self._send_step(self.core.step())
-            self._beat()
+            self.turn()
+
+    def turn(self) -> None:
+        """Messages, a step, a beat."""
+        self._receive()
+        if self.core.has_work:
+            self._step()
+        else:
+            self._progress_at = time.monotonic()
+        self.clients.flush()
+        self._beat()
 
     def _receive(self) -> None:
-        """Everything that has arrived; with nothing to compute, wait for something to arrive."""
-        if not self.core.has_work:
-            try:
-                self.socket.poll(int(BEAT_S * 1000))
-            except zmq.ZMQError:
+        """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
+        if not self.core.has_work or self._is_stuck:
+            in_a_hurry = self._is_stuck or self.clients.queues
+            self.clients.wait(RETRY_S if in_a_hurry else BEAT_S)
+        until = time.monotonic() + max(TURN_S, TURN_SHARE * self._step_s)
+        while (received := self.clients.receive()) is not None:
+            self._handle(*received)
+            if time.monotonic() >= until:
                 return
-        while True:
-            try:
-                client, data = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(client, decode_to_core(data))
 
-    def _handle(self, client: bytes, message: Hello | Add | Abort | Call) -> None:
+    def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
             case Add(requests):
                 for request in requests:
-                    self._client_of[request.id] = client
+                    self.clients.owner[request.id] = client
                     self.core.add(request)
             case Abort(request_ids):
-                finished = self.core.abort(request_ids)
-                for request_id in finished:
-                    self._client_of.pop(request_id, None)
+                self._abort(request_ids)
                 self._observe(StepStats())
             case Call(number, method):
-                self._send(client, Reply(number, self._calls[method]()))
+                self.clients.send(client, Reply(number, self._calls[method]()))
             case Hello():
-                self._clients.add(client)
-                self._send(client, self.ready)
+                self.clients.known.add(client)
+                self.clients.send(client, self.ready)
 
-    def _send_step(self, step: StepOutput) -> None:
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in self.core.abort(request_ids):
+            self.clients.owner.pop(request_id, None)
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        step = self.core.step()
+        self._is_stuck = step is None and self.core.has_work
+        if step is None:
+            return
+        self._progress_at = time.monotonic()
+        self._step_s = self._progress_at - began
         self._observe(step.stats)
         self.stats_log.add(step.stats)
-        for client, part in split_by_client(step, self._client_of).items():
-            self._send(client, Stepped(part))
+        for client, part in split_by_client(step, self.clients.owner).items():
+            self.clients.send(client, Stepped(part))
         for request_id in step.finished:
-            self._client_of.pop(request_id, None)
+            self.clients.owner.pop(request_id, None)
 
     def _beat(self) -> None:
-        """Sent to all, whatever else was: an API process without requests wants to know, too."""
+        """Sent to all, whatever else was: an API process without requests wants to know, too. One that is
+        behind would only get more of what it does not take."""
         now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
-            stats = StepStats()
-            self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
-            self.stats_log.tick(stats)
-            for client in list(self._clients):
-                self._send(client, Beat(stats))
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_S
+        stats = StepStats()
+        self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
+        self.stats_log.tick(stats)
+        stalled_s = now - self._progress_at if self.core.has_work else 0.0
+        for client in self.clients.known - self.clients.queues.keys():
+            self.clients.send(client, Beat(stats, stalled_s))
 
     def _observe(self, stats: StepStats) -> None:
         self.metrics.observe(self.core.refresh(stats), FrontStats())
-
-    def _send(self, client: bytes, message: Ready | Stepped | Beat | Reply) -> None:
-        try:
-            self.socket.send_multipart([client, encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self._drop(client)
-
-    def _drop(self, client: bytes) -> None:
-        """An API process is gone: so are those who waited for its requests."""
-        self._clients.discard(client)
-        lost = [request_id for request_id, owner in self._client_of.items() if owner == client]
-        for request_id in self.core.abort(lost):
-            del self._client_of[request_id]
 
 
 def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:

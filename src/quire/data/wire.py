@@ -14,10 +14,14 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Add(msgspec.Struct, tag="add"):
+    """New requests."""
+
     requests: list[Request]
 
 
 class Abort(msgspec.Struct, tag="abort"):
+    """Nobody waits for these any more."""
+
     request_ids: list[str]
 
 
@@ -47,10 +51,12 @@ class Beat(msgspec.Struct, tag="beat"):
 
     stats: StepStats
     stalled_s: float = 0.0
-    """For how long there has been work and no step was finished."""
+    """For how long there was work and no step ended; 0 when there is none."""
 
 
 class Reply(msgspec.Struct, tag="reply"):
+    """The answer to a Call."""
+
     number: int
     value: Any
 

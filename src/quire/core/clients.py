@@ -1,0 +1,144 @@
+"""The API processes at the other end of the socket: what they send, and what they have not taken yet."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from quire.data.plan import Finish, StepOutput
+from quire.data.wire import FromCore, Stepped, ToCore, decode_to_core, encode
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+HIGH_WATER = 256
+"""Messages that ZMQ holds for a client. A step of a thousand rows is one of 50 KB."""
+MAX_QUEUED_BYTES = 32 << 20
+"""What is kept for a client beyond those."""
+
+
+class Queue:
+    """Messages that ZMQ had no room for, in order, each with the requests that end in it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._messages: deque[tuple[bytes, list[str]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def first(self) -> bytes:
+        return self._messages[0][0]
+
+    @property
+    def ended(self) -> list[str]:
+        return [request_id for _, ended in self._messages for request_id in ended]
+
+    def push(self, data: bytes, ended: list[str]) -> None:
+        self._messages.append((data, ended))
+        self.num_bytes += len(data)
+
+    def pop(self) -> None:
+        self.num_bytes -= len(self._messages.popleft()[0])
+
+
+class Clients:
+    """The API processes by their identities, and whose request is whose.
+
+    Nobody is waited for. What a client does not take is kept, up to a limit; then all its requests are given
+    up, and the first thing that it gets when it takes something again is that they ended as errors.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        give_up: Callable[[list[str]], None],
+        *,
+        high_water: int = HIGH_WATER,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        self._give_up = give_up
+        self._max_queued_bytes = max_queued_bytes
+        self.known: set[bytes] = set()
+        """Those who said Hello and are still there."""
+        self.owner: dict[str, bytes] = {}
+        """By request id."""
+        self.queues: dict[bytes, Queue] = {}
+        """Of the clients that are behind; never empty."""
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, high_water)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something arrives, but not longer."""
+        try:
+            self._socket.poll(int(timeout_s * 1000))
+        except zmq.ZMQError as error:
+            log.debug("Waiting was interrupted: %s", error)
+
+    def receive(self) -> tuple[bytes, ToCore] | None:
+        """The next message that has arrived, and whose it is."""
+        try:
+            client, data = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return client, decode_to_core(data)
+
+    def send(self, client: bytes, message: FromCore) -> None:
+        """Behind all that was sent before; at once if the client keeps up."""
+        data = encode(message)
+        if client not in self.queues and self._offer(client, data):
+            return
+        queue = self.queues.setdefault(client, Queue())
+        queue.push(data, list(message.output.finished) if isinstance(message, Stepped) else [])
+        if queue.num_bytes > self._max_queued_bytes:
+            self._overflow(client, queue)
+
+    def flush(self) -> None:
+        """Send what was kept, as far as there is room for it again."""
+        for client, queue in list(self.queues.items()):
+            while client in self.queues and self._offer(client, queue.first):
+                queue.pop()
+                if not queue:
+                    self.queues.pop(client, None)
+
+    def _offer(self, client: bytes, data: bytes) -> bool:
+        """Whether ZMQ has taken it, or there is nobody to take it."""
+        try:
+            self._socket.send_multipart([client, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            self._forget(client)
+        return True
+
+    def _overflow(self, client: bytes, queue: Queue) -> None:
+        """Only the news that all is lost is kept."""
+        owned = self._owned(client)
+        log.error(
+            "An API process takes nothing: %d messages (%d bytes) wait for it. Its %d requests end as errors",
+            len(queue),
+            queue.num_bytes,
+            len(owned),
+        )
+        lost = {request_id: Finish("error") for request_id in [*queue.ended, *owned]}
+        queue = self.queues[client] = Queue()
+        queue.push(encode(Stepped(StepOutput([], [], finished=lost, at=time.monotonic()))), list(lost))
+        self._give_up(owned)
+
+    def _forget(self, client: bytes) -> None:
+        """An API process is gone: so are those who waited for its requests."""
+        self.known.discard(client)
+        self.queues.pop(client, None)
+        self._give_up(self._owned(client))
+
+    def _owned(self, client: bytes) -> list[str]:
+        return [request_id for request_id, owner in self.owner.items() if owner == client]

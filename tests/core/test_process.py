@@ -1,0 +1,271 @@
+"""The core between its clients and its steps: turns taken, progress told, nobody waited for."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from symbolic import Engine, continuation
+
+from quire.core import process
+from quire.core.clients import Clients
+from quire.core.process import CoreServer
+from quire.core.stats_log import StatsLog
+from quire.data.params import SamplingParams
+from quire.data.plan import Finish, StepOutput, StepPlan
+from quire.data.request import Request
+from quire.data.wire import (
+    Abort,
+    Add,
+    Beat,
+    FromCore,
+    Hello,
+    Ready,
+    Stepped,
+    ToCore,
+    decode_from_core,
+    encode,
+)
+from quire.metrics import Layout, MetricsPages
+
+
+class Client:
+    """An API process, as far as the core can tell."""
+
+    def __init__(self, address: str, *, rcvhwm: int = 0) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, rcvhwm)
+        self.socket.connect(address)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.beats: list[Beat] = []
+        self.is_ready = False
+
+    def send(self, message: ToCore) -> None:
+        self.socket.send(encode(message))
+
+    def read(self) -> None:
+        """All that has come."""
+        while self.socket.poll(0):
+            self.take(decode_from_core(self.socket.recv()))
+
+    def take(self, message: FromCore) -> None:
+        match message:
+            case Stepped(output):
+                for id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+                    self.tokens.setdefault(id, []).append(token_id)
+                self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
+            case Beat():
+                self.beats.append(message)
+            case Ready():
+                self.is_ready = True
+
+
+class Bench:
+    """A core over the symbolic worker, turned by hand, and its clients."""
+
+    def __init__(self, folder: str, **limits: Any) -> None:
+        self.address = f"ipc://{folder}/core"
+        self.engine = Engine(**limits)
+        pages = MetricsPages(Layout(4096))
+        ready = Ready(pid=1, max_model_len=4096, num_blocks=64)
+        stats_log = StatsLog(3600, pages, quiet=True)
+        self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log)
+        self.clients: list[Client] = []
+
+    def join(self, **options: Any) -> Client:
+        client = Client(self.address, **options)
+        self.clients.append(client)
+        client.send(Hello())
+        while not client.is_ready:
+            self.turn_and_read(client)
+        return client
+
+    def turn_and_read(self, *clients: Client) -> None:
+        self.server.turn()
+        for client in clients:
+            client.read()
+
+    def turn_until(self, done: Callable[[], bool], *readers: Client, max_turns: int = 20_000) -> None:
+        for _ in range(max_turns):
+            if done():
+                return
+            self.turn_and_read(*readers)
+        raise AssertionError(f"not within {max_turns} turns")
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.socket.close()
+        self.server.clients.close()
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    """Paths of sockets must be short, so they are not below pytest's folder."""
+    made: list[Bench] = []
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+
+        def make(**limits: Any) -> Bench:
+            (Path(folder) / str(len(made))).mkdir()
+            made.append(Bench(f"{folder}/{len(made)}", **limits))
+            return made[-1]
+
+        yield make
+        for bench in made:
+            bench.close()
+
+
+def make_request(id: str, prompt: list[int], count: int) -> Request:
+    return Request(
+        id=id,
+        tokens=list(prompt),
+        params=SamplingParams(max_tokens=count),
+        prompt_len=len(prompt),
+        limit=len(prompt) + count,
+        seed=0,
+    )
+
+
+def prompt(number: int) -> list[int]:
+    return [(number + 7 * i) % 97 for i in range(5)]
+
+
+def test_requests_come_in_and_tokens_go_out_to_whom_they_belong(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    one, two = bench.join(), bench.join()
+    one.send(Add([make_request("a", prompt(1), 6)]))
+    two.send(Add([make_request("b", prompt(2), 9), make_request("c", prompt(3), 4)]))
+    bench.turn_until(lambda: len(one.reasons) + len(two.reasons) == 3, one, two)
+    assert one.tokens == {"a": continuation(prompt(1), 6)}
+    assert two.tokens == {"b": continuation(prompt(2), 9), "c": continuation(prompt(3), 4)}
+    assert not bench.server.clients.owner
+
+
+def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches beats that say all is well while nothing moves, and a core that burns a CPU meanwhile."""
+    bench = make_bench()
+    client = bench.join()
+    plan, num_asked = bench.engine.scheduler.plan, 0
+
+    def refuse() -> StepPlan | None:
+        nonlocal num_asked
+        num_asked += 1
+        return None
+
+    monkeypatch.setattr(bench.engine.scheduler, "plan", refuse)
+    client.send(Add([make_request("a", prompt(1), 6)]))
+    bench.turn_until(lambda: num_asked > 0, client)
+    client.beats.clear()
+    bench.turn_until(lambda: len(client.beats) == 4, client)
+    stalls = [beat.stalled_s for beat in client.beats]
+    assert stalls == sorted(stalls) and stalls[-1] >= 3 * process.BEAT_S
+    assert num_asked <= 5 * (process.BEAT_S / process.RETRY_S) + 5
+
+    monkeypatch.setattr(bench.engine.scheduler, "plan", plan)
+    bench.turn_until(lambda: "a" in client.reasons, client)
+    client.beats.clear()
+    bench.turn_until(lambda: len(client.beats) == 2, client)
+    assert [beat.stalled_s for beat in client.beats] == [0.0, 0.0], "idle is not stalled"
+
+
+def test_a_stuck_core_still_hears_that_it_may_give_up(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    client = bench.join()
+    monkeypatch.setattr(bench.engine.scheduler, "plan", lambda: None)
+    client.send(Add([make_request("a", prompt(1), 6)]))
+    bench.turn_until(lambda: bench.engine.core.has_work, client)
+    client.send(Abort(["a"]))
+    bench.turn_until(lambda: not bench.engine.core.has_work, client)
+    client.beats.clear()
+    bench.turn_until(lambda: len(client.beats) == 1, client)
+    assert client.beats[0].stalled_s == 0.0
+
+
+def test_a_crowd_at_the_door_does_not_keep_steps_waiting(make_bench: Callable[..., Bench]) -> None:
+    """Catches a core that takes in all that arrives before it computes anything."""
+    bench = make_bench()
+    client = bench.join()
+    num = 5000
+    client.send(Add([make_request("first", prompt(1), 50)]))
+    bench.turn_until(lambda: "first" in client.tokens, client)
+    for number in range(num):
+        client.send(Add([make_request(str(number), prompt(number), 1)]))
+        client.send(Abort([str(number)]))
+    num_tokens = len(client.tokens["first"])
+    bench.turn_until(lambda: len(client.tokens["first"]) > num_tokens + 5, client)
+    outside = bench.server.clients._socket
+    assert outside.poll(0), "some still wait outside"
+    bench.turn_until(lambda: not (bench.engine.core.has_work or outside.poll(0)), client)
+    assert client.tokens["first"] == continuation(prompt(1), 50)
+
+
+def test_a_client_that_takes_nothing_is_given_up_and_told_when_it_does(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a core that grows behind a stopped API process, waits for it, or lets its requests hang."""
+    most = 20_000
+    bench = make_bench(num_blocks=8000, max_num_seqs=80, max_num_batched_tokens=512)
+    server = bench.server
+    server.clients.close()
+    server.clients = clients = Clients(bench.address, server._abort, high_water=8, max_queued_bytes=most)
+    deaf, good = bench.join(rcvhwm=1), bench.join()
+    deaf.send(Add([make_request(f"deaf-{number}", prompt(number), 3000) for number in range(40)]))
+    good.send(Add([make_request("good", prompt(5), 2000)]))
+    fullest = 0
+    while "good" not in good.reasons:
+        bench.turn_and_read(good)
+        fullest = max([fullest, *(queue.num_bytes for queue in clients.queues.values())])
+    assert most / 2 < fullest <= most
+    assert good.tokens == {"good": continuation(prompt(5), 2000)}
+    assert not bench.engine.core.has_work, "what nobody takes is not computed"
+    assert "takes nothing" in caplog.text
+    bench.turn_until(lambda: len(deaf.reasons) == 40, deaf)
+    assert set(deaf.reasons.values()) == {"error"}
+    for number in range(40):
+        said = deaf.tokens[f"deaf-{number}"]
+        assert said == continuation(prompt(number), len(said)), "what came before is in order"
+    deaf.send(Add([make_request("again", prompt(9), 5)]))
+    bench.turn_until(lambda: "again" in deaf.reasons, deaf)
+    assert deaf.tokens["again"] == continuation(prompt(9), 5)
+    assert not clients.queues and not clients.owner
+
+
+def test_an_end_that_was_still_queued_is_told_as_an_error(make_bench: Callable[..., Bench]) -> None:
+    """Catches a request that is over in the core, and whose end is thrown away: nobody would ever tell."""
+    bench = make_bench()
+    client = bench.join(rcvhwm=1)
+    given_up: list[list[str]] = []
+    clients = bench.server.clients
+    clients._max_queued_bytes, clients._give_up = 20_000, given_up.append
+    (identity,) = clients.known
+    num_ended = 0
+    while not given_up:
+        finished = {f"{num_ended}-{'x' * 1000}": Finish("stop")}
+        clients.send(identity, Stepped(StepOutput([], [], finished=finished)))
+        num_ended += 1
+    assert given_up == [[]], "none of them was still there"
+    for _ in range(1000):
+        clients.flush()
+        client.read()
+    assert len(client.reasons) == num_ended
+    assert set(client.reasons.values()) == {"stop", "error"}
+
+
+def test_a_client_that_is_gone_takes_its_requests_along(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(num_blocks=400)
+    gone, good = bench.join(), bench.join()
+    gone.send(Add([make_request("gone", prompt(1), 1000)]))
+    good.send(Add([make_request("good", prompt(2), 400)]))
+    bench.turn_until(lambda: "gone" in gone.tokens, gone, good)
+    gone.socket.close()
+    bench.turn_until(lambda: "good" in good.reasons, good)
+    assert not bench.engine.core.has_work
+    assert good.tokens["good"] == continuation(prompt(2), 400)
