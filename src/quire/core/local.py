@@ -9,6 +9,7 @@ from typing import Any
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, Env, checked, resolve
 from quire.config.model import read_checkpoint
 from quire.core.engine_core import EngineCore, build_core
+from quire.core.stats_log import StatsLog
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
@@ -96,12 +97,14 @@ class LocalEngine:
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None
+        self.stats_log: StatsLog | None = None
         if not config.observability.disable_log_stats:
             self.metrics = EngineMetrics(
                 MetricsPages(Layout(config.model.max_model_len)),
                 model_name=config.model.served_model_name[0],
                 cache_info=cache_info(config, cache.num_blocks),
             )
+            self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
 
     def add_request(
         self,
@@ -122,6 +125,8 @@ class LocalEngine:
         requests = self.inputs.requests(
             request_id, prompt, params, priority=priority, arrived_at=arrival_time, max_logprobs=max_logprobs
         )
+        if self.stats_log is not None and not self.has_unfinished_requests():
+            self.stats_log.begin_run()
         self.outputs.add(request_id, prompt, requests)
         for request in requests:
             self.core.add(request)
@@ -153,9 +158,11 @@ class LocalEngine:
         processed = self.outputs.process(step)
         if processed.stopped:
             self.core.abort(processed.stopped)
-        if self.metrics is not None:
+        if self.metrics is not None and self.stats_log is not None:
             self.core.refresh(step.stats)
             self.metrics.pages.observe(step.stats, processed.stats)
+            self.stats_log.add(step.stats)
+            (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
         return processed.outputs
 
     def reset_prefix_cache(self) -> bool:

@@ -13,39 +13,76 @@ WINDOW = 1000
 """Admissions that the prefix hit rate is taken over."""
 
 
+class Tally:
+    """Tokens since it was made."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.num_prompt = self.num_generated = 0
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, stats: StepStats) -> None:
+        self.num_prompt += stats.num_prompt_tokens - stats.num_cached_tokens
+        self.num_generated += stats.num_sampled_tokens
+
+    def rates(self) -> tuple[float, float]:
+        """Prompt and generated tokens per second."""
+        age_s = max(self.age_s, 1e-6)
+        return self.num_prompt / age_s, self.num_generated / age_s
+
+
 class StatsLog:
-    """Adds up steps, and every `interval_s` seconds says what they came to. Says nothing twice while idle."""
+    """Adds up steps, and every `interval_s` seconds says what they came to. Says nothing twice while idle.
+
+    A server's time never ends. Offline it comes in runs, from the first request to the end of the last, and
+    the end of one is worth a line, too, unless the last is not `interval_s` old.
+    """
 
     def __init__(self, interval_s: float, pages: MetricsPages, *, quiet: bool = False) -> None:
         self.interval_s = interval_s
         self.pages = pages
         self.quiet = quiet
-        self._began = time.monotonic()
-        self._num_prompt = self._num_generated = self._num_preempted = 0
+        self._interval, self._run = Tally(), Tally()
+        self._said_at = float("-inf")
+        self._num_preempted = 0
         self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._was_idle = False
 
+    def begin_run(self) -> None:
+        """The first request comes to an engine at rest."""
+        self._interval, self._run = Tally(), Tally()
+
+    def end_run(self, now: StepStats) -> None:
+        """The last request has ended: the rates are those of the whole run."""
+        self.pages.observe_rates(*self._run.rates())
+        if time.monotonic() - self._said_at >= self.interval_s:
+            self._say(self._run, now)
+
     def add(self, stats: StepStats) -> None:
-        self._num_prompt += stats.num_prompt_tokens - stats.num_cached_tokens
-        self._num_generated += stats.num_sampled_tokens
+        self._interval.add(stats)
+        self._run.add(stats)
         self._num_preempted += stats.num_preempted
         if stats.prefix_queries:
             self._lookups.append((stats.prefix_hits, stats.prefix_queries))
 
     def tick(self, now: StepStats) -> None:
         """`now` has the gauges of this moment."""
-        elapsed = time.monotonic() - self._began
-        if elapsed < self.interval_s:
+        tally = self._interval
+        if tally.age_s < self.interval_s:
             return
-        prompt, generated = self._num_prompt / elapsed, self._num_generated / elapsed
-        self.pages.observe_rates(prompt, generated)
-        idle = not (self._num_prompt or self._num_generated or now.num_running or now.num_waiting)
-        if not self.quiet:
-            say = log.debug if idle and self._was_idle else log.info
-            say("%s", self._line(prompt, generated, now))
+        self.pages.observe_rates(*tally.rates())
+        idle = not (tally.num_prompt or tally.num_generated or now.num_running or now.num_waiting)
+        self._say(tally, now, again=idle and self._was_idle)
         self._was_idle = idle
-        self._began = time.monotonic()
-        self._num_prompt = self._num_generated = self._num_preempted = 0
+        self._interval = Tally()
+
+    def _say(self, tally: Tally, now: StepStats, *, again: bool = False) -> None:
+        self._said_at = time.monotonic()
+        if not self.quiet:
+            (log.debug if again else log.info)("%s", self._line(*tally.rates(), now))
 
     def _line(self, prompt: float, generated: float, now: StepStats) -> str:
         hits, queries = (sum(pair[i] for pair in self._lookups) for i in (0, 1))

@@ -27,6 +27,8 @@ def choose_victim(running: Running, policy: str) -> int:
 
 
 class PreemptionWarning:
+    """What the user is told about preemptions, and could do about them."""
+
     def __init__(self) -> None:
         self._next = 0.0
 
@@ -36,9 +38,10 @@ class PreemptionWarning:
             return
         self._next = time.monotonic() + WARN_INTERVAL_S
         log.warning(
-            "Request %s is preempted by recomputation because there is not enough KV cache space. "
-            "This can affect the end-to-end performance. Increase gpu_memory_utilization or "
-            "tensor_parallel_size, or decrease max_num_seqs or max_num_batched_tokens. "
+            "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
+            "cache space. This can affect the end-to-end performance. Increase gpu_memory_utilization or "
+            "tensor_parallel_size to provide more KV cache memory. Increasing pipeline_parallel_size, or "
+            "decreasing max_num_seqs or max_num_batched_tokens, helps, too. "
             "total_cumulative_preemption_cnt=%d",
             request_id,
             num_preemptions,

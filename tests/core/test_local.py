@@ -1,0 +1,59 @@
+"""The engine in one process: what it says about itself, and what it does when nothing can run."""
+
+import logging
+import re
+
+import pytest
+from tiny_text import TextModel, open_text, text_model
+
+from quire import SamplingParams
+from quire.errors import EngineError
+from quire.metrics import Gauge
+
+PROMPTS = [{"prompt_token_ids": [5 + number, 6, 7, 8]} for number in range(6)]
+PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return text_model(tmp_path_factory.getbasetemp())
+
+
+def test_a_run_offline_says_its_line_with_all_preemptions(
+    model: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches an engine that is asked for statistics and keeps them to itself."""
+    llm = open_text(model, disable_log_stats=False, num_gpu_blocks_override=20, max_model_len=64)
+    with caplog.at_level(logging.INFO):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    (line,) = [text for text in caplog.messages if text.startswith("Engine 000:")]
+    num_preemptions = llm.llm_engine.core.scheduler.num_preemptions
+    assert num_preemptions > 0 and line.endswith(f"Preemptions: {num_preemptions}")
+    assert not re.search(r"throughput: 0\.0 tokens", line)
+    assert "Sequence group" in caplog.text and "total_cumulative_preemption_cnt=1" in caplog.text
+
+
+def test_throughput_offline_is_that_of_the_run(model: TextModel) -> None:
+    llm = open_text(model, disable_log_stats=False)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    rates = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:avg_")]
+    assert len(rates) == 2
+    assert all(isinstance(rate, Gauge) and rate.value > 0 for rate in rates)
+
+
+def test_without_statistics_nothing_is_said(model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        open_text(model).generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert not [text for text in caplog.messages if text.startswith("Engine 000:")]
+
+
+def test_requests_that_can_never_run_end_the_call_and_not_the_engine(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a loop that turns for ever."""
+    llm = open_text(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.core.scheduler, "plan", lambda: None)
+        with pytest.raises(EngineError, match="none of them can run"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert len(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == 6

@@ -1,0 +1,106 @@
+"""The line about the engine, and when it is said."""
+
+import re
+
+import pytest
+
+from quire.core import stats_log
+from quire.core.stats_log import StatsLog
+from quire.data.stats import StepStats
+from quire.metrics import Layout, MetricsPages
+
+INTERVAL_S = 10.0
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stats_log.time, "monotonic", clock.monotonic)
+    return clock
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(stats_log.log, "info", lambda text, *values: said.append(text % values))
+    return said
+
+
+def make_log(quiet: bool = False) -> StatsLog:
+    return StatsLog(INTERVAL_S, MetricsPages(Layout(64)), quiet=quiet)
+
+
+def rates(log: StatsLog) -> tuple[float, float]:
+    return (
+        log.pages.value("avg_prompt_throughput_toks_per_s"),
+        log.pages.value("avg_generation_throughput_toks_per_s"),
+    )
+
+
+def preemptions(line: str) -> int:
+    (found,) = re.findall(r"Preemptions: (\d+)", line)
+    return int(found)
+
+
+def test_preemptions_are_counted_from_the_start(clock: Clock, lines: list[str]) -> None:
+    """Catches a count that starts again with each line."""
+    log = make_log()
+    for num_preempted in (2, 0, 3):
+        clock.now += INTERVAL_S
+        log.add(StepStats(num_sampled_tokens=5, num_preempted=num_preempted))
+        log.tick(StepStats())
+    assert [preemptions(line) for line in lines] == [2, 2, 5]
+
+
+def test_rates_are_those_of_the_interval_and_an_idle_engine_says_so_once(
+    clock: Clock, lines: list[str]
+) -> None:
+    log = make_log()
+    log.add(StepStats(num_prompt_tokens=70, num_cached_tokens=20, num_sampled_tokens=40))
+    log.tick(StepStats())
+    assert lines == []
+    for expected in ((5.0, 4.0), (0.0, 0.0), (0.0, 0.0)):
+        clock.now += INTERVAL_S
+        log.tick(StepStats())
+        assert rates(log) == expected
+    assert len(lines) == 2
+
+
+def test_a_run_ends_with_its_own_rates_and_a_line(clock: Clock, lines: list[str]) -> None:
+    """Catches rates of 0 after a run shorter than the interval, and those of its last seconds only."""
+    log = make_log()
+    clock.now += 500.0
+    log.begin_run()
+    log.add(StepStats(num_prompt_tokens=120))
+    clock.now += INTERVAL_S
+    log.tick(StepStats(num_running=1))
+    log.add(StepStats(num_sampled_tokens=60))
+    clock.now += 2.0
+    log.end_run(StepStats())
+    assert rates(log) == (10.0, 5.0)
+    assert len(lines) == 1, "one was said two seconds before"
+    clock.now += INTERVAL_S
+    log.begin_run()
+    log.add(StepStats(num_prompt_tokens=8, num_sampled_tokens=2))
+    clock.now += 2.0
+    log.end_run(StepStats())
+    assert rates(log) == (4.0, 1.0) and len(lines) == 2
+    assert "Avg prompt throughput: 4.0 tokens/s" in lines[-1]
+
+
+def test_a_quiet_log_still_keeps_the_rates(clock: Clock, lines: list[str]) -> None:
+    log = make_log(quiet=True)
+    log.add(StepStats(num_sampled_tokens=40))
+    clock.now += INTERVAL_S
+    log.tick(StepStats())
+    assert rates(log) == (0.0, 4.0) and lines == []
