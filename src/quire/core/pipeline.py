@@ -21,8 +21,11 @@ class Refused:
 
 
 class Pipeline:
-    """Holds up to `depth` steps. With 2 a device has its next step before it is done with the last; where the
-    host itself computes there is nothing to gain from more than 1."""
+    """Up to `depth` steps that were submitted, oldest first.
+
+    With 2 a device has its next step before it is done with the last; where the host itself computes there is
+    nothing to gain from more than 1.
+    """
 
     def __init__(self, executor: Executor, depth: int) -> None:
         self.executor = executor

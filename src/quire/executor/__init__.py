@@ -15,6 +15,8 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
+    """Whoever has the workers: plans go in, results come out."""
+
     def start(self) -> CacheSize: ...
 
     def submit(self, plan: StepPlan) -> Pending:

@@ -8,6 +8,8 @@ from quire.worker.worker import Worker
 
 
 class InProcessExecutor:
+    """A worker in this process, called directly."""
+
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config)
 

@@ -296,27 +296,37 @@ class EngineMetrics:
 
 @dataclass
 class Metric:
+    """One series as a plain value."""
+
     name: str
     labels: dict[str, str]
 
 
 @dataclass
 class Counter(Metric):
+    """A count that only rises."""
+
     value: int
 
 
 @dataclass
 class Gauge(Metric):
+    """A value of the moment."""
+
     value: float
 
 
 @dataclass
 class Vector(Metric):
+    """Counts by position."""
+
     values: list[int]
 
 
 @dataclass
 class Histogram(Metric):
+    """Observations: how many, their sum, and how many up to each bound."""
+
     count: int
     sum: float
     buckets: dict[str, int] = field(default_factory=dict)

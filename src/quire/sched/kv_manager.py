@@ -21,7 +21,7 @@ def _root_key(request: Request) -> bytes:
 
 
 class KVManager:
-    """Rows are the scheduler's; a row's blocks stand in the order of its tokens."""
+    """The blocks of each of the scheduler's rows, in the order of its tokens, and the prefixes they share."""
 
     def __init__(self, *, num_blocks: int, block_size: int, max_rows: int, share_prefixes: bool) -> None:
         self.pool = BlockPool(num_blocks)

@@ -19,7 +19,10 @@ def looks_back(params: SamplingParams) -> bool:
 
 
 class Running:
-    """`order` lists the taken rows, oldest admission first; every other column is indexed by row."""
+    """The requests that hold a row, as columns.
+
+    `order` lists the taken rows, oldest admission first; every other column is indexed by row.
+    """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         self.order: RowIds = np.empty(0, np.intp)

@@ -29,6 +29,8 @@ from quire.sched.victims import PreemptionWarning, choose_victim
 
 
 class Scheduler:
+    """Plans steps, and turns their results into what they mean to the requests."""
+
     def __init__(
         self,
         *,
