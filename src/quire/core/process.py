@@ -86,7 +86,7 @@ class CoreServer:
         if self.core.has_work:
             self._step()
         else:
-            self._progress_at = time.monotonic()
+            self._progress_at, self._is_stuck = time.monotonic(), False
         self.clients.flush()
         self._beat()
 
