@@ -12,7 +12,7 @@ _EXPORTS = LazyTable(
     {
         "LLM": "quire.llm:LLM",
         "LLMEngine": "quire.core.local:LocalEngine",
-        "EngineArgs": "quire.config.engine:EngineArgs",
+        "EngineArgs": "quire.config.args:EngineArgs",
         "SamplingParams": "quire.data.params:SamplingParams",
         "BeamSearchParams": "quire.data.params:BeamSearchParams",
         "StructuredOutputsParams": "quire.data.params:StructuredOutputsParams",

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from quire.config.engine import EngineArgs, default_sampling
-from quire.core.local import LocalEngine, configure
+from quire.config.args import EngineArgs
+from quire.config.generation import default_sampling
+from quire.core.local import LocalEngine
 from quire.data.outputs import BeamSearchOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
@@ -19,6 +20,7 @@ from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.logs import get_logger
 from quire.metrics import Metric
+from quire.prepare import configure
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)

@@ -13,15 +13,15 @@ FLOORS = [
     ["errors", "logs", "version"],
     ["config", "data", "registry"],
     ["hub", "capacity", "dist", "sched", "text", "metrics", "grammar", "remote"],
-    ["kernels", "multimodal"],
+    ["kernels", "multimodal", "prepare"],
     ["attention", "quant", "frontend"],
     ["layers", "sampling", "spec", "server"],
     ["models", "lora"],
     ["loader"],
     ["worker"],
     ["executor"],
-    ["core"],
-    ["llm", "launch"],
+    ["core", "api_process"],
+    ["llm", "launch", "private"],
     ["bench", "batch", "terminal"],
     ["cli"],
     ["__main__", "__init__"],
@@ -40,6 +40,9 @@ TORCH_FREE = [
     "core",
     "executor",
     "remote",
+    "prepare",
+    "api_process",
+    "launch",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from, human_int
-from quire.config.engine import checked
 from quire.config.sections import options
 
 

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from quire.config.engine import (
-    GIB,
-    EngineArgs,
-    EngineConfig,
-    Env,
-    checked,
-    default_sampling,
-    resolve,
-)
+from quire.config.args import EngineArgs, checked
+from quire.config.engine import GIB, EngineConfig, resolve
+from quire.config.env import Env
 from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, UNBUILT, foreign
+from quire.config.generation import default_sampling
 from quire.config.machine import Machine
 from quire.config.model import ArchFacts, Checkpoint, RopeFacts
 from quire.config.sections import SECTIONS, options

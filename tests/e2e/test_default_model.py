@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from serve_process import ServeProcess
 
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.errors import QuireError
 from quire.hub import locate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.hub import locate
 from quire.kernels import native

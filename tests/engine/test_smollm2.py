@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.hub import locate
 

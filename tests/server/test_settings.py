@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.config.cli import FlagParser, add_engine_flags, given_from
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.config.sections import options_of
 from quire.errors import ConfigError
 from quire.server.settings import (

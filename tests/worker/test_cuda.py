@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.attention.triton_attn import TritonAttention
 from quire.config.engine import EngineConfig
-from quire.core.local import configure
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
+from quire.prepare import configure
 from quire.sampling.draw import Draws
 from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Model, Pending

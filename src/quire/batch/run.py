@@ -16,9 +16,9 @@ from quire.batch.journal import Journal
 from quire.batch.lines import Line, answer_line, error_line, index, read_request
 from quire.batch.transport import Answer, AsgiTransport, HttpTransport, Transport
 from quire.config.cli import FlagParser, add_engine_flags, given_from
-from quire.core.local import configure
 from quire.errors import ConfigError
-from quire.launch import private_engine
+from quire.prepare import configure
+from quire.private import private_engine
 from quire.remote.http import HttpClient, ServerGone
 from quire.remote.openai import bearer
 from quire.server.app import Application

@@ -21,7 +21,7 @@ from quire.bench.drafts import draft_counters, draft_summary
 from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
 from quire.bench.serve_flags import add_flags
 from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.hub import locate
 from quire.remote.http import HttpClient, ServerGone

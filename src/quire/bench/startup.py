@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from
-from quire.config.engine import Env, checked
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.hub import locate
 

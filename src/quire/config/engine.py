@@ -1,21 +1,12 @@
 """What the user asked for meets what the machine offers: `resolve()` is the one place that makes defaults."""
 
-import json
-import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from quire.config.foreign import (
-    IGNORED_SWITCHES,
-    IGNORED_VALUES,
-    UNBUILT,
-    foreign,
-    refuse_unbuilt,
-    translated,
-)
+from quire.config.args import checked
+from quire.config.env import Env
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.sections import (
@@ -24,32 +15,12 @@ from quire.config.sections import (
     LoadSection,
     ModelSection,
     ObservabilitySection,
-    Option,
     ParallelSection,
     SchedulerSection,
     options,
 )
-from quire.errors import ConfigError, nearest
+from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
-
-__all__ = [
-    "DEFAULT_MODEL_ID",
-    "DEFAULT_MODEL_NAMES",
-    "AttentionSection",
-    "CacheSection",
-    "EngineArgs",
-    "EngineConfig",
-    "Env",
-    "LoadSection",
-    "ModelSection",
-    "ObservabilitySection",
-    "ParallelSection",
-    "SchedulerSection",
-    "checked",
-    "checked_value",
-    "default_sampling",
-    "resolve",
-]
 
 logger = get_logger(__name__)
 
@@ -62,13 +33,6 @@ CPU_KV_CACHE_LIMIT = 4 * GIB
 QUANTIZATIONS = {"gguf": ("gguf", "none"), "hf": ()}
 """By checkpoint format: the quantization names that can be asked for."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-KIND_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a JSON object",
-}
 
 # Least device memory in GiB; tokens of a step by usage; requests. An A100 counts as the last row.
 CUDA_BUDGETS = (
@@ -77,64 +41,6 @@ CUDA_BUDGETS = (
     (0, {"llm": 8192, "server": 2048}, 256),
 )
 CPU_BUDGETS = {"llm": (4096, 256), "server": (2048, 128)}
-
-
-@dataclass(frozen=True, slots=True)
-class Env:
-    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME."""
-
-    cache_root: Path
-    logging_level: str = "INFO"
-    log_stats_interval: float = 10.0
-    """Seconds between two lines of statistics."""
-    api_key: str | None = field(default=None, repr=False)
-    host_ip: str | None = None
-    port: int | None = None
-    """First port for messages between processes."""
-    cpu_kvcache_space: float | None = None
-    """KV cache on a CPU, GiB."""
-    allow_long_max_model_len: bool = False
-    attention_backend: str | None = None
-    server_dev_mode: bool = False
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> "Env":
-        found: dict[str, Any] = {}
-        for name, kind in _ENV_KINDS.items():
-            variable = next(
-                (f"{p}_{name.upper()}" for p in ("QUIRE", "VLLM") if environ.get(f"{p}_{name.upper()}")), ""
-            )
-            if not variable:
-                continue
-            try:
-                found[name] = kind(environ[variable])
-            except ValueError:
-                raise ConfigError(
-                    f"{variable}={environ[variable]!r} is not a valid value; unset it or correct it"
-                ) from None
-        cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
-        found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
-        return cls(**found)
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("0", "1", "true", "false"):
-        raise ValueError(text)
-    return text.lower() in ("1", "true")
-
-
-_ENV_KINDS: dict[str, Any] = {
-    "cache_root": lambda text: Path(text).expanduser(),
-    "logging_level": str,
-    "log_stats_interval": float,
-    "api_key": str,
-    "host_ip": str,
-    "port": int,
-    "cpu_kvcache_space": float,
-    "allow_long_max_model_len": _switch,
-    "attention_backend": str,
-    "server_dev_mode": _switch,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,90 +56,6 @@ class EngineConfig:
     observability: ObservabilitySection
     checkpoint: Checkpoint
     machine: Machine
-
-
-def _given(self: Any) -> dict[str, Any]:
-    """What differs from the defaults: the first argument of `resolve()`."""
-    known = options()
-    values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is not None and (name not in known or value != known[name].default)
-    }
-
-
-def _args_fields() -> list[tuple[str, Any, Any]]:
-    listed: list[tuple[str, Any, Any]] = []
-    for option in options().values():
-        make = option.default.copy if option.kind is dict else None
-        listed.append(
-            (option.name, Any, field(default_factory=make) if make else field(default=option.default))
-        )
-    return listed + [(name, Any, field(default=None)) for name in sorted(foreign())]
-
-
-EngineArgs: Any = make_dataclass(
-    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _given}
-)
-EngineArgs.__module__ = __name__
-EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."
-
-
-def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` under today's names, each value of its type and within its bounds; None counts as not given.
-
-    Needs no model, so that a mistyped flag is found before anything is downloaded.
-    """
-    known, values = options(), {}
-    for name, value in translated(given).items():
-        if value is None:
-            continue
-        if name in known:
-            values[name] = checked_value(known[name], value)
-        elif name in UNBUILT:
-            refuse_unbuilt(name, value)
-        elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
-            if value:
-                warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
-        else:
-            near = nearest(name, sorted([*known, *foreign()]))
-            raise ConfigError(
-                f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
-            )
-    return values
-
-
-def checked_value(option: Option, value: Any) -> Any:
-    """`value` in the option's type and within its bounds."""
-    name, kind, rule = option.name, option.kind, option.rule
-    if rule.auto and value in ("auto", -1):
-        return value
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if kind is tuple:
-        return _checked_names(name, value)
-    if kind is dict and isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if kind is float:
-            value = float(value)
-        elif kind is int and isinstance(value, numbers.Integral):
-            value = int(value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise ConfigError(f"{name}={value!r} must be {KIND_NAMES[kind]}{' or `auto`' if rule.auto else ''}")
-    if option.choices and value not in option.choices:
-        raise ConfigError(f"{name}={value!r} is not supported; known: {', '.join(option.choices)}")
-    if isinstance(value, int | float) and not rule.allows(value):
-        raise ConfigError(f"{name}={value!r} is out of range: it must be {rule}")
-    return value
-
-
-def _checked_names(name: str, value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(each, str) and each for each in names):
-        raise ConfigError(f"{name}={value!r} must be a name or a list of names")
-    return tuple(names)
 
 
 def resolve(
@@ -442,41 +264,3 @@ def _check_budget(section: SchedulerSection, max_model_len: int) -> None:
         )
     if section.enable_chunked_prefill:
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
-
-
-_SAMPLING_KEYS = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-
-
-def default_sampling(config: EngineConfig) -> dict[str, Any]:
-    """Sampling parameters that a request gets where it says nothing, under SamplingParams' names."""
-    source, overrides = config.model.generation_config, config.model.override_generation_config
-    unread = sorted(set(overrides) - set(_SAMPLING_KEYS))
-    if unread:
-        warn_once(
-            logger,
-            f"override_generation_config: {', '.join(unread)} not read; known: {', '.join(_SAMPLING_KEYS)}",
-        )
-    merged = {**_generation(source, config.checkpoint), **overrides}
-    return {ours: merged[theirs] for theirs, ours in _SAMPLING_KEYS.items() if merged.get(theirs) is not None}
-
-
-def _generation(source: str, checkpoint: Checkpoint) -> dict[str, Any]:
-    if source == "auto":
-        return checkpoint.generation
-    if source in ("quire", "vllm"):
-        return {}
-    path = Path(source).expanduser() / "generation_config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"generation_config={source!r} is none of auto, quire, vllm, and {path} cannot be read: {error}"
-        ) from None
-    return found if isinstance(found, dict) else {}

@@ -1,84 +1,25 @@
 """LocalEngine: front, core and worker in one process, stepped by the caller."""
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, Env, checked, resolve
-from quire.config.model import read_checkpoint
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
 from quire.core.engine_core import EngineCore, build_core
 from quire.core.stats_log import StatsLog
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
-from quire.dist.platform import detect
 from quire.errors import EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
-from quire.hub import DEFAULT_MODEL, locate
 from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.text.tokenizer import Tokenizer, load_tokenizer
-
-
-def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
-    """Find the model that `given` asks for and settle every setting."""
-    env = Env.read(os.environ)
-    values = checked(given)
-    path = locate(
-        values.get("model"),
-        revision=values.get("revision"),
-        download_dir=values.get("download_dir"),
-        token=values.get("hf_token"),
-        cache_root=env.cache_root,
-        progress=values.get("use_tqdm_on_load", True),
-    )
-    checkpoint = read_checkpoint(path, values.get("hf_overrides"))
-    if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
-        checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-    return resolve(
-        values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env
-    )
-
-
-def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    model = config.model
-    if model.skip_tokenizer_init:
-        return None
-    path = Path(model.tokenizer)
-    if path != config.checkpoint.path:
-        env = Env.read(os.environ)
-        path = locate(
-            model.tokenizer,
-            revision=model.tokenizer_revision,
-            token=model.hf_token,
-            cache_root=env.cache_root,
-        )
-    return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
-
-
-def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
-    own = tokenizer.eos_token_id if tokenizer is not None else None
-    return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
-
-
-def cache_info(config: EngineConfig, num_blocks: int) -> dict[str, Any]:
-    """The labels of `vllm:cache_config_info`."""
-    cache = config.cache
-    return {
-        "block_size": cache.block_size,
-        "cache_dtype": cache.kv_cache_dtype,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
-        "num_gpu_blocks": num_blocks,
-        "kv_cache_size_tokens": (num_blocks - 1) * cache.block_size,
-    }
+from quire.prepare import cache_info, eos_ids, open_tokenizer
 
 
 class LocalEngine:
-    """An engine in this process, stepped by the caller."""
+    """An engine in this process: requests in, `step()` by `step()`, outputs out."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from quire.config.engine import EngineConfig, Env
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
 from quire.core.clients import Clients
 from quire.core.engine_core import EngineCore, build_core
 from quire.core.stats_log import StatsLog

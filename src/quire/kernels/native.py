@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.logs import get_logger, warn_once
 
 log = get_logger(__name__)

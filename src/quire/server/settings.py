@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from quire.config.args import checked_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
-from quire.config.engine import Env, checked_value
+from quire.config.env import Env
 from quire.config.sections import Option, Rule, options_of
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once

@@ -1,0 +1,97 @@
+"""An API process: an engine whose core is elsewhere, behind the HTTP server."""
+
+import socket
+import sys
+import time
+from multiprocessing import connection
+from pathlib import Path
+
+import uvloop
+
+from quire.config.engine import EngineConfig
+from quire.config.generation import default_sampling
+from quire.dist.process import adopt
+from quire.errors import QuireError
+from quire.frontend.chat import read_template
+from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.inputs import InputProcessor
+from quire.metrics import EngineMetrics, Layout, MetricsPages
+from quire.prepare import cache_info, eos_ids, open_tokenizer
+from quire.server.settings import ServerSettings
+from quire.version import __version__
+
+
+def make_engine(
+    config: EngineConfig, *, address: str, metrics: MetricsPages, health_timeout_s: float, index: int = 0
+) -> AsyncEngine:
+    """The engine as an API process sees it: tokenizer and limits here, the core at `address`."""
+    model, tokenizer = config.model, open_tokenizer(config)
+    facts = EngineFacts(
+        model_names=model.served_model_name,
+        root=model.model,
+        max_model_len=model.max_model_len,
+        vocab=config.checkpoint.facts.vocab,
+        max_logprobs=model.max_logprobs,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        block_size=config.cache.block_size,
+        default_sampling=default_sampling(config),
+        chat_template=read_template(model.chat_template),
+        version=__version__,
+        start_time=time.time(),
+    )
+    inputs = InputProcessor(
+        tokenizer=tokenizer,
+        vocab=facts.vocab,
+        max_model_len=facts.max_model_len,
+        eos_ids=eos_ids(config, tokenizer),
+        max_logprobs=facts.max_logprobs,
+        seed=model.seed + index,
+        max_prompt_len=config.scheduler.max_prompt_len,
+    )
+    named = EngineMetrics(metrics, model_name=facts.model_names[0], cache_info=cache_info(config, 0))
+    return AsyncEngine(
+        facts=facts,
+        inputs=inputs,
+        metrics=named,
+        address=address,
+        health_timeout_s=health_timeout_s,
+        stream_interval=config.scheduler.stream_interval,
+    )
+
+
+def run_api(
+    index: int,
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket,
+    address: str,
+    metrics_file: Path,
+    parent: connection.Connection,
+) -> None:
+    """Entry of an API process. Tells `parent` when it is up, or in one line why it cannot be."""
+    adopt(f"APIServer{index}" if settings.http.api_server_count > 1 else "APIServer")
+    try:
+        engine = make_engine(
+            config,
+            address=address,
+            metrics=MetricsPages(Layout(config.model.max_model_len), metrics_file, page=index + 1),
+            health_timeout_s=settings.http.health_timeout,
+            index=index,
+        )
+        parent.send(None)
+        uvloop.run(_answer(engine, settings, listener, announce=index == 0))
+    except QuireError as error:
+        parent.send(str(error))
+        sys.exit(1)
+
+
+async def _answer(
+    engine: AsyncEngine, settings: ServerSettings, listener: socket.socket, *, announce: bool
+) -> None:
+    from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
+
+    engine.start()
+    try:
+        await serve(settings, engine, [listener], announce=announce)
+    finally:
+        engine.close()

@@ -1,0 +1,113 @@
+"""What the user asked for, by name: known, of its type and within its bounds. Needs no model."""
+
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from typing import Any
+
+from quire.config.foreign import (
+    IGNORED_SWITCHES,
+    IGNORED_VALUES,
+    UNBUILT,
+    foreign,
+    refuse_unbuilt,
+    translated,
+)
+from quire.config.sections import Option, options
+from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+KIND_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a JSON object",
+}
+
+
+def _given(self: Any) -> dict[str, Any]:
+    """What differs from the defaults: the first argument of `resolve()`."""
+    known = options()
+    values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name not in known or value != known[name].default)
+    }
+
+
+def _args_fields() -> list[tuple[str, Any, Any]]:
+    listed: list[tuple[str, Any, Any]] = []
+    for option in options().values():
+        make = option.default.copy if option.kind is dict else None
+        listed.append(
+            (option.name, Any, field(default_factory=make) if make else field(default=option.default))
+        )
+    return listed + [(name, Any, field(default=None)) for name in sorted(foreign())]
+
+
+EngineArgs: Any = make_dataclass(
+    "EngineArgs", _args_fields(), kw_only=True, repr=False, namespace={"given": _given}
+)
+EngineArgs.__module__ = __name__
+EngineArgs.__doc__ = "Every engine argument by name, all optional; `given()` holds those that were changed."
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` under today's names, each value of its type and within its bounds; None counts as not given.
+
+    Needs no model, so that a mistyped flag is found before anything is downloaded.
+    """
+    known, values = options(), {}
+    for name, value in translated(given).items():
+        if value is None:
+            continue
+        if name in known:
+            values[name] = checked_value(known[name], value)
+        elif name in UNBUILT:
+            refuse_unbuilt(name, value)
+        elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
+            if value:
+                warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
+        else:
+            near = nearest(name, sorted([*known, *foreign()]))
+            raise ConfigError(
+                f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"
+            )
+    return values
+
+
+def checked_value(option: Option, value: Any) -> Any:
+    """`value` in the option's type and within its bounds."""
+    name, kind, rule = option.name, option.kind, option.rule
+    if rule.auto and value in ("auto", -1):
+        return value
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind is tuple:
+        return _checked_names(name, value)
+    if kind is dict and isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if kind is float:
+            value = float(value)
+        elif kind is int and isinstance(value, numbers.Integral):
+            value = int(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{name}={value!r} must be {KIND_NAMES[kind]}{' or `auto`' if rule.auto else ''}")
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{name}={value!r} is not supported; known: {', '.join(option.choices)}")
+    if isinstance(value, int | float) and not rule.allows(value):
+        raise ConfigError(f"{name}={value!r} is out of range: it must be {rule}")
+    return value
+
+
+def _checked_names(name: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) and each for each in names):
+        raise ConfigError(f"{name}={value!r} must be a name or a list of names")
+    return tuple(names)
