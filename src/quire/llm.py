@@ -22,6 +22,7 @@ from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.prepare import configure
 from quire.text.tokenizer import Tokenizer
+from quire.unbuilt import refuse
 
 log = get_logger(__name__)
 
@@ -104,7 +105,7 @@ class LLM:
             )
             for conversation in _with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
-        self._refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         return self._run(self._queue(prompts, sampling_params, None), use_tqdm)
 
     def enqueue(
@@ -119,7 +120,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for a later `wait_for_completion`; their request ids."""
-        self._refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         special = bool((tokenization_kwargs or {}).get("add_special_tokens", True))
         parse = self.llm_engine.inputs.parse
         bar = _with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
@@ -177,11 +178,6 @@ class LLM:
         self._queued |= dict.fromkeys(added)
         return added
 
-    def _refuse(self, **later: Any) -> None:
-        for name, value in later.items():
-            if value:
-                raise RequestError(f"`{name}` is not supported yet", param=name)
-
     # ---- beam search
 
     def beam_search(
@@ -194,7 +190,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at
         once."""
-        self._refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
+        _refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
         parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
         eos_ids = self.llm_engine.inputs.eos_ids
         searches = [
@@ -261,6 +257,11 @@ class LLM:
         parallel = self.config.parallel
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return size * parallel.data_parallel_size if include_dp else size
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        refuse("call argument", name, value)
 
 
 def _as_list(prompts: Any) -> list[Any]:

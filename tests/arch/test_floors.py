@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "quire"
 FLOORS = [
     ["errors", "logs", "version"],
+    ["unbuilt"],
     ["config", "data", "registry"],
     ["hub", "capacity", "dist", "sched", "text", "metrics", "grammar", "remote"],
     ["kernels", "multimodal", "prepare"],

@@ -14,13 +14,14 @@ import pytest
 from quire.config.args import EngineArgs, checked
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
-from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, UNBUILT, foreign
+from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
 from quire.config.generation import default_sampling
 from quire.config.machine import Machine
 from quire.config.model import ArchFacts, Checkpoint, RopeFacts
 from quire.config.sections import SECTIONS, options
 from quire.errors import ConfigError
 from quire.logs import warn_once
+from quire.unbuilt import UNBUILT
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 2, 4, 2, 16, 1e-5, RopeFacts())
 ENV = Env(cache_root=Path("/nowhere"))
@@ -195,7 +196,8 @@ def test_an_8_bit_cache_is_refused_where_no_backend_reads_it() -> None:
 
 
 def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
-    off = {name: values[0] if values else None for name, values in UNBUILT.items()}
+    unbuilt = UNBUILT["engine argument"].items()
+    off = {name: values[0] if values else None for name, values in unbuilt}
     make(
         {**off, "tensor_parallel_size": 1, "quantization": None, "kv_cache_dtype": "auto", "task": "generate"}
     )
@@ -237,7 +239,13 @@ def test_old_names_are_mapped_and_said_outright_wins(warnings: Any) -> None:
 
 def test_the_tables_of_foreign_names_do_not_overlap() -> None:
     """A name in two tables would be both ignored and refused, or shadow a real field."""
-    tables = [set(IGNORED_SWITCHES), set(IGNORED_VALUES), set(UNBUILT), set(MAPPED), set(options())]
+    tables = [
+        set(IGNORED_SWITCHES),
+        set(IGNORED_VALUES),
+        set(UNBUILT["engine argument"]) - set(options()),
+        set(MAPPED),
+        set(options()),
+    ]
     assert sum(map(len, tables)) == len(set.union(*tables))
     assert foreign() >= LISTS and foreign() >= set(SHORT)
 

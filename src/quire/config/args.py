@@ -6,17 +6,11 @@ from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from quire.config.foreign import (
-    IGNORED_SWITCHES,
-    IGNORED_VALUES,
-    UNBUILT,
-    foreign,
-    refuse_unbuilt,
-    translated,
-)
+from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, foreign, translated
 from quire.config.sections import Option, options
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
+from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
 
@@ -62,14 +56,15 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Needs no model, so that a mistyped flag is found before anything is downloaded.
     """
-    known, values = options(), {}
+    known, unbuilt = options(), UNBUILT["engine argument"]
+    values: dict[str, Any] = {}
     for name, value in translated(given).items():
         if value is None:
             continue
         if name in known:
             values[name] = checked_value(known[name], value)
-        elif name in UNBUILT:
-            refuse_unbuilt(name, value)
+        elif name in unbuilt:
+            refuse("engine argument", name, value)
         elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
             if value:
                 warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")

@@ -13,9 +13,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, UNBUILT, foreign
+from quire.config.foreign import IGNORED_SWITCHES, LISTS, SHORT, foreign
 from quire.config.sections import SECTIONS, Option, options, options_of
 from quire.errors import nearest
+from quire.unbuilt import is_switch
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HUMAN_INT = re.compile(r"([+-]?\d+(?:\.\d+)?)([kKmMgGtT]?)")
@@ -254,7 +255,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     hidden = parser.add_argument_group(HIDDEN_TITLE)
     taken = parser._option_string_actions
     for name in sorted(name for name in foreign() if _flags(name, "")[0] not in taken):
-        switch = name in IGNORED_SWITCHES or UNBUILT.get(name) == (False,)
+        switch = name in IGNORED_SWITCHES or is_switch("engine argument", name)
         add_foreign_flag(hidden, name, switch=switch, several=name in LISTS)
 
 

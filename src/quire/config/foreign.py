@@ -1,10 +1,11 @@
-"""The names of the wider world: what vLLM knows and Quire maps, ignores, or has not built yet."""
+"""The names of the wider world: what vLLM knows and Quire maps, or ignores."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.config.sections import options
 from quire.logs import get_logger, warn_once
+from quire.unbuilt import UNBUILT
 
 logger = get_logger(__name__)
 
@@ -53,56 +54,6 @@ IGNORED_VALUES = frozenset(
     video-pruning-rate
     """.replace("-", "_").split()
 )
-
-UNBUILT: dict[str, tuple[Any, ...]] = {
-    "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
-    "cpu_offload_gb": (0,),
-    "data_parallel_external_lb": (False,),
-    "data_parallel_hybrid_lb": (False,),
-    "data_parallel_multi_port_external_lb": (False,),
-    "data_parallel_rank": (0,),
-    "data_parallel_size_local": (1,),
-    "data_parallel_start_rank": (0,),
-    "decode_context_parallel_size": (1,),
-    "device_ids": (),
-    "disable_sliding_window": (False,),
-    "ec_transfer_config": (),
-    "enable_eplb": (False,),
-    "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
-    "enable_prompt_embeds": (False,),
-    "enable_return_routed_experts": (False,),
-    "enable_sleep_mode": (False,),
-    "hf_config_path": (),
-    "io_processor_plugin": (),
-    "kv_cache_dtype_skip_layers": ([], ()),
-    "kv_events_config": (),
-    "kv_offloading_size": (0,),
-    "kv_transfer_config": (),
-    "logits_processors": ([], ()),
-    "model_class_overrides": ({},),
-    "model_impl": ("auto", "quire", "vllm"),
-    "nnodes": (1,),
-    "node_rank": (0,),
-    "offload_group_size": (0,),
-    "pooler_config": (),
-    "prefill_context_parallel_size": (1,),
-    "quantization_config": (),
-    "reasoning_parser": ("",),
-    "reasoning_parser_plugin": ("",),
-    "return_sampling_mask": (False,),
-    "runner": ("auto", "generate"),
-    "scheduler_cls": (),
-    "spec_method": (),
-    "spec_model": (),
-    "spec_tokens": (),
-    "speculative_config": (),
-    "weight_transfer_config": (),
-    "worker_cls": ("auto",),
-    "worker_extension_cls": ("",),
-}
-"""Features that are not built yet, with the values (beside None) that leave them off."""
 
 LISTS = frozenset(
     """
@@ -162,7 +113,8 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 def foreign() -> frozenset[str]:
     """Every name outside the sections that is understood."""
-    return IGNORED_SWITCHES | IGNORED_VALUES | frozenset(UNBUILT) | frozenset(MAPPED)
+    unbuilt = UNBUILT["engine argument"].keys() - options().keys()
+    return IGNORED_SWITCHES | IGNORED_VALUES | unbuilt | MAPPED.keys()
 
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,10 +135,3 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{name}={value!r} is read as {said}" if said else f"{name}={value!r} changes nothing in Quire",
         )
     return values
-
-
-def refuse_unbuilt(name: str, value: Any) -> None:
-    if value in UNBUILT[name]:
-        return
-    off = " or ".join(repr(choice) for choice in UNBUILT[name]) or "None"
-    raise ConfigError(f"{name}={value!r} is not supported yet; leave it out or set it to {off}")

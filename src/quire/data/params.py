@@ -12,6 +12,7 @@ import msgspec
 
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
+from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
 
@@ -203,9 +204,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def verify(self, *, vocab: int, max_logprobs: int) -> None:
         """Check what only the model can tell. `max_logprobs` -1 means the whole vocabulary."""
-        for name, off in _NOT_YET:
-            if getattr(self, name) != off:
-                _fail(name, f"is not supported yet; leave it at {off}")
+        for name in UNBUILT["sampling field"]:
+            refuse("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
         for name, kind in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             wanted = getattr(self, name)
@@ -328,13 +328,6 @@ _SWITCHES = (
     "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "skip_clone",
 )  # fmt: skip
-
-_NOT_YET: tuple[tuple[str, int | None], ...] = (
-    ("structured_outputs", None),
-    ("thinking_token_budget", None),
-    ("trace_decode_token_ids", None),
-    ("routed_experts_prompt_start", 0),
-)
 
 
 _MUTABLE = (

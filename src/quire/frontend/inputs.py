@@ -10,6 +10,7 @@ from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import RequestError
 from quire.text.tokenizer import Tokenizer
+from quire.unbuilt import UNBUILT, refuse
 
 
 class TextPrompt(TypedDict, total=False):
@@ -24,8 +25,6 @@ class TokensPrompt(TypedDict, total=False):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
-
-_LATER = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
 
 
 @dataclass(slots=True)
@@ -76,9 +75,8 @@ class InputProcessor:
         )
 
     def _from_mapping(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt:
-        for key in _LATER:
-            if prompt.get(key) is not None:
-                raise RequestError(f"`{key}` is not supported yet: pass text or token ids", param=key)
+        for key in UNBUILT["prompt key"]:
+            refuse("prompt key", key, prompt.get(key))
         salt = prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")

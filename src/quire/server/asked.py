@@ -1,38 +1,13 @@
 """What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
 
-from typing import Any
-
 from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.logs import get_logger
 from quire.server.engine import Facts
 from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, GenerateBody
+from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
-
-UNBUILT: dict[str, tuple[Any, ...]] = {
-    "ec_transfer_params": (),
-    "function_call": ("none",),
-    "functions": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_json_object": (False,),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "lora_request": (),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "return_assistant_tokens_mask": (False,),
-    "return_token_offsets": (False,),
-    "routed_experts_prompt_start": (0,),
-    "structured_outputs": (),
-    "thinking_token_budget": (-1,),
-    "vllm_xargs": ({},),
-}
-"""Fields whose feature does not exist, with the values (beside null) that ask for nothing."""
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -47,11 +22,9 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def check_fields(body: Body) -> None:
     """Refuse what cannot be had; note what is not known."""
-    for name in UNBUILT.keys() & body.model_fields_set:
-        value = getattr(body, name)
-        if value is not None and value not in UNBUILT[name]:
-            raise RequestError(f"`{name}` is not supported yet; leave it out", param=name)
-    extra = {name for name in body.model_extra or () if name not in UNBUILT}
+    for name in UNBUILT["body field"].keys() & body.model_fields_set:
+        refuse("body field", name, getattr(body, name))
+    extra = {name for name in body.model_extra or () if name not in UNBUILT["body field"]}
     if extra:
         logger.debug("fields without effect: %s", ", ".join(sorted(map(repr, extra))))
 

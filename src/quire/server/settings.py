@@ -11,6 +11,7 @@ from quire.config.env import Env
 from quire.config.sections import Option, Rule, options_of
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
+from quire.unbuilt import UNBUILT, is_switch, refuse
 
 logger = get_logger(__name__)
 
@@ -156,33 +157,15 @@ IGNORED: dict[str, bool] = {
 }
 """vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
 
-UNBUILT: dict[str, tuple[Any, ...]] = {
-    "enable_auto_tool_choice": (False,),
-    "enable_per_request_metrics": (False,),
-    "enable_tokenizer_info_endpoint": (False,),
-    "fingerprint_mode": ("hash",),
-    "fingerprint_value": (),
-    "grpc": (False,),
-    "headless": (False,),
-    "log_config_file": (),
-    "lora_modules": (),
-    "middleware": (),
-    "tokens_only": (False,),
-    "tool_call_parser": (),
-    "tool_parser_plugin": ("",),
-    "tool_server": (),
-}
-"""Features that are not built, with the values (beside None) that leave them off."""
-
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of the server, one group per section. Call it before `add_engine_flags`, which leaves out
     what the server has made its own."""
     add_section_flags(parser, SERVER_SECTIONS, prefix=_PREFIX)
     hidden = parser.add_argument_group(HIDDEN_TITLE)
-    for name in sorted(IGNORED | UNBUILT):
-        switch = IGNORED.get(name) or UNBUILT.get(name) == (False,)
-        add_foreign_flag(hidden, name, switch=bool(switch), prefix=_PREFIX)
+    for name in sorted(IGNORED.keys() | UNBUILT["server flag"].keys()):
+        switch = IGNORED[name] if name in IGNORED else is_switch("server flag", name)
+        add_foreign_flag(hidden, name, switch=switch, prefix=_PREFIX)
 
 
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
@@ -204,9 +187,8 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
         if name in known:
             check = _texts if known[name].kind is list else checked_value
             values[name] = check(known[name], value)
-        elif name in UNBUILT:
-            if value not in UNBUILT[name]:
-                raise ConfigError(f"{name}={value!r} is not supported; leave it out")
+        elif name in UNBUILT["server flag"]:
+            refuse("server flag", name, value)
         elif name in IGNORED:
             warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
         else:

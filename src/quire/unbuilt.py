@@ -1,0 +1,136 @@
+"""What is known and not built: one table by the place where it can be asked for, and one refusal."""
+
+from typing import Any, Literal
+
+from quire.errors import ConfigError, RequestError
+
+Place = Literal[
+    "engine argument", "server flag", "body field", "prompt key", "sampling field", "call argument"
+]
+
+UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
+    "engine argument": {
+        "config_format": ("auto", "hf"),
+        "convert": ("auto", "none"),
+        "cpu_offload_gb": (0,),
+        "data_parallel_external_lb": (False,),
+        "data_parallel_hybrid_lb": (False,),
+        "data_parallel_multi_port_external_lb": (False,),
+        "data_parallel_rank": (0,),
+        "data_parallel_size_local": (1,),
+        "data_parallel_start_rank": (0,),
+        "decode_context_parallel_size": (1,),
+        "device_ids": (),
+        "disable_sliding_window": (False,),
+        "ec_transfer_config": (),
+        "enable_eplb": (False,),
+        "enable_expert_parallel": (False,),
+        "enable_lora": (False,),
+        "enable_prompt_embeds": (False,),
+        "enable_return_routed_experts": (False,),
+        "enable_sleep_mode": (False,),
+        "hf_config_path": (),
+        "io_processor_plugin": (),
+        "kv_cache_dtype_skip_layers": ([], ()),
+        "kv_events_config": (),
+        "kv_offloading_size": (0,),
+        "kv_transfer_config": (),
+        "logits_processors": ([], ()),
+        "model_class_overrides": ({},),
+        "model_impl": ("auto", "quire", "vllm"),
+        "nnodes": (1,),
+        "node_rank": (0,),
+        "offload_group_size": (0,),
+        "pooler_config": (),
+        "prefill_context_parallel_size": (1,),
+        "quantization_config": (),
+        "reasoning_parser": ("",),
+        "reasoning_parser_plugin": ("",),
+        "return_sampling_mask": (False,),
+        "runner": ("auto", "generate"),
+        "scheduler_cls": (),
+        "spec_method": (),
+        "spec_model": (),
+        "spec_tokens": (),
+        "speculative_config": (),
+        "weight_transfer_config": (),
+        "worker_cls": ("auto",),
+        "worker_extension_cls": ("",),
+    },
+    "server flag": {
+        "enable_auto_tool_choice": (False,),
+        "enable_per_request_metrics": (False,),
+        "enable_tokenizer_info_endpoint": (False,),
+        "fingerprint_mode": ("hash",),
+        "fingerprint_value": (),
+        "grpc": (False,),
+        "headless": (False,),
+        "log_config_file": (),
+        "lora_modules": (),
+        "middleware": (),
+        "tokens_only": (False,),
+        "tool_call_parser": (),
+        "tool_parser_plugin": ("",),
+        "tool_server": (),
+    },
+    "body field": {
+        "ec_transfer_params": (),
+        "function_call": ("none",),
+        "functions": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_json_object": (False,),
+        "guided_regex": (),
+        "kv_transfer_params": (),
+        "lora_request": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"],),
+        "prompt_embeds": (),
+        "return_assistant_tokens_mask": (False,),
+        "return_token_offsets": (False,),
+        "routed_experts_prompt_start": (0,),
+        "structured_outputs": (),
+        "thinking_token_budget": (-1,),
+        "vllm_xargs": ({},),
+    },
+    "prompt key": {
+        "encoder_prompt": (),
+        "mm_processor_kwargs": ({},),
+        "multi_modal_data": ({},),
+        "multi_modal_uuids": ({},),
+        "prompt_embeds": (),
+    },
+    "sampling field": {
+        "routed_experts_prompt_start": (0,),
+        "structured_outputs": (),
+        "thinking_token_budget": (),
+        "trace_decode_token_ids": (),
+    },
+    "call argument": {
+        "lora_request": ([],),
+        "mm_processor_kwargs": ({},),
+        "structured_outputs": (),
+    },
+}
+"""Names whose feature is not there, each with the values (beside None) that do without it."""
+
+_AT_START: tuple[Place, ...] = ("engine argument", "server flag")
+
+
+def refuse(place: Place, name: str, value: Any) -> None:
+    """Raise unless `value` can be had: a ConfigError at start, a RequestError for one request."""
+    off = UNBUILT[place][name]
+    if value is None or value in off:
+        return
+    choices = " or ".join(repr(choice) for choice in off)
+    way_out = f"leave it out or set it to {choices}" if choices else "leave it out"
+    if place in _AT_START:
+        raise ConfigError(f"{name}={value!r} is not supported yet; {way_out}")
+    raise RequestError(f"`{name}` is not supported yet; {way_out}", param=name)
+
+
+def is_switch(place: Place, name: str) -> bool:
+    """Whether it is turned on and off, rather than given a value."""
+    return [type(value) for value in UNBUILT[place].get(name, ())] == [bool]

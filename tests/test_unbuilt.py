@@ -1,0 +1,55 @@
+"""The one refusal of what is not built."""
+
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError, RequestError
+from quire.unbuilt import UNBUILT, Place, is_switch, refuse
+
+
+@pytest.mark.parametrize("place", UNBUILT)
+def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
+    for name, off in UNBUILT[place].items():
+        for value in (None, *off):
+            refuse(place, name, value)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "kind", "words"),
+    [
+        ("engine argument", "nnodes", 2, ConfigError, "nnodes=2 is not supported yet; leave it out or set"),
+        ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
+        (
+            "body field",
+            "guided_regex",
+            "a",
+            RequestError,
+            "`guided_regex` is not supported yet; leave it out",
+        ),
+        ("prompt key", "prompt_embeds", [0.1], RequestError, "`prompt_embeds` is not supported yet"),
+        (
+            "sampling field",
+            "thinking_token_budget",
+            3,
+            RequestError,
+            "`thinking_token_budget` is not supported",
+        ),
+        ("call argument", "lora_request", {"x": 1}, RequestError, "`lora_request` is not supported yet"),
+    ],
+)
+def test_each_place_refuses_in_the_same_words(
+    place: Place, name: str, value: Any, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind) as refused:
+        refuse(place, name, value)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    if isinstance(refused.value, RequestError):
+        assert refused.value.param == name
+
+
+def test_a_number_is_no_switch() -> None:
+    """Catches `(0,) == (False,)`."""
+    assert is_switch("engine argument", "enable_lora") and is_switch("server flag", "grpc")
+    for name in ("node_rank", "cpu_offload_gb", "kv_offloading_size", "data_parallel_rank", "nnodes"):
+        assert not is_switch("engine argument", name)
