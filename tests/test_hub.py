@@ -263,6 +263,28 @@ def test_gguf_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         locate("org/m", cache_root=tmp_path)
 
 
+def test_a_gguf_file_named_apart_from_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (folder / name).write_bytes(b"")
+    assert locate(str(folder), gguf_file="b.gguf", cache_root=tmp_path) == folder / "b.gguf"
+    with pytest.raises(ConfigError, match=r"gguf_file='c\.gguf' is not in the directory"):
+        locate(str(folder), gguf_file="c.gguf", cache_root=tmp_path)
+    with pytest.raises(ConfigError, match=r"gguf_file='a\.gguf' needs a model"):
+        locate(None, gguf_file="a.gguf", cache_root=tmp_path)
+    serve_repo(monkeypatch, tmp_path, ["m-Q8_0.gguf"])
+    assert locate("org/m", gguf_file="m-Q8_0.gguf", cache_root=tmp_path).name == "m-Q8_0.gguf"
+
+
+def test_weights_as_pytorch_files_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_repo(monkeypatch, tmp_path / "repo", ["config.json", "pytorch_model.bin", "training_args.bin"])
+    found = locate("org/m", cache_root=tmp_path)
+    assert sorted(path.name for path in found.iterdir()) == ["config.json", "pytorch_model.bin"]
+
+
 def _raise(error: BaseException) -> Callable[..., str]:
     def download(*args: Any, **more: Any) -> str:
         raise error

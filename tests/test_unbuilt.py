@@ -18,7 +18,7 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "value", "kind", "words"),
     [
-        ("engine argument", "nnodes", 2, ConfigError, "nnodes=2 is not supported yet; leave it out or set"),
+        ("engine argument", "nnodes", 2, ConfigError, "nnodes=2 is not supported yet; leave it out or"),
         ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
         (
             "body field",

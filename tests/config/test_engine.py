@@ -405,6 +405,7 @@ def test_resolved_values_are_concrete() -> None:
         "hf_token",
         "chat_template",
         "download_dir",
+        "gguf_file",
     }
     may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
     found = {

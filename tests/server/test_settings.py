@@ -103,6 +103,12 @@ def test_wrong_settings_are_refused_by_name(given: dict[str, Any], words: str) -
     assert words in str(refused.value)
 
 
+def test_several_adapters_are_refused_by_name() -> None:
+    """Catches a second adapter that is taken for the model."""
+    with pytest.raises(ConfigError, match="lora_modules=\\['a=x', 'b=y'\\] is not supported yet"):
+        server_settings(read("--lora-modules", "a=x", "b=y"))
+
+
 def test_every_server_flag_of_the_reference_engine_is_understood() -> None:
     known = set(parser()._option_string_actions)
     assert [name for name in VLLM_SERVER_FLAGS if f"--{name}" not in known] == []

@@ -62,13 +62,13 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if name in known:
-            values[name] = checked_value(known[name], value)
-        elif name in unbuilt:
+            value = values[name] = checked_value(known[name], value)
+        if name in unbuilt:
             refuse("engine argument", name, value)
         elif name in IGNORED_SWITCHES or name in IGNORED_VALUES:
             if value:
                 warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
-        else:
+        elif name not in known:
             near = nearest(name, sorted([*known, *foreign()]))
             raise ConfigError(
                 f"unknown engine argument {name!r}{near or '; `quire serve --help=all` lists them'}"

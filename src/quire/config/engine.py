@@ -99,12 +99,6 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
         raise ConfigError(
             f"device={asked!r} was asked for, but the engine runs on {machine.device} ({machine.name})"
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if values.get(name, 1) > 1:
-            raise ConfigError(f"{name}={values[name]} is not supported yet; leave it out or set it to 1")
-    backend = values.get("distributed_executor_backend", "uni")
-    if backend in ("ray", "external_launcher"):
-        raise ConfigError(f"distributed_executor_backend={backend!r} is not supported yet; leave it out")
     own = {"cpu_threads": machine.num_cores, **_of("parallel", values)}
     return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
 
@@ -262,5 +256,3 @@ def _check_budget(section: SchedulerSection, max_model_len: int) -> None:
             f"max_num_batched_tokens ({tokens}) is above max_num_seqs * max_model_len"
             f" ({seqs * max_model_len}): the rest can never be used",
         )
-    if section.enable_chunked_prefill:
-        logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)

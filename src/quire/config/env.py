@@ -1,11 +1,36 @@
 """What the deployer sets: environment variables, read once."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+PREFIXES = ("QUIRE", "VLLM")
+NO_EFFECT = frozenset(
+    f"VLLM_{name}"
+    for name in re.findall(
+        r"\w+",
+        """
+    ALLOW_RUNTIME_LORA_UPDATING AUDIO_FETCH_TIMEOUT BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
+    CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
+    DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
+    ENABLE_RESPONSES_API_STORE ENABLE_V1_MULTIPROCESSING ENGINE_READY_TIMEOUT_S
+    EXECUTE_MODEL_TIMEOUT_SECONDS HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT KEEP_ALIVE_ON_ENGINE_DEATH
+    LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS MAX_NUM_BAD_WORDS
+    MAX_N_SEQUENCES MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+    NO_USAGE_STATS PLUGINS PP_LAYER_PARTITION RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION
+    USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER VIDEO_FETCH_TIMEOUT
+    WORKER_MULTIPROC_METHOD XGRAMMAR_CACHE_MB
+    """,
+    )
+)
+"""Variables of vLLM that people set, and that Quire has no use for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +56,7 @@ class Env:
         found: dict[str, Any] = {}
         for name, kind in _ENV_KINDS.items():
             variable = next(
-                (f"{p}_{name.upper()}" for p in ("QUIRE", "VLLM") if environ.get(f"{p}_{name.upper()}")), ""
+                (f"{p}_{name.upper()}" for p in PREFIXES if environ.get(f"{p}_{name.upper()}")), ""
             )
             if not variable:
                 continue
@@ -64,3 +89,15 @@ _ENV_KINDS: dict[str, Any] = {
     "attention_backend": str,
     "server_dev_mode": _switch,
 }
+
+
+def warn_unknown(environ: Mapping[str, str]) -> None:
+    """Say once of each variable under our prefixes that nobody reads it."""
+    known = {f"{prefix}_{name.upper()}" for prefix in PREFIXES for name in _ENV_KINDS}
+    for name in sorted(environ.keys() - known):
+        if not environ[name] or name.partition("_")[0] not in PREFIXES or name.startswith("QUIRE_TEST_"):
+            continue
+        if name in NO_EFFECT:
+            warn_once(logger, f"{name} has no effect in Quire")
+        else:
+            warn_once(logger, f"unknown environment variable {name} is ignored{nearest(name, sorted(known))}")

@@ -36,15 +36,15 @@ IGNORED_VALUES = frozenset(
     ec-manager-config eplb-config expert-placement-strategy fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
     kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend limit-mm-per-prompt
-    linear-backend lora-dtype lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype
-    mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr
-    master-port max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills max-lora-rank max-loras
-    max-num-partial-prefills max-parallel-loading-workers media-io-kwargs mm-encoder-attn-backend
-    mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin
-    mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb
-    mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs
-    mm-shm-cache-max-object-size-mb mm-tensor-ipc model-loader-extra-config moe-backend
-    num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
+    linear-backend lora-dtype lora-extra-vocab-size lora-target-modules mamba-backend mamba-block-size
+    mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
+    master-addr master-port max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills
+    max-lora-rank max-loras max-num-partial-prefills max-parallel-loading-workers media-io-kwargs
+    mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm
+    mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device
+    mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc model-loader-extra-config
+    moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
     offload-num-in-group offload-params offload-prefetch-step otlp-traces-endpoint
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
     prefix-cache-retention-interval prefix-match-unit profiler-config pt-load-map-location

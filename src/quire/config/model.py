@@ -11,7 +11,7 @@ import numpy as np
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.errors import ConfigError, nearest
-from quire.logs import get_logger
+from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
@@ -284,11 +284,10 @@ def _windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
 def _max_len(keys: Keys) -> int:
     found = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
     if not found:
-        logger.warning(
-            "%s names no maximum length (%s); assuming %d",
-            keys.source,
-            ", ".join(_MAX_LEN_KEYS),
-            _FALLBACK_MAX_LEN,
+        warn_once(
+            logger,
+            f"{keys.source} names no maximum length ({', '.join(_MAX_LEN_KEYS)}); "
+            f"assuming {_FALLBACK_MAX_LEN}",
         )
     return min(found, default=_FALLBACK_MAX_LEN)
 

@@ -68,6 +68,8 @@ class ModelSection:
     """Branch, tag or commit of the model on the hub."""
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer on the hub."""
+    gguf_file: str | None = None
+    """The .gguf file to read, of a model directory or hub id that holds several."""
     max_model_len: Annotated[int, Rule(at_least=1, human=True, auto=True)]
     """Longest sequence, prompt and output together. Default: what the checkpoint was made for. `auto` or -1:
     as much of that as the KV cache can hold."""

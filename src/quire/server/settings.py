@@ -158,6 +158,10 @@ IGNORED: dict[str, bool] = {
 """vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
 
 
+LISTS = ("lora_modules",)
+"""Those that take several values."""
+
+
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of the server, one group per section. Call it before `add_engine_flags`, which leaves out
     what the server has made its own."""
@@ -165,7 +169,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     hidden = parser.add_argument_group(HIDDEN_TITLE)
     for name in sorted(IGNORED.keys() | UNBUILT["server flag"].keys()):
         switch = IGNORED[name] if name in IGNORED else is_switch("server flag", name)
-        add_foreign_flag(hidden, name, switch=switch, prefix=_PREFIX)
+        add_foreign_flag(hidden, name, switch=switch, several=name in LISTS, prefix=_PREFIX)
 
 
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:

@@ -1,0 +1,45 @@
+"""Environment variables under our prefixes."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quire.config.env import NO_EFFECT, Env, warn_unknown
+from quire.logs import warn_once
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    warn_once.cache_clear()
+    logger = logging.getLogger("quire")
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.message for record in caplog.records]
+    logger.removeHandler(caplog.handler)
+
+
+def test_an_unknown_variable_is_said_once_with_the_nearest(warnings: Callable[[], list[str]]) -> None:
+    environ = {"VLLM_LOGING_LEVEL": "DEBUG", "QUIRE_XXXXXXXXX": "1", "VLLM_EMPTY": "", "HOME": "/h"}
+    for _ in range(2):
+        warn_unknown(environ)
+    assert warnings() == [
+        "unknown environment variable QUIRE_XXXXXXXXX is ignored",
+        "unknown environment variable VLLM_LOGING_LEVEL is ignored; did you mean 'VLLM_LOGGING_LEVEL'?",
+    ]
+
+
+def test_variables_that_are_read_are_not_mentioned(warnings: Callable[[], list[str]]) -> None:
+    names = [name.upper() for name in Env.__dataclass_fields__]
+    warn_unknown({f"{prefix}_{name}": "1" for prefix in ("QUIRE", "VLLM") for name in names})
+    warn_unknown({"QUIRE_TEST_TRAFFIC_S": "3"})
+    assert warnings() == []
+
+
+def test_variables_of_the_reference_engine_have_no_effect(warnings: Callable[[], list[str]]) -> None:
+    """Catches a launch script that is scolded for what every one of them sets."""
+    warn_unknown({"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"})
+    assert warnings() == [
+        "VLLM_NO_USAGE_STATS has no effect in Quire",
+        "VLLM_WORKER_MULTIPROC_METHOD has no effect in Quire",
+    ]
+    assert not {f"VLLM_{name.upper()}" for name in Env.__dataclass_fields__} & NO_EFFECT

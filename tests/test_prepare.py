@@ -1,0 +1,102 @@
+"""configure(): what cannot be had is refused before anything slow."""
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import prepare
+from quire.errors import ConfigError
+from quire.prepare import configure
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"distributed_executor_backend": "ray"},
+        {"quantization": "awq"},
+        {"enable_lora": True},
+        {"speculative_config": {"method": "ngram"}},
+        {"max_num_seqs": 0},
+        {"no_such_name": 1},
+    ],
+)
+def test_a_refusal_comes_before_any_download(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "locate", lambda *args, **more: pytest.fail("looked for the model"))
+    with pytest.raises(ConfigError) as refused:
+        configure({"model": "org/large"} | given)
+    assert next(iter(given)) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def serve_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any]) -> None:
+    """A hub with one repository; what was downloaded of it is in `folder`."""
+    files = {"config.json": json.dumps(config), **dict.fromkeys(WEIGHTS, "")}
+
+    def snapshot(repo: str, allow_patterns: list[str], **more: Any) -> str:
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (folder / name).write_text(text)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+
+
+def downloaded(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, {}, "'MambaForCausalLM' is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, r"quantized weights \(awq\)"),
+        ({}, {"quantization": "gguf"}, "quantization='gguf' is not supported yet for a checkpoint"),
+        ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
+    ],
+)
+def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
+    changes: dict[str, Any],
+    given: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches gigabytes that are downloaded only to be refused."""
+    serve_hub(monkeypatch, tmp_path / "repo", TINY | changes)
+    with pytest.raises(ConfigError, match=words):
+        configure({"model": "org/m", "device": "cpu"} | given)
+    assert downloaded(tmp_path / "repo") == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("load_format", "fetched"),
+    [
+        ("auto", {"model.safetensors"}),
+        ("safetensors", {"model.safetensors"}),
+        ("dummy", set()),
+    ],
+)
+def test_only_the_weights_of_the_asked_format_are_fetched(
+    load_format: str, fetched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_hub(monkeypatch, tmp_path / "repo", TINY)
+    config = configure({"model": "org/m", "device": "cpu", "load_format": load_format})
+    assert config.checkpoint.path == tmp_path / "repo"
+    assert downloaded(tmp_path / "repo") == {"config.json"} | fetched
