@@ -90,6 +90,7 @@ def test_a_hub_model_is_judged_by_its_config_before_its_weights_are_fetched(
     [
         ("auto", {"model.safetensors"}),
         ("safetensors", {"model.safetensors"}),
+        ("pt", {"pytorch_model.bin"}),
         ("dummy", set()),
     ],
 )

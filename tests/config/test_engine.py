@@ -372,6 +372,21 @@ def test_cpu_cache_space_of_zero_is_an_error() -> None:
         make(env=Env.read({"QUIRE_CPU_KVCACHE_SPACE": "0"}))
 
 
+@pytest.mark.parametrize(
+    ("given", "environ"),
+    [
+        ({"attention_backend": "xformers"}, {}),
+        ({"attention_config": {"backend": "XFORMERS"}}, {}),
+        ({}, {"VLLM_ATTENTION_BACKEND": "XFORMERS"}),
+    ],
+)
+def test_a_retired_attention_backend_is_the_default(
+    given: dict[str, Any], environ: dict[str, str], warnings: Any
+) -> None:
+    assert make(given, env=Env.read(environ)).attention.attention_backend == "AUTO"
+    assert any("XFORMERS is retired" in text for text in warnings())
+
+
 def test_sha256_cbor_is_read_as_sha256(warnings: Any) -> None:
     assert make({"prefix_caching_hash_algo": "sha256_cbor"}).cache.prefix_caching_hash_algo == "sha256"
     assert "sha256_cbor" in warnings()[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_text import EOS, IM_END, TextModel, open_text, text_model, variant
 from tqdm import tqdm
 
@@ -190,6 +191,17 @@ def test_what_is_not_built_is_refused_by_name(llm: LLM, name: str) -> None:
         llm.generate("a", GREEDY, **{name: {"x": 1}})
     with pytest.raises(RequestError, match=f"`{name}` is not supported yet"):
         llm.chat(TURN, GREEDY, **{name: {"x": 1}})
+
+
+def test_weights_out_of_pytorch_files(model: TextModel, llm: LLM, tmp_path: Path) -> None:
+    """Catches a load format that the loader has and no argument reaches."""
+    for file in model.path.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    torch.save(model.hf.state_dict(), tmp_path / "pytorch_model.bin")
+    pickled = open_text(TextModel(tmp_path, model.hf), load_format="pt")
+    found, expected = (each.generate([[5, 6, 7]], GREEDY, use_tqdm=False) for each in (pickled, llm))
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
 # ---- mistakes leave nothing behind

@@ -32,6 +32,8 @@ DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 CPU_KV_CACHE_LIMIT = 4 * GIB
 QUANTIZATIONS = {"gguf": ("gguf", "none"), "hf": ()}
 """By checkpoint format: the quantization names that can be asked for."""
+RETIRED_BACKENDS = ("XFORMERS",)
+"""Attention backends of old scripts that stand for no particular kernel today."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 # Least device memory in GiB; tokens of a step by usage; requests. An A100 counts as the last row.
@@ -75,14 +77,13 @@ def resolve(
     parallel = _parallel(values, machine)
     model = _model(values, checkpoint, machine, env)
     scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
-    backend = values.get("attention_backend") or env.attention_backend or "AUTO"
     return EngineConfig(
         model=model,
         load=LoadSection(**_of("load", values)),
         cache=_cache(values, model.dtype, machine, env),
         scheduler=scheduler,
         parallel=parallel,
-        attention=AttentionSection(attention_backend=backend.upper()),
+        attention=_attention(values, env),
         observability=ObservabilitySection(disable_log_stats=values.get("disable_log_stats", usage == "llm")),
         checkpoint=checkpoint,
         machine=machine,
@@ -181,6 +182,14 @@ def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) ->
         own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
     own.setdefault("gpu_memory_utilization", 0.92)
     return CacheSection(**{**own, "kv_cache_dtype": dtype if kv_dtype == "auto" else kv_dtype})
+
+
+def _attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
+    backend = (values.get("attention_backend") or env.attention_backend or "AUTO").upper()
+    if backend in RETIRED_BACKENDS:
+        warn_once(logger, f"attention backend {backend} is retired; the default is used in its place")
+        backend = "AUTO"
+    return AttentionSection(attention_backend=backend)
 
 
 def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
