@@ -3,6 +3,7 @@
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
+from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.prepare import cache_info, eos_ids, open_tokenizer
 from quire.server.settings import ServerSettings
 from quire.version import __version__
+
+log = get_logger(__name__)
 
 
 def make_engine(
@@ -78,20 +82,30 @@ def run_api(
             health_timeout_s=settings.http.health_timeout,
             index=index,
         )
-        parent.send(None)
-        uvloop.run(_answer(engine, settings, listener, announce=index == 0))
+        uvloop.run(
+            _answer(engine, settings, listener, announce=index == 0, on_serving=lambda: parent.send(None))
+        )
     except QuireError as error:
         parent.send(str(error))
+        sys.exit(1)
+    except Exception as error:
+        log.exception("the API server ends with an error")
+        parent.send(f"the API server failed: {type(error).__name__}: {' '.join(str(error).split())}")
         sys.exit(1)
 
 
 async def _answer(
-    engine: AsyncEngine, settings: ServerSettings, listener: socket.socket, *, announce: bool
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    listener: socket.socket,
+    *,
+    announce: bool,
+    on_serving: Callable[[], object],
 ) -> None:
     from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
 
     engine.start()
     try:
-        await serve(settings, engine, [listener], announce=announce)
+        await serve(settings, engine, [listener], announce=announce, on_serving=on_serving)
     finally:
         engine.close()

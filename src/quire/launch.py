@@ -4,9 +4,7 @@ import argparse
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import time
 from dataclasses import replace
 from multiprocessing import connection
@@ -20,6 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.core.process import run_core
 from quire.dist.child import Child
+from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
@@ -42,7 +41,7 @@ class Supervisor:
         if not settings.http.uds:
             taken = replace(settings.http, port=self.listener.getsockname()[1])
             self.settings = replace(settings, http=taken)
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-"))
+        self.scratch = Scratch()
         self.context = multiprocessing.get_context("spawn")
         self.core = Child("the engine", self._make_core)
         self.apis = [
@@ -53,11 +52,11 @@ class Supervisor:
 
     @property
     def _address(self) -> str:
-        return f"ipc://{self.folder}/core"
+        return f"ipc://{self.scratch.path}/core"
 
     @property
     def _metrics_file(self) -> Path:
-        return self.folder / "metrics"
+        return self.scratch.path / "metrics"
 
     def _make_core(self, parent: connection.Connection) -> BaseProcess:
         args = (self.config, self._address, self._metrics_file, parent)
@@ -83,7 +82,7 @@ class Supervisor:
             for child in (*self.apis, self.core):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
             self.listener.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.scratch.remove()
             if self.settings.http.uds:
                 Path(self.settings.http.uds).unlink(missing_ok=True)
 
@@ -98,12 +97,7 @@ class Supervisor:
         waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
         connection.wait(waiting + [child.says for child in children if child.says is not None], timeout=0.1)
         for child in children:
-            code = child.process.exitcode if child.process is not None else None
-            child.listen()  # after the look at the exit code: what it said last is then there to be heard
-            if code is not None:
-                if not child.was_up:
-                    raise ConfigError(f"{child.name} could not start (exit code {code}); the log says why")
-                child.note_death()
+            child.look()
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
 

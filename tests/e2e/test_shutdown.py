@@ -98,6 +98,26 @@ def test_a_killed_supervisor_leaves_no_orphan(start: Start) -> None:
         server.client.get("/health")
 
 
+def test_what_a_killed_supervisor_leaves_is_removed_by_the_next(
+    start: Start, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches folders that pile up, and a sweep that takes a living server's away."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    killed, living = start(), start()
+    for server in (killed, living):
+        server.until_healthy()
+    assert len(list(folder.glob("quire-*"))) == 2
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.exit_code()
+    assert len(list(folder.glob("quire-*"))) == 2
+    start().until_healthy()
+    assert len(list(folder.glob("quire-*"))) == 2
+    assert living.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    living.end_cleanly()
+    assert len(list(folder.glob("quire-*"))) == 1
+
+
 def test_sigterm_while_the_model_loads(start: Start) -> None:
     """Catches a server that can only be stopped once it is up."""
     server = start()

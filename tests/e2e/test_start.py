@@ -1,5 +1,7 @@
 """Where a server listens and who may ask, and starts that fail: one clear line, exit code 1, no hang."""
 
+import os
+import re
 import shutil
 import socket
 import ssl
@@ -52,6 +54,26 @@ def test_a_certificate_that_is_not_there_is_named(start: Start, tmp_path: Path) 
     missing = str(tmp_path / "no.pem")
     server = start("--ssl-certfile", missing, "--ssl-keyfile", missing)
     assert missing in only_line(server)
+    assert "starting it again" not in server.text()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ImportError('no such library')", "ImportError: no such library"),
+        ("import os; os._exit(3)", r"API server \d could not start \(exit code 3\)"),
+    ],
+)
+def test_an_api_process_that_cannot_start_ends_the_server(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    """Catches a process that says that it is up before it serves, and is then started again for ever."""
+    (tmp_path / "uvicorn.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    server = start("--api-server-count", "2")
+    assert server.exit_code() == 1, server.text()
+    said = [line for line in server.text().splitlines() if line.startswith("quire serve: error: ")]
+    assert len(said) == 1 and re.search(words, said[0]), server.text()
     assert "starting it again" not in server.text()
 
 

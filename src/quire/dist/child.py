@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
@@ -19,41 +19,65 @@ STEADY_S = 60.0
 
 @dataclass
 class Child:
-    """A process that is kept running."""
+    """A process that is kept running. It says None when it is up, or in one line why it cannot be."""
 
     name: str
     make: Callable[[connection.Connection], BaseProcess]
     process: BaseProcess | None = None
     says: connection.Connection | None = None
+    is_up: bool = False
     was_up: bool = False
+    """In this life or an earlier one: a process that never was up is not started again."""
     started_at: float = 0.0
     num_failures: int = 0
-    restart_at: float | None = field(default=None)
+    restart_at: float | None = None
 
     def start(self) -> None:
         self.says, theirs = connection.Pipe(duplex=False)
-        self.process = self.make(theirs)
-        self.process.start()
-        theirs.close()
+        try:
+            self.process = self.make(theirs)
+            self.process.start()
+        finally:
+            theirs.close()
         self.started_at = time.monotonic()
         self.restart_at = None
 
     def listen(self) -> None:
-        """None when it is up, or why it cannot be: if it never was, that is the end."""
+        """Hear what it has said so far. Why it cannot be up ends everything, if it never was."""
         while self.says is not None and self.says.poll():
             try:
-                problem = self.says.recv()
+                problem: str | None = self.says.recv()
             except EOFError:
+                self.says.close()
                 self.says = None
                 return
             if problem is None:
-                self.was_up = True
-            elif self.num_failures == 0:
+                self.is_up = self.was_up = True
+            elif not self.was_up:
                 raise ConfigError(problem)
             else:
-                log.error("%s cannot start: %s", self.name, problem)
+                log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
-    def note_death(self) -> None:
+    def await_up(self) -> None:
+        """Wait for its first word."""
+        while not self.is_up:
+            if self.says is None:
+                raise ConfigError(f"{self.name} could not start; the log says why")
+            self.says.poll(None)
+            self.listen()
+
+    def look(self) -> bool:
+        """Hear it, and see whether it has ended; the death of one that never was up ends everything."""
+        code = self.process.exitcode if self.process is not None else None
+        self.listen()  # after the look at the exit code: what it said last is then there to be heard
+        if code is None:
+            return False
+        if not self.was_up:
+            raise ConfigError(f"{self.name} could not start (exit code {code}); the log says why")
+        self._note_death()
+        return True
+
+    def _note_death(self) -> None:
         assert self.process is not None
         if time.monotonic() - self.started_at > STEADY_S:
             self.num_failures = 0
@@ -68,13 +92,16 @@ class Child:
             delay,
         )
         self.process = None
+        self.is_up = False
 
     def end(self, how: int, timeout_s: float) -> None:
         """Ask it to end, and insist."""
-        if self.process is None or not self.process.is_alive():
-            return
-        os.kill(self.process.pid or 0, how)
-        self.process.join(timeout_s)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        if self.process is not None and self.process.is_alive():
+            os.kill(self.process.pid or 0, how)
+            self.process.join(timeout_s)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+        if self.says is not None:
+            self.says.close()
+            self.says = None

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -24,7 +24,15 @@ _GRACE_S = 5.0
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to whoever runs the event loop."""
+    """Signals belong to whoever runs the event loop, who is told when connections are answered."""
+
+    def __init__(self, config: uvicorn.Config, on_serving: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._on_serving = on_serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_serving()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,11 +58,12 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     announce: bool = True,
+    on_serving: Callable[[], object] = lambda: None,
 ) -> None:
     """Answer until `stop` is set (without one: until SIGTERM or SIGINT), then let running requests finish for
     `shutdown_timeout` seconds and abort the rest."""
     application = Application(engine, settings)
-    server = _Server(_config(application, settings))
+    server = _Server(_config(application, settings), on_serving)
     stop = stop or _stop_on_signals()
     listening = list(sockets) if sockets is not None else [bind(settings.http)]
     if announce:

@@ -1,0 +1,60 @@
+"""A folder for the sockets and shared files of one process and its children."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Self
+
+PREFIX = "quire-"
+LOCK = "lock"
+
+
+class Scratch:
+    """A temporary folder that goes with its owner. Who is killed cannot clean up: the next owner does.
+
+    The owner holds a lock on a file in the folder, which the system releases when it dies, however it dies.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        sweep(root or Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        # Renamed when it is locked: a folder with an unlocked lock file is always a dead one.
+        unnamed = self.path / "new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / LOCK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(root: Path) -> None:
+    """Remove the folders of owners that are dead. Those of the living, and of others, stay."""
+    for folder in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            _remove_if_dead(folder)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)

@@ -1,0 +1,87 @@
+"""Child: what a process says at its start, and what follows."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from quire.dist.child import Child
+from quire.errors import ConfigError
+
+Act = Callable[[connection.Connection], None]
+
+
+def refuses(parent: connection.Connection) -> None:
+    parent.send("no weights")
+
+
+def dies(parent: connection.Connection) -> None:
+    os._exit(7)
+
+
+def serves(parent: connection.Connection) -> None:
+    parent.send(None)
+    time.sleep(60)
+
+
+def child(*acts: Act) -> Child:
+    """A child that does each of `acts` in one life after the other."""
+    lives = iter(acts)
+
+    def make(parent: connection.Connection) -> BaseProcess:
+        return multiprocessing.get_context("fork").Process(target=next(lives), args=(parent,))
+
+    return Child("the thing", make)
+
+
+def look_until_dead(watched: Child) -> None:
+    for _ in range(500):
+        if watched.look():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it lives")
+
+
+@pytest.mark.parametrize(
+    ("act", "words"), [(refuses, "no weights"), (dies, r"the thing could not start \(exit code 7\)")]
+)
+def test_one_that_never_was_up_ends_everything(act: Act, words: str) -> None:
+    watched = child(act)
+    watched.start()
+    with pytest.raises(ConfigError, match=words):
+        look_until_dead(watched)
+    watched.end(signal.SIGKILL, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"), [(refuses, "no weights"), (dies, "the thing could not start; the log says why")]
+)
+def test_waiting_for_one_that_cannot_start(act: Act, words: str) -> None:
+    watched = child(act)
+    watched.start()
+    with pytest.raises(ConfigError, match=words):
+        watched.await_up()
+    watched.end(signal.SIGKILL, 1.0)
+    assert watched.says is None
+
+
+@pytest.mark.parametrize("second", [refuses, dies])
+def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
+    watched = child(serves, second, serves)
+    watched.start()
+    watched.await_up()
+    assert watched.is_up and watched.process is not None
+    watched.process.kill()
+    look_until_dead(watched)
+    assert not watched.is_up and watched.restart_at is not None
+    watched.start()
+    look_until_dead(watched)
+    assert not watched.is_up
+    watched.start()
+    watched.await_up()
+    watched.end(signal.SIGKILL, 5.0)
