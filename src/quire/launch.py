@@ -18,6 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.core.process import run_core
 from quire.dist.child import Child
+from quire.dist.platform import hardware_threads, thread_advice
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
 from quire.logs import get_logger
@@ -70,6 +71,7 @@ class Supervisor:
         """Until a signal ends it. The exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        self._advise()
         layout = Layout(self.config.model.max_model_len)
         MetricsPages.create(self._metrics_file, layout, 1 + len(self.apis))
         try:
@@ -85,6 +87,19 @@ class Supervisor:
             self.scratch.remove()
             if self.settings.http.uds:
                 Path(self.settings.http.uds).unlink(missing_ok=True)
+
+    def _advise(self) -> None:
+        parallel = self.config.parallel
+        advice = thread_advice(
+            self.config.machine.device,
+            num_threads=hardware_threads(),
+            num_api=len(self.apis),
+            num_workers=parallel.tensor_parallel_size
+            * parallel.pipeline_parallel_size
+            * parallel.data_parallel_size,
+        )
+        if advice is not None:
+            log.warning(advice)
 
     def _on_signal(self, *_: object) -> None:
         if self.stopping:  # asked twice: at once

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.dist import platform
-from quire.dist.platform import detect
+from quire.dist.platform import detect, hardware_threads, thread_advice
 from quire.errors import ConfigError
 
 GIB = 1 << 30
@@ -224,3 +224,26 @@ def test_this_machine_is_described_without_torch() -> None:
         "assert m.num_cores >= 1 and 0 < m.free_bytes <= m.total_bytes; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_api", "num_workers", "wanted"),
+    [(5, 1, 1, 6), (6, 1, 1, None), (11, 4, 1, 12), (12, 4, 1, None), (19, 1, 8, 20), (20, 1, 8, None)],
+)
+def test_two_hardware_threads_for_each_process_of_a_gpu_engine(
+    num_threads: int, num_api: int, num_workers: int, wanted: int | None
+) -> None:
+    """The guide's rule: 2 x (2 + N) for N GPUs behind one API server."""
+    sizes = {"num_threads": num_threads, "num_api": num_api, "num_workers": num_workers}
+    advice = thread_advice("cuda", **sizes)
+    assert (advice is None) == (wanted is None)
+    assert advice is None or (f"{num_threads} hardware threads" in advice and f"want {wanted} " in advice)
+    assert advice is None or "\n" not in advice
+    assert thread_advice("cpu", **sizes) is None
+
+
+def test_hardware_threads_are_not_bounded_by_what_may_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches advice about a machine with OMP_NUM_THREADS=1, which has cores enough."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert hardware_threads(Path("/nowhere")) == 8

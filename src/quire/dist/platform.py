@@ -124,8 +124,27 @@ def _line(info: str, key: str) -> str | None:
     return found[1].strip() if found else None
 
 
+def thread_advice(device: str, *, num_threads: int, num_api: int, num_workers: int) -> str | None:
+    """What to expect where a GPU engine has fewer hardware threads than two for each of its processes."""
+    wanted = 2 * (num_api + 1 + num_workers)
+    if device == "cpu" or num_threads >= wanted:
+        return None
+    return (
+        f"there are {num_threads} hardware threads, but {num_api} API server(s), the engine and {num_workers} GPU"
+        f" worker(s) want {wanted} (2 each): expect the GPU to wait for the CPU, later first tokens and fewer"
+        " tokens a second"
+    )
+
+
 def _num_cores(root: Path) -> int:
-    """Cores of the affinity mask, bounded by every cgroup's quota and by OMP_NUM_THREADS."""
+    """Cores that threads which compute may use: those there are, bounded by OMP_NUM_THREADS."""
+    cores = hardware_threads(root)
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
+
+
+def hardware_threads(root: Path = Path("/")) -> int:
+    """Cores of the affinity mask, bounded by every cgroup's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root, "cpu"):
         quota = _read(folder / "cpu.max")
@@ -134,8 +153,7 @@ def _num_cores(root: Path) -> int:
         parts = quota.split()
         if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
             cores = min(cores, max(1, int(parts[0]) // int(parts[1])))
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
+    return cores
 
 
 def _memory(root: Path) -> tuple[int, int]:
