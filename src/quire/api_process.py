@@ -20,6 +20,7 @@ from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.prepare import cache_info, eos_ids, open_tokenizer
 from quire.server.settings import ServerSettings
+from quire.server.spread import Hand
 from quire.version import __version__
 
 log = get_logger(__name__)
@@ -67,12 +68,13 @@ def run_api(
     index: int,
     config: EngineConfig,
     settings: ServerSettings,
-    listener: socket.socket,
+    entrance: socket.socket | Hand,
     address: str,
     metrics_file: Path,
     parent: connection.Connection,
 ) -> None:
-    """Entry of an API process. Tells `parent` when it is up, or in one line why it cannot be."""
+    """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
+    up, or in one line why it cannot be."""
     adopt(f"APIServer{index}" if settings.http.api_server_count > 1 else "APIServer")
     try:
         engine = make_engine(
@@ -83,7 +85,7 @@ def run_api(
             index=index,
         )
         uvloop.run(
-            _answer(engine, settings, listener, announce=index == 0, on_serving=lambda: parent.send(None))
+            _answer(engine, settings, entrance, announce=index == 0, on_serving=lambda: parent.send(None))
         )
     except QuireError as error:
         parent.send(str(error))
@@ -97,7 +99,7 @@ def run_api(
 async def _answer(
     engine: AsyncEngine,
     settings: ServerSettings,
-    listener: socket.socket,
+    entrance: socket.socket | Hand,
     *,
     announce: bool,
     on_serving: Callable[[], object],
@@ -106,6 +108,13 @@ async def _answer(
 
     engine.start()
     try:
-        await serve(settings, engine, [listener], announce=announce, on_serving=on_serving)
+        await serve(
+            settings,
+            engine,
+            None if isinstance(entrance, Hand) else [entrance],
+            hand=entrance if isinstance(entrance, Hand) else None,
+            announce=announce,
+            on_serving=on_serving,
+        )
     finally:
         engine.close()

@@ -26,6 +26,7 @@ from quire.metrics import Layout, MetricsPages
 from quire.prepare import configure
 from quire.server.settings import ServerSettings, add_server_flags, server_settings
 from quire.server.sockets import bind
+from quire.server.spread import Dealer
 
 log = get_logger(__name__)
 
@@ -43,11 +44,12 @@ class Supervisor:
             taken = replace(settings.http, port=self.listener.getsockname()[1])
             self.settings = replace(settings, http=taken)
         self.scratch = Scratch()
+        count = settings.http.api_server_count
+        self.dealer = Dealer(self.listener, self.scratch.path / "closed", count) if count > 1 else None
         self.context = multiprocessing.get_context("spawn")
         self.core = Child("the engine", self._make_core)
         self.apis = [
-            Child(f"API server {index}", functools.partial(self._make_api, index))
-            for index in range(settings.http.api_server_count)
+            Child(f"API server {index}", functools.partial(self._make_api, index)) for index in range(count)
         ]
         self.stopping = False
 
@@ -64,7 +66,8 @@ class Supervisor:
         return self.context.Process(target=run_core, args=args, name="EngineCore")
 
     def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
-        args = (index, self.config, self.settings, self.listener, self._address, self._metrics_file, parent)
+        entrance = self.listener if self.dealer is None else self.dealer.open(index)
+        args = (index, self.config, self.settings, entrance, self._address, self._metrics_file, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -83,7 +86,7 @@ class Supervisor:
         finally:
             for child in (*self.apis, self.core):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
-            self.listener.close()
+            self._close_entrance()
             self.scratch.remove()
             if self.settings.http.uds:
                 Path(self.settings.http.uds).unlink(missing_ok=True)
@@ -101,6 +104,11 @@ class Supervisor:
         if advice is not None:
             log.warning(advice)
 
+    def _close_entrance(self) -> None:
+        self.listener.close()
+        if self.dealer is not None:
+            self.dealer.close()
+
     def _on_signal(self, *_: object) -> None:
         if self.stopping:  # asked twice: at once
             raise KeyboardInterrupt
@@ -110,15 +118,28 @@ class Supervisor:
         """Wait for something to happen, and see to it."""
         children = [self.core, *self.apis]
         waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
-        connection.wait(waiting + [child.says for child in children if child.says is not None], timeout=0.1)
+        waiting += [child.says for child in children if child.says is not None]
+        waiting += self.dealer.awaited if self.dealer is not None else ()
+        connection.wait(waiting, timeout=0.1)
         for child in children:
             child.look()
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
+        if self.dealer is not None:
+            self._deal(self.dealer)
+
+    def _deal(self, dealer: Dealer) -> None:
+        """Connections to the API processes that serve."""
+        for index, child in enumerate(self.apis):
+            if child.is_up:
+                dealer.admit(index)
+            elif child.process is None:
+                dealer.drop(index)
+        dealer.deal()
 
     def _drain(self) -> int:
         """API servers finish what they have, then the core goes. The port is free as soon as they let go."""
-        self.listener.close()
+        self._close_entrance()
         log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
         for child in self.apis:

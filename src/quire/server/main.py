@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import ConfigError
 from quire.logs import get_logger
@@ -15,6 +18,7 @@ from quire.server.app import Application
 from quire.server.engine import Engine
 from quire.server.settings import LogSection, ServerSettings, paths
 from quire.server.sockets import bind
+from quire.server.spread import Hand, Taker
 
 logger = get_logger(__name__)
 
@@ -23,16 +27,43 @@ _GRACE_S = 5.0
 """After the drain: for the last words of aborted requests."""
 
 
+class _Dealt(HttpToolsProtocol):
+    """HTTP on a connection that somebody else accepted, who wants to know when it is closed."""
+
+    def __init__(self, taker: Taker, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._taker = taker
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._taker.count_closed()
+
+
 class _Server(uvicorn.Server):
     """Signals belong to whoever runs the event loop, who is told when connections are answered."""
 
-    def __init__(self, config: uvicorn.Config, on_serving: Callable[[], object]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, hand: Hand | None, on_serving: Callable[[], object]
+    ) -> None:
         super().__init__(config)
+        self._taker = Taker(hand) if hand is not None else None
         self._on_serving = on_serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._taker is not None:
+            self._taker.start(functools.partial(self._make_protocol, self._taker), self.config.ssl)
         self._on_serving()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._taker is not None:
+            self._taker.stop()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self, taker: Taker) -> asyncio.Protocol:
+        return _Dealt(
+            taker, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,22 +87,25 @@ async def serve(
     engine: Engine,
     sockets: Sequence[socket.socket] | None = None,
     *,
+    hand: Hand | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[], object] = lambda: None,
 ) -> None:
-    """Answer until `stop` is set (without one: until SIGTERM or SIGINT), then let running requests finish for
-    `shutdown_timeout` seconds and abort the rest."""
+    """Answer on `sockets`, or on the connections that `hand` is dealt, until `stop` is set (without one:
+    until SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the
+    rest. `on_serving` is called when connections are answered."""
     application = Application(engine, settings)
-    server = _Server(_config(application, settings), on_serving)
+    server = _Server(_config(application, settings), hand=hand, on_serving=on_serving)
     stop = stop or _stop_on_signals()
-    listening = list(sockets) if sockets is not None else [bind(settings.http)]
+    if sockets is None:
+        sockets = [bind(settings.http)] if hand is None else []
     if announce:
         logger.info("Starting Quire server on %s", settings.address)
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
-    serving = asyncio.create_task(server.serve(sockets=listening))
+    serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

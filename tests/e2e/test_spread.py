@@ -1,0 +1,81 @@
+"""Several API processes behind one port: each gets its share of the connections."""
+
+import resource
+import socket
+from collections import Counter
+
+import psutil
+import pytest
+from serve_process import ServeProcess, Start, eventually
+
+NUM_API = 4
+ASK = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def open_by_process(server: ServeProcess) -> Counter[int]:
+    """Connections that each API process holds."""
+    return Counter(
+        {
+            pid: sum(
+                each.status == psutil.CONN_ESTABLISHED and each.laddr.port == server.port
+                for each in psutil.Process(pid).net_connections(kind="tcp")
+            )
+            for pid in server.with_role("APIServer")
+        }
+    )
+
+
+def connect(server: ServeProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def check_even(server: ServeProcess, expected: int) -> None:
+    eventually("all are accepted", lambda: open_by_process(server).total() == expected)
+    found = open_by_process(server)
+    assert len(found) == NUM_API and max(found.values()) <= 1.3 * min(found.values()), found
+
+
+def test_connections_spread_evenly(start: Start) -> None:
+    """Catches the process that wakes up first and takes all that wait."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    server = start("--api-server-count", str(NUM_API))
+    server.until_healthy(num_api=NUM_API)
+    server.client.close()
+    for count in (64, 256, 1024):
+        eventually("nobody is connected", lambda: open_by_process(server).total() == 0)
+        clients = [connect(server) for _ in range(count)]
+        for client in clients:
+            client.sendall(ASK)
+        assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients)
+        check_even(server, count)
+        for client in clients:
+            client.close()
+    trickle = []
+    for number in range(48):
+        trickle.append(connect(server))
+        trickle[-1].sendall(ASK)
+        assert trickle[-1].recv(12) == b"HTTP/1.1 200"
+        if number % 3 == 2:  # some do not stay
+            trickle.pop(0).close()
+    check_even(server, len(trickle))
+    for client in trickle:
+        client.close()
+    server.end_cleanly()
+
+
+@pytest.mark.parametrize("num_api", [2])
+def test_a_unix_socket_is_shared_too(
+    start: Start, tmp_path_factory: pytest.TempPathFactory, num_api: int
+) -> None:
+    path = tmp_path_factory.mktemp("u") / "s"
+    server = start("--uds", str(path), "--api-server-count", "2")
+    eventually("both serve", lambda: server.text().count("Started server process") == 2)
+    for _ in range(4):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30)
+            client.connect(str(path))
+            client.sendall(ASK)
+            assert client.recv(12) == b"HTTP/1.1 200"
+    server.end_cleanly()
+    assert not path.exists()
