@@ -74,12 +74,27 @@ def test_nothing_but_failures_is_no_crash() -> None:
 
 
 def test_peaks() -> None:
-    assert peak_rate([FIRST, SECOND]) == 3.0
+    assert peak_rate([FIRST, SECOND], 2.0) == 3.0
     burst = Record(1, start=0.0, arrivals=[2.0, 2.5, 2.9, 3.1], end=4.0)
-    assert peak_rate([FIRST, burst]) == 3.0 and peak_rate([burst, burst]) == 6.0
+    assert peak_rate([FIRST, burst], 4.0) == 3.0 and peak_rate([burst, burst], 4.0) == 6.0
     assert peak_concurrency([FIRST, SECOND]) == 1
     assert peak_concurrency([FIRST, FAILED, Record(1, start=0.2, end=0.6)]) == 2
     assert peak_concurrency([Record(1, start=0.0, end=1.0), Record(1, start=1.0, end=2.0)]) == 1
+
+
+@pytest.mark.parametrize("duration", [0.4, 1.0, 1.66, 2.5])
+@pytest.mark.parametrize("num_chunks", [1, 3, 100])
+def test_the_peak_is_never_below_the_mean(duration: float, num_chunks: int) -> None:
+    """Catches a peak that counts chunks, however many tokens are in one, or thinks that a run is whole
+    seconds."""
+    records = []
+    for number in range(20):
+        start = duration * number / 20
+        gap = (duration - start) / num_chunks
+        arrivals = [start + gap * (i + 1) for i in range(num_chunks)]
+        records.append(Record(1, start=start, end=duration, arrivals=arrivals, num_tokens=100))
+    found = summarise(records, duration, metrics=(), percentiles=(), goodput={})
+    assert found["max_output_tokens_per_s"] >= found["output_throughput"] * 0.9999
 
 
 def test_the_block_is_vllms() -> None:

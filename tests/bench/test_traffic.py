@@ -140,6 +140,28 @@ def test_tokens_without_text_count_in_completions() -> None:
 def test_a_piece_stands_for_its_share_of_the_tokens() -> None:
     record = Record(1, arrivals=[1.0, 2.0], num_tokens=6)
     assert list(token_times([record])) == [(1.0, 3.0), (2.0, 3.0)]
+    longer = Record(1, arrivals=[1.0, 2.0], pieces=["ab", "abcdef"], num_tokens=10)
+    assert list(token_times([longer])) == [(1.0, 3.0), (2.0, 7.0)]
+
+
+def test_a_server_that_counts_in_every_chunk_is_believed() -> None:
+    record = Record(1)
+    for text, count in (("a", 1), ("bcdefgh", 3), ("i", 9)):
+        record.take(Chunk(choices=(Choice(text=text),), usage=Usage(completion_tokens=count)))
+    record.take(Chunk(usage=Usage(prompt_tokens=2, completion_tokens=9)))
+    assert [num_tokens for _, num_tokens in token_times([record])] == [1, 2, 6]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_without_text_arrives_with_its_end(chat: bool) -> None:
+    """Catches tokens that are in the count and in no second: all of them special, and in one chunk."""
+    record = Record(1)
+    delta = Delta(content="") if chat else None
+    if chat:
+        record.take(Chunk(choices=(Choice(delta=delta),)))
+    record.take(Chunk(choices=(Choice(delta=delta, finish_reason="length"),)))
+    record.take(Chunk(usage=Usage(completion_tokens=128)))
+    assert [num_tokens for _, num_tokens in token_times([record])] == [128]
 
 
 def test_an_answer_of_one_token_has_no_time_per_token() -> None:

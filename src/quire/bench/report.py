@@ -1,5 +1,6 @@
 """Records of requests become the numbers that are printed and saved, under vLLM's names."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def summarise(
         "request_goodput": num_good / duration if goodput else None,
         "output_throughput": num_out / duration,
         "total_token_throughput": (num_in + num_out) / duration,
-        "max_output_tokens_per_s": peak_rate(done),
+        "max_output_tokens_per_s": peak_rate(done, duration),
         "max_concurrent_requests": peak_concurrency(done),
     }
     for name in metrics:
@@ -60,15 +61,20 @@ def detailed(records: Sequence[Record]) -> dict[str, list[Any]]:
     }
 
 
-def peak_rate(records: Sequence[Record]) -> float:
-    """Most tokens that arrived in one second, of the whole seconds since the first request left."""
-    if not records:
-        return 0.0
-    start = min(each.start for each in records)
-    by_second: dict[int, float] = {}
-    for at, num_tokens in token_times(records):
-        by_second[int(at - start)] = by_second.get(int(at - start), 0.0) + num_tokens
-    return max(by_second.values(), default=0.0)
+def peak_rate(records: Sequence[Record], duration: float) -> float:
+    """Tokens a second in the busiest second. Of a run that does not last whole seconds it is the busiest
+    whole part of it, so that the peak is never below the mean."""
+    window = duration / math.ceil(duration)
+    found = sorted(token_times(records))
+    most = within = 0.0
+    first = 0
+    for at, num_tokens in found:
+        within += num_tokens
+        while found[first][0] < at - window:
+            within -= found[first][1]
+            first += 1
+        most = max(most, within)
+    return most / window
 
 
 def peak_concurrency(records: Sequence[Record]) -> int:

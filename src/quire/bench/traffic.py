@@ -31,23 +31,30 @@ class Record:
     start: float = 0.0
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """When each piece of the answer came: mostly one token each."""
+    """When each piece of the answer came: one token, or several that came together."""
     pieces: list[str] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    """Tokens of each piece, from a server that counts in every chunk; else empty."""
     num_tokens: int | None = None
     """As the server counts them."""
     error: str = ""
 
     def take(self, chunk: Chunk) -> None:
+        before = self.num_tokens or 0
         if chunk.usage is not None:
             self.prompt_len = chunk.usage.prompt_tokens or self.prompt_len
             self.num_tokens = chunk.usage.completion_tokens
         if not chunk.choices:
             return
         text, choice = chunk.text, chunk.choices[0]
-        # Chats begin with a chunk that only names the role, and some servers end with one without text.
-        if text or (choice.delta is None and choice.finish_reason is None):
+        ended = choice.finish_reason is not None
+        # Chats begin with a chunk that only names the role, and some servers end with one without text, in
+        # which an answer without any text (special tokens) may have come.
+        if text or (choice.delta is None and not ended) or (ended and not self.arrivals):
             self.arrivals.append(time.perf_counter())
             self.pieces.append(text)
+            if chunk.usage is not None and self.num_tokens is not None:
+                self.counted.append(self.num_tokens - before)
 
     @property
     def output_len(self) -> int:
@@ -133,7 +140,17 @@ async def drive(
 
 
 def token_times(records: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Every arrival with the number of tokens it brought on average."""
+    """Every arrival with the number of tokens it brought, as far as can be known."""
     for record in records:
-        share = record.output_len / max(1, len(record.arrivals))
-        yield from ((arrival, share) for arrival in record.arrivals)
+        yield from zip(record.arrivals, _shares(record), strict=True)
+
+
+def _shares(record: Record) -> Sequence[float]:
+    """Tokens of each piece: as the server counted, or one each and the rest by length of text."""
+    count, num_tokens = len(record.arrivals), record.output_len
+    if count and len(record.counted) == count and sum(record.counted) == num_tokens:
+        return record.counted
+    letters = [len(piece) for piece in record.pieces]
+    if num_tokens < count or not sum(letters) or len(letters) != count:
+        return [num_tokens / count] * count if count else []
+    return [1 + (num_tokens - count) * each / sum(letters) for each in letters]
