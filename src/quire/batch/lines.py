@@ -14,6 +14,8 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
+    """A line of the input file, as its writer meant it."""
+
     custom_id: str
     url: str
     body: msgspec.Raw
@@ -27,6 +29,8 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Line:
+    """A line of the input file: where it is, and what is wrong with it if anything is."""
+
     offset: int
     num_bytes: int
     custom_id: str | None

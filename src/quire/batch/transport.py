@@ -15,11 +15,15 @@ AsgiApp = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """What came back for one request."""
+
     status: int
     body: bytes
 
 
 class Transport(Protocol):
+    """A way to an engine."""
+
     async def send(self, url: str, body: bytes, request_id: str) -> Answer:
         """Post JSON and wait for the whole answer. ServerGone if there is none."""
         ...

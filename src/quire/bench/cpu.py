@@ -12,6 +12,8 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """CPU time of one process."""
+
     pid: int
     role: str
     user_s: float

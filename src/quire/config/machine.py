@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """The device that an engine runs on, and the cores beside it."""
+
     device: str
     """`cpu` or `cuda`."""
     name: str

@@ -23,6 +23,8 @@ class ServerGone(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class Response:
+    """A whole answer: status and body."""
+
     status: int
     headers: dict[str, str]
     body: bytes

@@ -15,22 +15,30 @@ class BadAnswer(QuireError):
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """Tokens, as the server counts them."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a chat answer."""
+
     content: str | None = None
     reasoning: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
+    """What a chunk adds to one of the answers."""
+
     text: str = ""
     delta: Delta | None = None
     finish_reason: str | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True):
+    """An event of a streamed answer."""
+
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
     error: Any = None
@@ -45,6 +53,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
+    """A model that the server offers."""
+
     id: str
     root: str | None = None
     max_model_len: int | None = None

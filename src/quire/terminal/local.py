@@ -15,6 +15,8 @@ from quire.terminal import Emit
 
 
 class LocalTalker:
+    """Answers from a model in this process."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = LLM(**given_from(args))
         self.name: str = self.llm.config.model.served_model_name[0]

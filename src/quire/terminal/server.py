@@ -14,6 +14,8 @@ from quire.terminal import Emit
 
 
 class ServerTalker:
+    """Answers from a running server."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         self._client = HttpClient(args.url, headers=bearer(args.api_key or os.environ.get("OPENAI_API_KEY")))
         self.name: str = args.model_name or asyncio.run(self._first_model())
