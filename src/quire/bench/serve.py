@@ -192,7 +192,7 @@ def _tokenizer(args: argparse.Namespace, root: str | None) -> Tokenizer | None:
         source = root if root and Path(root).exists() else None
     if source is None:
         return None
-    path = locate(source, cache_root=Env.read(os.environ).cache_root)
+    path = locate(source, cache_root=Env.read(os.environ).cache_root, load_format="dummy")
     return load_tokenizer(path, "gguf" if path.suffix == ".gguf" else "hf")
 
 

@@ -104,6 +104,8 @@ def model_files(given: Mapping[str, Any]) -> list[Path]:
         download_dir=values.get("download_dir"),
         token=values.get("hf_token"),
         cache_root=Env.read(os.environ).cache_root,
+        load_format=values.get("load_format", "auto"),
+        gguf_file=values.get("gguf_file"),
     )
     return [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
 
