@@ -211,6 +211,7 @@ def test_a_clone_shares_nothing_unless_asked() -> None:
         ({"bad_words_token_ids": [[1]] * 129}, "bad_words"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"stop_token_ids": [100]}, "stop_token_ids"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
         ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),
     ],
@@ -226,7 +227,7 @@ def test_verify_refuses_what_the_model_cannot_do(fields: dict[str, Any], param: 
 def test_verify_lets_the_rest_through() -> None:
     SamplingParams(
         logprobs=20, prompt_logprobs=20, logit_bias={99: 1.0}, allowed_token_ids=[0, 99],
-        stop_token_ids=[100], extra_args={"a": 1}, bad_words_token_ids=[[99]] * 128,
+        stop_token_ids=[99], extra_args={"a": 1}, bad_words_token_ids=[[99]] * 128,
         repetition_detection=RepetitionDetectionParams(max_pattern_size=1, min_count=2),
     ).verify(vocab=100, max_logprobs=20)  # fmt: skip
     SamplingParams(logprobs=-1).verify(vocab=100, max_logprobs=-1)

@@ -61,9 +61,9 @@ class FastCore:
             case Hello():
                 self.clients.add(client)
                 self.send(client, Ready(os.getpid(), self.max_model_len, 1000))
-            case Add(requests):
+            case Add():
                 now = time.monotonic()
-                for request in requests:
+                for request in message.all():
                     self.owners[request.id] = client
                     self.ends[request.id] = self.num_steps + request.limit - request.prompt_len
                     self.new[request.id] = FirstRun(0, now, now)

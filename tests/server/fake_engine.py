@@ -131,7 +131,7 @@ class FakeEngine:
             token = self.script[position % len(self.script)]
             if token == EOS and request.eos_id < 0:
                 token = self.script[0]
-            request.tokens.append(token)
+            request.tokens = [*request.tokens, token]
             step.request_ids.append(request.id)
             step.token_ids.append(token)
             if position == 0:

@@ -1,10 +1,16 @@
 """/v1/completions: prompts in every form, echo, logprobs, many choices."""
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
-from ask import complete, events, refused
+from ask import COMPLETIONS, complete, events, refused
 from fake_engine import ANSWER, FakeEngine
+
+from quire.server.app import Application
+from quire.server.generate import PIECE
+from quire.server.settings import make_settings
 
 
 def test_default_is_sixteen_tokens() -> None:
@@ -139,3 +145,31 @@ def test_every_choice_of_an_echoed_prompt_has_its_logprobs(stream: bool) -> None
         for choice in chunk["choices"]:
             seen.setdefault(choice["index"], []).extend(choice["logprobs"]["token_logprobs"])
     assert seen == dict.fromkeys(range(3), [None, -1.0, -1.0, -1.0])
+
+
+def test_a_call_for_too_many_sequences_is_refused_before_anything_is_made() -> None:
+    """1,024 prompts with n = 128 would hold up everybody else, and fill the memory."""
+    engine = FakeEngine()
+    error = refused(complete(engine, prompt=["a"] * 1024, n=128, temperature=1.0))
+    assert error["param"] == "n" and "131072 sequences" in error["message"]
+    assert "at most 16384" in error["message"] and engine.seen == []
+
+
+def test_a_large_call_is_made_ready_in_pieces() -> None:
+    """Others get their turn while hundreds of sequences are started."""
+    engine = FakeEngine()
+    application = Application(engine, make_settings({}))
+    transport = httpx.ASGITransport(application.asgi)
+    body = {"prompt": ["ab"] * 200, "n": 16, "temperature": 1.0, "max_tokens": 1}
+
+    async def go() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            large = asyncio.create_task(client.post(COMPLETIONS, json=body, timeout=60))
+            seen = set()
+            while not large.done():
+                seen.add(len(engine.seen))
+                await asyncio.sleep(0)
+            assert (await large).status_code == 200 and len((await large).json()["choices"]) == 3200
+            assert len(seen) > 200 * 16 / PIECE
+
+    asyncio.run(go())

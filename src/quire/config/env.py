@@ -23,7 +23,7 @@ NO_EFFECT = frozenset(
     ENABLE_RESPONSES_API_STORE ENABLE_V1_MULTIPROCESSING ENGINE_READY_TIMEOUT_S
     EXECUTE_MODEL_TIMEOUT_SECONDS HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT KEEP_ALIVE_ON_ENGINE_DEATH
     LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS MAX_NUM_BAD_WORDS
-    MAX_N_SEQUENCES MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+    MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
     NO_USAGE_STATS PLUGINS PP_LAYER_PARTITION RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION
     USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER VIDEO_FETCH_TIMEOUT
     WORKER_MULTIPROC_METHOD XGRAMMAR_CACHE_MB
@@ -50,6 +50,8 @@ class Env:
     allow_long_max_model_len: bool = False
     attention_backend: str | None = None
     server_dev_mode: bool = False
+    max_n_sequences: int = 16384
+    """Most sequences that one call of the API may ask for: prompts times n."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Env":
@@ -88,6 +90,7 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_long_max_model_len": _switch,
     "attention_backend": str,
     "server_dev_mode": _switch,
+    "max_n_sequences": int,
 }
 
 

@@ -104,8 +104,8 @@ class CoreServer:
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
-            case Add(requests):
-                for request in requests:
+            case Add():
+                for request in message.all():
                     self.clients.owner[request.id] = client
                     self.core.add(request)
             case Abort(request_ids):

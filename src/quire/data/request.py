@@ -6,9 +6,12 @@ from quire.data.params import SamplingParams
 
 
 class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
+    """One sequence, and where the scheduler stands with it."""
+
     id: str
     tokens: list[int]
-    """Prompt, then output: grows by what is sampled."""
+    """Prompt, then output. Sequences of one prompt share the list until they have output of their own: it is
+    replaced, never changed."""
     params: SamplingParams
     prompt_len: int
     limit: int

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
 from quire.data.request import Request
 from quire.data.stats import StepStats
@@ -13,10 +14,32 @@ class Hello(msgspec.Struct, tag="hello"):
     """An API process is there and wants to know when the core is."""
 
 
-class Add(msgspec.Struct, tag="add"):
-    """New requests."""
+class Add(msgspec.Struct, tag="add", omit_defaults=True):
+    """Sequences to continue. Those of one prompt share it: it travels once, and is stored once."""
 
     requests: list[Request]
+    siblings: list[tuple[str, int]] = []
+    """Id and seed of further sequences of the first request's prompt."""
+    sibling_params: SamplingParams | None = None
+    """Their params, where those are not the first's."""
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> "Add":
+        """The sequences of one prompt."""
+        first, *others = requests
+        differ = bool(others) and others[0].params is not first.params
+        return cls([first], [(each.id, each.seed) for each in others], others[0].params if differ else None)
+
+    def all(self) -> list[Request]:
+        if not self.siblings:
+            return self.requests
+        first = self.requests[0]
+        params = first.params if self.sibling_params is None else self.sibling_params
+        others = [
+            msgspec.structs.replace(first, id=id, seed=seed, params=params, block_keys=[])
+            for id, seed in self.siblings
+        ]
+        return [*self.requests, *others]
 
 
 class Abort(msgspec.Struct, tag="abort"):

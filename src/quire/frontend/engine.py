@@ -204,7 +204,7 @@ class AsyncEngine:
         self.check()
         self._answers[answer.request_id] = answer
         self._outputs.add(answer.request_id, prompt, requests)
-        self._send(Add(requests))
+        self._send(Add.of(requests))
 
     def _abort(self, request_id: str) -> None:
         if self._answers.pop(request_id, None) is None:

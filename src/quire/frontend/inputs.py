@@ -165,17 +165,17 @@ class InputProcessor:
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt.token_ids) + params.max_tokens)
+        others = params
+        if params.n > 1 and params.prompt_logprobs is not None:
+            others = params.clone()
+            others.prompt_logprobs = others.skip_reading_prefix_cache = None
         children = []
         for k in range(params.n):
-            child = params
-            if k > 0 and params.prompt_logprobs is not None:
-                child = params.clone()
-                child.prompt_logprobs = child.skip_reading_prefix_cache = None
             children.append(
                 Request(
                     id=request_id if params.n == 1 else f"{k}_{request_id}",
-                    tokens=prompt.token_ids.copy(),
-                    params=child,
+                    tokens=prompt.token_ids,
+                    params=others if k else params,
                     prompt_len=len(prompt.token_ids),
                     limit=limit,
                     seed=seed + k,

@@ -106,7 +106,7 @@ class Running:
     def release(self, row: int) -> Request:
         """The row's request, with all tokens that are known."""
         request = self.request(row)
-        request.tokens.extend(self.tokens[row, len(request.tokens) : self.num_known[row]].tolist())
+        request.tokens = request.tokens + self.tokens[row, len(request.tokens) : self.num_known[row]].tolist()
         self.requests[row], request.row = None, -1
         self.admission[row] = 0
         self.order = self.order[self.order != row]

@@ -32,7 +32,7 @@ async def answer_completion(api: Api, body: CompletionBody, request: Request) ->
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
-    prompts = await api.reader.of_completion(body)
+    prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
     params = [_params(api, body, len(prompt.token_ids)) for prompt in prompts]
     job = api.job("cmpl", body, request, prompts, params)
     if body.stream:

@@ -27,6 +27,9 @@ from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)
 
+PIECE = 256
+"""Sequences that are made ready in one go: some milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -100,17 +103,20 @@ class Api:
     async def streamed(self, job: Job) -> Outputs:
         """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
         started: list[Outputs] = []
+        pause = Pauses()
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
                 started.append(self.engine.generate(prompt, params, id, priority=job.priority))
+                await pause.after(params.n)
         except BaseException:
-            for outputs in started:
-                await outputs.aclose()
+            for each in started:
+                await each.aclose()
             raise
-        outputs = (
-            started[0] if len(started) == 1 else Merged(dict(zip(job.engine_ids(), started, strict=True)))
-        )
+        outputs: Outputs = started[0]
+        if len(started) > 1:
+            n = max(params.n for params in job.params if isinstance(params, SamplingParams))
+            outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)), n)
         if self.settings.log.enable_log_outputs:
             outputs = Logged(outputs, job.id, self._cut)
         return outputs
@@ -142,6 +148,19 @@ class Api:
 
     def _cut(self, text: str | None) -> str:
         return (text or "")[: self.settings.log.max_log_len]
+
+
+class Pauses:
+    """Lets the event loop turn between pieces of a large call."""
+
+    def __init__(self) -> None:
+        self._num_done = 0
+
+    async def after(self, num_sequences: int) -> None:
+        self._num_done += num_sequences
+        if self._num_done >= PIECE:
+            self._num_done = 0
+            await asyncio.sleep(0)
 
 
 def _header_int(request: Request, name: str) -> int | None:
@@ -192,8 +211,9 @@ class Logged:
 class Merged:
     """Several requests as one stream of outputs, in the order in which they come, under these ids."""
 
-    def __init__(self, started: Mapping[str, Outputs]) -> None:
+    def __init__(self, started: Mapping[str, Outputs], n: int) -> None:
         self._started = started
+        self._n = n
         self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
@@ -219,8 +239,11 @@ class Merged:
 
     async def forward(self, reader: Callable[[RequestOutput], None]) -> None:
         """All outputs of all requests to `reader`, in the moment they come."""
-        tasks = [asyncio.create_task(_forward(id, each, reader)) for id, each in self._started.items()]
+        tasks, pause = [], Pauses()
         try:
+            for id, outputs in self._started.items():
+                tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
+                await pause.after(self._n)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -34,7 +34,7 @@ class PromptReader:
         """Reads prompts of any length: to count them, or to cut them."""
         self._unbounded.max_model_len = sys.maxsize >> 16
 
-    async def of_completion(self, body: CompletionBody) -> list[Prompt]:
+    async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         if body.prompt in (None, ""):
             raise RequestError(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
@@ -45,6 +45,12 @@ class PromptReader:
             raise RequestError(
                 f"prompt list length {len(given)} exceeds the maximum allowed count of {MAX_PROMPTS}",
                 param="prompt",
+            )
+        if len(given) * (body.n or 1) > max_sequences:
+            raise RequestError(
+                f"{len(given)} prompts with n={body.n} are {len(given) * (body.n or 1)} sequences, and one "
+                f"call may ask for at most {max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
+                param="n",
             )
 
         def read() -> list[Prompt]:

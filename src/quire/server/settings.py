@@ -9,6 +9,7 @@ from quire.config.args import checked_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
 from quire.config.env import Env
 from quire.config.sections import Option, Rule, options_of
+from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 from quire.unbuilt import UNBUILT, is_switch, refuse
@@ -128,6 +129,8 @@ class ServerSettings:
     access: AccessSection = field(default_factory=AccessSection)
     api: ApiSection = field(default_factory=ApiSection)
     log: LogSection = field(default_factory=LogSection)
+    max_sequences: int = MAX_SEQUENCES
+    """Most sequences that one call may ask for: prompts times n."""
 
     @property
     def address(self) -> str:
@@ -200,10 +203,11 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
     if env is not None and env.api_key:
         values.setdefault("api_key", (env.api_key,))
     settings = ServerSettings(
+        max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         **{
             section: cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
             for section, cls in SERVER_SECTIONS.items()
-        }
+        },
     )
     _check(settings)
     return settings
