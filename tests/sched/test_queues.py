@@ -7,7 +7,7 @@ from symbolic import Engine
 
 from quire.data.params import SamplingParams
 from quire.data.request import Request
-from quire.sched.queues import LINES, PriorityLine
+from quire.sched.queues import LINES, FcfsLine
 
 Ranked = tuple[tuple[float, ...], Request]
 
@@ -72,15 +72,16 @@ def test_a_line_is_a_list_in_which_nobody_stands_twice(policy: str, moves: list[
     assert [line.pop() for _ in range(len(line))] == naive.requests
 
 
-def test_the_dead_never_outnumber_the_living() -> None:
+@pytest.mark.parametrize("policy", LINES)
+def test_the_dead_never_outnumber_the_living(policy: str) -> None:
     """Memory of a line whose head never leaves while thousands behind it come and go."""
-    line = PriorityLine()
+    line = LINES[policy]()
     line.push(make_request(0, priority=-1))
     for number in range(1, 5_000):
         request = make_request(number)
         line.push(request)
         line.remove(request)
-        assert len(line) == 1 and len(line._heap) <= 2
+        assert len(line) == 1 and len(line._line if isinstance(line, FcfsLine) else line._heap) <= 2
 
 
 @pytest.mark.parametrize("policy", LINES)

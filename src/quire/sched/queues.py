@@ -1,8 +1,12 @@
-"""The waiting line, one class per scheduling policy. No operation costs more the longer the line is, but for
-the logarithm of a heap."""
+"""The waiting line, one class per scheduling policy.
+
+Who is removed stays where it stood, dead, until it comes up or the dead outnumber the living: so no operation
+costs more the longer the line is, but for the logarithm of a heap. A request that enters again gets a new
+entry, which tells it from its dead one.
+"""
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from typing import Protocol
 
 from quire.data.request import Request
@@ -23,40 +27,46 @@ class FcfsLine:
     """First come, first served; who was preempted stands at the front again."""
 
     def __init__(self) -> None:
-        self._line: OrderedDict[str, Request] = OrderedDict()
+        self._line: deque[tuple[Request]] = deque()
+        self._living: dict[str, tuple[Request]] = {}
 
     def push(self, request: Request) -> None:
-        self._line[request.id] = request
+        self._living[request.id] = entry = (request,)
+        self._line.append(entry)
 
     def push_front(self, request: Request) -> None:
-        self._line[request.id] = request
-        self._line.move_to_end(request.id, last=False)
+        self._living[request.id] = entry = (request,)
+        self._line.appendleft(entry)
 
     def peek(self) -> Request:
-        return next(iter(self._line.values()))
+        while not self._is_living(self._line[0]):
+            self._line.popleft()
+        return self._line[0][0]
 
     def pop(self) -> Request:
-        return self._line.popitem(last=False)[1]
+        request = self.peek()
+        self._line.popleft()
+        del self._living[request.id]
+        return request
 
     def remove(self, request: Request) -> None:
-        del self._line[request.id]
+        del self._living[request.id]
+        if len(self._line) > 2 * len(self._living):
+            self._line = deque(entry for entry in self._line if self._is_living(entry))
+
+    def _is_living(self, entry: tuple[Request]) -> bool:
+        return self._living.get(entry[0].id) is entry
 
     def __len__(self) -> int:
-        return len(self._line)
-
-
-_Entry = tuple[int, float, int, Request]
+        return len(self._living)
 
 
 class PriorityLine:
-    """Lowest priority value first; among equals the earlier arrival.
-
-    What is removed stays in the heap, dead, until it comes up or the dead outnumber the living.
-    """
+    """Lowest priority value first; among equals the earlier arrival."""
 
     def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._living: dict[str, _Entry] = {}
+        self._heap: list[tuple[int, float, int, Request]] = []
+        self._living: dict[str, tuple[int, float, int, Request]] = {}
         self._last = self._first = 0
 
     def push(self, request: Request) -> None:
@@ -88,7 +98,7 @@ class PriorityLine:
             self._heap = [entry for entry in self._heap if self._is_living(entry)]
             heapq.heapify(self._heap)
 
-    def _is_living(self, entry: _Entry) -> bool:
+    def _is_living(self, entry: tuple[int, float, int, Request]) -> bool:
         return self._living.get(entry[-1].id) is entry
 
     def __len__(self) -> int:
