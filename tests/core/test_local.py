@@ -7,7 +7,9 @@ import pytest
 from tiny_text import TextModel, open_text, text_model
 
 from quire import SamplingParams
+from quire.data.plan import StepPlan
 from quire.errors import EngineError
+from quire.executor import Pending
 from quire.metrics import Gauge
 
 PROMPTS = [{"prompt_token_ids": [5 + number, 6, 7, 8]} for number in range(6)]
@@ -45,6 +47,29 @@ def test_without_statistics_nothing_is_said(model: TextModel, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         open_text(model).generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not [text for text in caplog.messages if text.startswith("Engine 000:")]
+
+
+def test_a_device_too_small_for_the_batch_still_answers_all(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches rows of the worker that a failed batch leaves behind, and tokens that it costs."""
+    llm = open_text(model)
+    executor = llm.llm_engine.core.executor
+    submit, num_failed = executor.submit, 0
+
+    def cramped(plan: StepPlan) -> Pending:
+        nonlocal num_failed
+        pending = submit(plan)
+        if len(plan.rows) > 2:
+            num_failed += 1
+            raise RuntimeError("out of memory")
+        return pending
+
+    monkeypatch.setattr(executor, "submit", cramped)
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == model.greedy(prompt["prompt_token_ids"], 30)
+    assert 0 < num_failed <= 3
 
 
 def test_requests_that_can_never_run_end_the_call_and_not_the_engine(
