@@ -178,6 +178,25 @@ def test_a_batch_that_failed_is_halved_and_grows_again_slowly(monkeypatch: pytes
         assert engine.outputs[str(number)] == continuation(healthy_prompt(number, 6), 100)
 
 
+@pytest.mark.parametrize(
+    ("passed", "failed", "left"),
+    [
+        ((0, 0), (32, 400), (16, 200)),
+        ((0, 0), (32, 32), (16, 512)),
+        ((32, 32), (8, 400), (32, 200)),
+        ((2, 500), (8, 400), (4, 512)),
+        ((32, 512), (32, 32), (16, 512)),
+        ((32, 512), (30, 300), (15, 150)),
+    ],
+    ids=["nothing known", "decodes", "rows went well", "tokens went well", "no longer", "neither any more"],
+)
+def test_what_is_halved(passed: tuple[int, int], failed: tuple[int, int], left: tuple[int, int]) -> None:
+    limits = step_limits.Limits(max_rows=32, max_tokens=512)
+    limits.passed(*passed)
+    limits.shrink(*failed)
+    assert (limits.max_rows, limits.max_tokens) == left
+
+
 def test_many_rows_are_not_blamed_for_many_tokens() -> None:
     """A large prompt that fails must not cut a decode batch that always went well."""
     engine = cramped_engine(max_tokens=40, num_blocks=400, max_num_seqs=16, max_num_batched_tokens=128)

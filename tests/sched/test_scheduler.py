@@ -253,7 +253,7 @@ def test_abort_frees_running_and_waiting_requests() -> None:
     engine.add("a", prompt(9), count=50)
     engine.add("b", prompt(9), count=50)
     engine.step()
-    finished = engine.scheduler.abort(["a", "b", "unknown"])
+    finished = engine.scheduler.abort(["a", "b", "unknown", "a"])
     assert {id: finish.reason for id, finish in finished.items()} == {"a": "abort", "b": "abort"}
     assert not engine.scheduler.has_work
     assert engine.kv.pool.num_free == engine.kv.pool.num_usable

@@ -48,11 +48,11 @@ class Limits:
             self.max_tokens = min(tokens, self.max_tokens + max(1, self.max_tokens // 8))
 
     def shrink(self, num_rows: int, num_tokens: int) -> None:
-        """A step of this size is too large. Whatever of it went well before is not the reason."""
-        rows, tokens = num_rows > self._proven_rows, num_tokens > self._proven_tokens
-        if not (rows or tokens):
-            rows = tokens = True
-            self._proven_rows = self._proven_tokens = 0
+        """A step of this size is too large. Whatever of it went well before is not the reason, and neither is
+        the number of tokens where each row has one."""
+        if num_rows <= self._proven_rows and num_tokens <= self._proven_tokens:
+            self._proven_rows = self._proven_tokens = 0  # it was so once
+        rows, tokens = num_rows > self._proven_rows, num_tokens > max(self._proven_tokens, num_rows)
         if rows:
             self.max_rows = max(1, num_rows // 2)
         if tokens:

@@ -85,7 +85,7 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
         """End requests from outside. Unknown ids (already finished, say) are passed over."""
-        known = [self.requests[id] for id in request_ids if id in self.requests]
+        known = [self.requests[id] for id in dict.fromkeys(request_ids) if id in self.requests]
         return {request.id: self._finish(request, "abort") for request in known}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> Finish:
