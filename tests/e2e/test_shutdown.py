@@ -11,6 +11,9 @@ import psutil
 import pytest
 from serve_process import PATIENCE_S, ServeProcess, Start, eventually
 
+LENGTH = 3000
+"""Tokens that take longer than a busy machine needs to tell everybody to stop."""
+
 
 class Crowd:
     """Clients that read streams of one length, each in its thread."""
@@ -44,9 +47,9 @@ class Crowd:
 
 def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     """Catches requests that a deployment cuts off, and a port that still takes what nobody will answer."""
-    server = start("--api-server-count", "2")
+    server = start("--api-server-count", "2", "--shutdown-timeout", "100")
     server.until_healthy(num_api=2)
-    crowd = Crowd(server, 8, max_tokens=1000)
+    crowd = Crowd(server, 8, max_tokens=LENGTH)
     server.process.send_signal(signal.SIGTERM)
     eventually("new connections are refused", server.refuses, 10)
     still_running = "[DONE]" not in [found[-1] for found in crowd.found]
@@ -56,7 +59,7 @@ def test_sigterm_lets_running_requests_finish(start: Start) -> None:
     for found in crowd.found:
         assert found[-1] == "[DONE]"
         assert isinstance(found[-2], dict)
-        assert found[-2]["usage"]["completion_tokens"] == 1000
+        assert found[-2]["usage"]["completion_tokens"] == LENGTH
     assert "Traceback" not in server.text()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_process import ServeProcess, Start, eventually, greedy
+from serve_process import PATIENCE_S, ServeProcess, Start, eventually, greedy
 from tiny_text import TextModel
 
 
@@ -90,9 +90,10 @@ def test_a_unix_socket(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "sock"
     server = start("--uds", str(path))
     eventually("the socket is there", path.exists)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://quire") as client:
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=transport, base_url="http://quire", timeout=PATIENCE_S) as client:
         eventually("it is up", lambda: client.get("/health").status_code == 200)
-        reply = client.post("/v1/completions", json=greedy(max_tokens=3), timeout=60)
+        reply = client.post("/v1/completions", json=greedy(max_tokens=3))
         assert reply.json()["usage"]["completion_tokens"] == 3
     server.end_cleanly()
     assert not path.exists()
