@@ -21,8 +21,8 @@ from quire.sampling.sampler import Sampler
 from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Model, Pending
 from quire.worker.parts import PromptLogprobs
+from quire.worker.rows import Rows, Wide
 from quire.worker.runner import Runner
-from quire.worker.slots import Slots, Wide
 
 CPU, VOCAB = torch.device("cpu"), 50
 
@@ -30,7 +30,7 @@ CPU, VOCAB = torch.device("cpu"), 50
 class Blank(Cuda):
     """Prompts compute nothing either."""
 
-    def _eager(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> Callable[[], Computed]:
+    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
         rows = len(plan.drawing)
         return lambda: Computed(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long())
 
@@ -45,14 +45,14 @@ def head(states: Tensor) -> Tensor:
 
 def make(num_seqs: int) -> Runner:
     sampling = SamplingRows(num_seqs, VOCAB, CPU)
-    slots = Slots(max_rows=num_seqs, max_len=4096, block_size=16, sampling=sampling)
+    all_rows = Rows(max_rows=num_seqs, max_len=4096, block_size=16, sampling=sampling)
     model = Model(head, head, Attention())  # type: ignore[arg-type]
-    device = Blank(model, slots, lambda logits, draws: logits, CPU)
+    device = Blank(model, all_rows, lambda logits, draws: logits, CPU)
     device.graphs._by_size = {num_seqs: stand_in(num_seqs, device.block_tables)}
     device.graphs._sizes = [num_seqs]
     sampler = Sampler(VOCAB, CPU, "raw_logprobs", device.pick)
-    parts = [PromptLogprobs(head, slots, "raw_logprobs")]
-    return Runner(device=device, slots=slots, sampler=sampler, parts=parts)
+    parts = [PromptLogprobs(head, all_rows, "raw_logprobs")]
+    return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
 
 
 def main(num_seqs: int = 256, num_steps: int = 900) -> None:

@@ -25,8 +25,8 @@ from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Model, Pending
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
+from quire.worker.rows import Rows
 from quire.worker.sheet import Shape, blank, host_arrays, size_of
-from quire.worker.slots import Slots
 from quire.worker.worker import Worker
 
 PROMPTS = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
@@ -99,8 +99,8 @@ def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 def started(kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
-    def open_device(model: Model, slots: Slots, device: torch.device) -> Cuda:
-        return kind(model, slots, best, device)
+    def open_device(model: Model, all_rows: Rows, device: torch.device) -> Cuda:
+        return kind(model, all_rows, best, device)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     given = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
@@ -169,8 +169,8 @@ def test_rows_that_ask_for_more_than_a_pick_leave_their_token_for_the_next_step(
     second = worker.submit(plan(2, {3: 1, 1: 1}))
     assert first.wait().token_ids.tolist()[0] == second.wait().token_ids.tolist()[0] == forced
     assert worker._runner is not None
-    assert worker._runner.slots.tokens[3, 5:7].tolist() == [forced, forced]
-    assert worker._runner.slots.tokens[1, 2:4].tolist() == greedy(tiny[1], PROMPTS[1], 2)
+    assert worker._runner.all_rows.tokens[3, 5:7].tolist() == [forced, forced]
+    assert worker._runner.all_rows.tokens[1, 2:4].tolist() == greedy(tiny[1], PROMPTS[1], 2)
 
 
 def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> None:

@@ -15,8 +15,8 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.worker.device import Computed, Draw
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs
+from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Shape, blank, draws_of, size_of, tensors
-from quire.worker.slots import Slots
 
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK, ROWS, VOCAB = 96, 4, 8, 50
@@ -53,7 +53,7 @@ class Traffic:
         self.rng = random.Random(seed)
         kv = KVManager(num_blocks=60, block_size=BLOCK, max_rows=ROWS, share_prefixes=False)
         self.scheduler = Scheduler(kv=kv, max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=MAX_LEN)
-        self.slots = Slots(
+        self.all_rows = Rows(
             max_rows=ROWS, max_len=MAX_LEN, block_size=BLOCK, sampling=SamplingRows(ROWS, VOCAB, CPU)
         )
         self.tables = torch.zeros(ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
@@ -93,17 +93,17 @@ class Traffic:
             self.scheduler.abort(self.rng.choice(list(self.scheduler.requests)))
         plan = self.scheduler.plan() if len(self.in_flight) < 2 else None
         if plan is not None:
-            self.slots.apply(plan)
+            self.all_rows.apply(plan)
             graph = self.graphs.find(plan)
             assert (graph is not None) == plan.is_decode
             if graph is not None:
                 self.check(graph, plan)
-            self.in_flight.append((plan, Draw.of(plan, self.slots)))
-            self.slots.advance(plan)
+            self.in_flight.append((plan, Draw.of(plan, self.all_rows)))
+            self.all_rows.advance(plan)
         if self.in_flight and (plan is None or len(self.in_flight) == 2):
             plan, draw = self.in_flight.popleft()
             ids = np.array([self.rng.randrange(VOCAB) for _ in plan.drawing], np.int32)
-            self.slots.learn(*draw, ids)
+            self.all_rows.learn(*draw, ids)
             self.scheduler.update(plan, StepResult(ids))
 
     def check(self, graph: Graph, plan: StepPlan) -> None:
@@ -113,10 +113,10 @@ class Traffic:
         places, ids = np.array([3, 5], np.int64)[:changed], np.array([8, 9], np.int32)[:changed]
         fresh = Page(torch.full((size_of(graph.shape),), 7, dtype=torch.uint8), graph.shape)
         blank(fresh.arrays, len(plan.rows), graph.pad_row, graph._pad_place)
-        fresh.write(plan, self.slots, places, ids)
+        fresh.write(plan, self.all_rows, places, ids)
         pages = [next(graph._pages) for _ in range(IN_FLIGHT)]
-        self.num_kept += pages[0].holds(plan, self.slots)
-        graph.load(plan, self.slots, places, ids)
+        self.num_kept += pages[0].holds(plan, self.all_rows)
+        graph.load(plan, self.all_rows, places, ids)
         for name, expected in tensors(fresh.memory, graph.shape).items():
             end = len(ids) if name == "block_ids" else None
             assert torch.equal(graph._sheet[name][:end], expected[:end]), (plan.step, name)

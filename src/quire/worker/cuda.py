@@ -16,8 +16,8 @@ from quire.sampling.sampler import Sampled
 from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
+from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, Shape, blank, draws_of, host_arrays, shape_of, size_of, tensors
-from quire.worker.slots import Slots, Wide
 
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
@@ -32,14 +32,14 @@ class Cuda:
     """Block tables and last tokens are by row, on the device; the row behind all others is padding."""
 
     def __init__(
-        self, model: Model, slots: Slots, pick: Callable[[Tensor, Draws], Tensor], device: torch.device
+        self, model: Model, all_rows: Rows, pick: Callable[[Tensor, Draws], Tensor], device: torch.device
     ) -> None:
-        max_rows, width = slots.block_tables.shape
+        max_rows, width = all_rows.block_tables.shape
         self.model = model
         self.pick = pick
         self.device = device
         self.block_tables = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
-        self.max_len = slots.tokens.shape[1]
+        self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(self.compute, self.block_tables)
         self._pinned = cycle([_Pinned() for _ in range(IN_FLIGHT)])
@@ -120,20 +120,20 @@ class Cuda:
         if self._captures(config):
             self.graphs.capture(config.scheduler.max_num_seqs, seconds=_CAPTURE_S)
 
-    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
-        places, ids = _joined(slots.block_changes)
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
+        places, ids = _joined(all_rows.block_changes)
         graph = self.graphs.find(plan)
         if graph is None:
-            return self._eager(plan, slots, places, ids)
-        return self._replay(graph, plan, slots, places, ids)
+            return self._eager(plan, all_rows, places, ids)
+        return self._replay(graph, plan, all_rows, places, ids)
 
     def _replay(
-        self, graph: Graph, plan: StepPlan, slots: Slots, places: Wide, ids: Ints
+        self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints
     ) -> Callable[[], Computed]:
         if len(ids) > graph.shape.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
-        graph.load(plan, slots, places, ids)
+        graph.load(plan, all_rows, places, ids)
 
         def run() -> Computed:
             done = graph.replay(len(plan.rows))
@@ -142,12 +142,12 @@ class Cuda:
 
         return run
 
-    def _eager(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> Callable[[], Computed]:
+    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
         shape = shape_of(plan, len(ids))
         memory = next(self._pinned).take(size_of(shape))
-        Page(memory, shape).write(plan, slots, places, ids)
+        Page(memory, shape).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), shape)
-        seq_lens = slots.num_computed[plan.rows] + plan.num_tokens
+        seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
         return lambda: self.compute(batch, sheet)
 
@@ -167,8 +167,8 @@ class Cuda:
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
-    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
-        draw = Draw.of(plan, slots)
+    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
+        draw = Draw.of(plan, all_rows)
         if len(draw.rows) and sampled.token_ids is not self._picked:
             # Some row asked for more than a plain pick.
             rows = torch.from_numpy(draw.rows.astype(np.int64)).to(self.device)
@@ -176,27 +176,27 @@ class Cuda:
         landing = next(self._landings)[: len(draw.rows)]
         landing.copy_(sampled.token_ids, non_blocking=True)
         landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        return Landing(landed, landing, sampled, draw, slots)
+        return Landing(landed, landing, sampled, draw, all_rows)
 
 
 class Landing:
     """Drawn tokens on their way to the host."""
 
     def __init__(
-        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, draw: Draw, slots: Slots
+        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, draw: Draw, all_rows: Rows
     ) -> None:
         self._landed = landed
         self._tokens = tokens
         self._sampled = sampled
         self._draw = draw
-        self._slots = slots
+        self._all_rows = all_rows
 
     def wait(self) -> StepResult:
         if self._landed is not None:
             with device_failures():
                 self._landed.synchronize()
         token_ids = self._tokens.numpy().astype(np.int32)
-        self._slots.learn(*self._draw, token_ids)
+        self._all_rows.learn(*self._draw, token_ids)
         return self._sampled.result(token_ids)
 
 

@@ -20,8 +20,8 @@ from quire.kernels.tape import Tapes
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
 from quire.worker.memory import Needs
+from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Shape, draws_of, shape_of, size_of, tensors
-from quire.worker.slots import Slots
 
 _MAX_SHEETS = 256
 _MAX_TAPED = 64
@@ -62,10 +62,10 @@ class Device(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
 
-    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
         """The step, ready to run."""
 
-    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
+    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
         """Bring the drawn tokens back; called before the rows advance."""
 
 
@@ -86,9 +86,9 @@ class Draw(NamedTuple):
     places: Ints
 
     @staticmethod
-    def of(plan: StepPlan, slots: Slots) -> "Draw":
+    def of(plan: StepPlan, all_rows: Rows) -> "Draw":
         rows = plan.drawing.astype(np.intp)
-        return Draw(plan.step, rows, slots.num_tokens[rows])
+        return Draw(plan.step, rows, all_rows.num_tokens[rows])
 
 
 def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:
@@ -105,11 +105,11 @@ class Host:
     """The CPU. Steps are over when they return, so that every value is known before the next one."""
 
     def __init__(
-        self, model: Model, slots: Slots, pick: Callable[[Tensor, Draws], Tensor] | None = None
+        self, model: Model, all_rows: Rows, pick: Callable[[Tensor, Draws], Tensor] | None = None
     ) -> None:
         self.model = model
         self.pick = pick
-        self.block_tables = torch.from_numpy(slots.block_tables)
+        self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._sheets: dict[Shape, tuple[Page, dict[str, Tensor]]] = {}
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
@@ -128,9 +128,9 @@ class Host:
         if config.model.enforce_eager:
             self._max_taped = 0
 
-    def prepare(self, plan: StepPlan, slots: Slots) -> Callable[[], Computed]:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
         page, sheet = self._sheet(shape_of(plan, 0))
-        page.write(plan, slots)
+        page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         if plan.total_tokens == len(plan.rows) <= self._max_taped:
             return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch, sheet))
@@ -145,9 +145,9 @@ class Host:
         picked = self.pick(logits, draws) if self.pick is not None and len(logits) else None
         return Computed(hidden, logits, picked, draws)
 
-    def land(self, plan: StepPlan, sampled: Sampled, slots: Slots) -> Pending:
+    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids = sampled.token_ids.to(torch.int32).numpy()
-        slots.learn(*Draw.of(plan, slots), token_ids)
+        all_rows.learn(*Draw.of(plan, all_rows), token_ids)
         return Landed(sampled.result(token_ids))
 
     def _sheet(self, shape: Shape) -> tuple[Page, dict[str, Tensor]]:

@@ -14,8 +14,8 @@ from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, batch_of
+from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, Shape, blank, size_of, tensors
-from quire.worker.slots import Slots, Wide
 
 log = get_logger(__name__)
 
@@ -86,11 +86,11 @@ class Graph:
             self._done = compute(batch, self._sheet)
         self._done_for: dict[int, Computed] = {}
 
-    def load(self, plan: StepPlan, slots: Slots, places: Wide, ids: Ints) -> None:
+    def load(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> None:
         page = next(self._pages)
-        if not page.holds(plan, slots):
+        if not page.holds(plan, all_rows):
             blank(page.arrays, len(plan.rows), self.pad_row, self._pad_place)
-        page.write(plan, slots, places, ids)
+        page.write(plan, all_rows, places, ids)
         page.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(page.memory, non_blocking=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.data.plan import StepPlan
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import Sampled
-from quire.worker.slots import Slots
+from quire.worker.rows import Rows
 
 
 class Part(Protocol):
@@ -25,9 +25,9 @@ class Part(Protocol):
 class PromptLogprobs:
     """How likely each prompt token was, for the requests that ask."""
 
-    def __init__(self, head: Callable[[Tensor], Tensor], slots: Slots, logprobs_mode: str) -> None:
+    def __init__(self, head: Callable[[Tensor], Tensor], all_rows: Rows, logprobs_mode: str) -> None:
         self.head = head
-        self.slots = slots
+        self.all_rows = all_rows
         self.mode = logprobs_mode
         self._wanted: dict[int, int] = {}
         """How many of the best at each position, by row."""
@@ -43,14 +43,14 @@ class PromptLogprobs:
     def end(self, plan: StepPlan, hidden: Tensor, sampled: Sampled) -> None:
         if not self._wanted:
             return
-        slots, starts = self.slots, np.cumsum(plan.num_tokens) - plan.num_tokens
+        all_rows, starts = self.all_rows, np.cumsum(plan.num_tokens) - plan.num_tokens
         for place, row in enumerate(plan.rows.tolist()):
-            computed = int(slots.num_computed[row])
-            count = min(int(plan.num_tokens[place]), int(slots.prompt_len[row]) - 1 - computed)
+            computed = int(all_rows.num_computed[row])
+            count = min(int(plan.num_tokens[place]), int(all_rows.prompt_len[row]) - 1 - computed)
             if row in self._wanted and count > 0:
                 states = hidden[starts[place] : starts[place] + count]
                 next_ids = torch.from_numpy(
-                    slots.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
+                    all_rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
                 )
                 sampled.prompt_logprobs[row] = prompt_logprobs(
                     self._wide_head, states, next_ids.to(hidden.device), self._wanted[row], self.mode

@@ -8,26 +8,26 @@ from quire.data.plan import StepPlan
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Pending
 from quire.worker.parts import Part
-from quire.worker.slots import Slots
+from quire.worker.rows import Rows
 
 
 class Runner:
-    def __init__(self, *, device: Device, slots: Slots, sampler: Sampler, parts: Sequence[Part]) -> None:
+    def __init__(self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[Part]) -> None:
         self.device = device
-        self.slots = slots
+        self.all_rows = all_rows
         self.sampler = sampler
         self.parts = parts
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
-        self.slots.apply(plan)
+        self.all_rows.apply(plan)
         for part in self.parts:
             part.begin(plan)
-        done = self.device.prepare(plan, self.slots)()
-        asked = (plan.drawing, self.slots.sampling, *self.slots.history)
+        done = self.device.prepare(plan, self.all_rows)()
+        asked = (plan.drawing, self.all_rows.sampling, *self.all_rows.history)
         sampled = self.sampler(done.logits, *asked, done.picked, done.draws)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
-        pending = self.device.land(plan, sampled, self.slots)
-        self.slots.advance(plan)
+        pending = self.device.land(plan, sampled, self.all_rows)
+        self.all_rows.advance(plan)
         return pending

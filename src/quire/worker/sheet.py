@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.data.plan import Ints, StepPlan
 from quire.sampling.draw import Draws
-from quire.worker.slots import Slots, Wide
+from quire.worker.rows import Rows, Wide
 
 _ALIGN = 64
 """Bytes: kernels are compiled for aligned pointers, and every step must look the same to them."""
@@ -88,26 +88,26 @@ class Page:
         self._rows = b""
         self._version = 0
 
-    def holds(self, plan: StepPlan, slots: Slots) -> bool:
+    def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether it was last written for a decode of the same rows, with the same requests."""
-        return self._version == slots.version and plan.is_decode and plan.rows.tobytes() == self._rows
+        return self._version == all_rows.version and plan.is_decode and plan.rows.tobytes() == self._rows
 
-    def write(self, plan: StepPlan, slots: Slots, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
+    def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
         """One step. What the arrays have beyond its size stays as it is (see `blank`).
 
         `places` and `ids` are the changes of the block tables, flat.
         """
-        if not self.holds(plan, slots):
-            _fill_rows(self.arrays, plan, slots)
-            self._rows, self._version = (plan.rows.tobytes() if plan.is_decode else b""), slots.version
-        _fill(self.arrays, plan, slots)
+        if not self.holds(plan, all_rows):
+            _fill_rows(self.arrays, plan, all_rows)
+            self._rows, self._version = (plan.rows.tobytes() if plan.is_decode else b""), all_rows.version
+        _fill(self.arrays, plan, all_rows)
         self.arrays["block_places"][: len(places)] = places
         self.arrays["block_ids"][: len(ids)] = ids
 
 
-def _fill_rows(into: Arrays, plan: StepPlan, slots: Slots) -> None:
+def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     """What stays as long as the same rows compute as many tokens, for the same requests."""
-    rows, drawing, state = plan.rows, plan.drawing, slots.sampling
+    rows, drawing, state = plan.rows, plan.drawing, all_rows.sampling
     num_seqs, count = len(rows), len(drawing)
     starts = into["query_starts"]
     starts[0] = 0
@@ -121,24 +121,26 @@ def _fill_rows(into: Arrays, plan: StepPlan, slots: Slots) -> None:
         into[name][:count] = getattr(state, name)[drawing]
 
 
-def _fill(into: Arrays, plan: StepPlan, slots: Slots) -> None:
+def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     """What every step changes."""
     rows, lens = plan.rows.astype(np.intp), plan.num_tokens
-    num_seqs, num_tokens, computed = len(rows), plan.total_tokens, slots.num_computed[rows]
+    num_seqs, num_tokens, computed = len(rows), plan.total_tokens, all_rows.num_computed[rows]
     row_of_token, positions = rows, computed.astype(np.intp)
     if num_tokens > num_seqs:
         row_of_token = np.repeat(rows, lens)
         positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
-    blocks, offsets = np.divmod(positions, slots.block_size)
+    blocks, offsets = np.divmod(positions, all_rows.block_size)
     into["positions"][:num_tokens] = positions
-    into["slots"][:num_tokens] = slots.block_tables[row_of_token, blocks].astype(np.int64) * slots.block_size
+    into["slots"][:num_tokens] = (
+        all_rows.block_tables[row_of_token, blocks].astype(np.int64) * all_rows.block_size
+    )
     into["slots"][:num_tokens] += offsets
-    into["token_ids"][:num_tokens] = slots.tokens[row_of_token, positions]
-    unknown = positions >= slots.num_known[row_of_token]
+    into["token_ids"][:num_tokens] = all_rows.tokens[row_of_token, positions]
+    unknown = positions >= all_rows.num_known[row_of_token]
     into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
     np.add(computed, lens, out=into["seq_lens"][:num_seqs])
     drawing = plan.drawing.astype(np.intp)
-    into["draw_at"][: len(drawing)] = slots.num_tokens[drawing]
+    into["draw_at"][: len(drawing)] = all_rows.num_tokens[drawing]
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:

@@ -22,8 +22,8 @@ from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Host, Model, Pending, device_failures
 from quire.worker.memory import cache_room, reserve, table
 from quire.worker.parts import Part, PromptLogprobs
+from quire.worker.rows import Rows
 from quire.worker.runner import Runner
-from quire.worker.slots import Slots
 
 log = get_logger(__name__)
 
@@ -59,22 +59,22 @@ class Worker:
             parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
         )
         log.info("Loaded %s of weights in %.2f s", human(weights), time.monotonic() - started)
-        slots = Slots(
+        all_rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
         )
         head: Callable[[Tensor], Tensor] = cast(Any, model).logits
-        device = open_device(Model(model, head, backend), slots, self.device)
+        device = open_device(Model(model, head, backend), all_rows, self.device)
         size = self._make_cache(model, device, weights)
         device.warm_up(config)
-        parts: list[Part] = [PromptLogprobs(head, slots, config.model.logprobs_mode)]
+        parts: list[Part] = [PromptLogprobs(head, all_rows, config.model.logprobs_mode)]
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick, counts)
-        self._runner = Runner(device=device, slots=slots, sampler=sampler, parts=parts)
+        self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
         return size
 
     def submit(self, plan: StepPlan) -> Pending:
@@ -117,12 +117,12 @@ class Worker:
             layer.bind(*caches)
 
 
-def open_device(model: Model, slots: Slots, device: torch.device) -> Device:
+def open_device(model: Model, all_rows: Rows, device: torch.device) -> Device:
     if device.type == "cpu":
         if native.library() is None:
-            return Host(model, slots)
-        return Host(model, slots, lambda logits, draws: pick(logits, *draws))
+            return Host(model, all_rows)
+        return Host(model, all_rows, lambda logits, draws: pick(logits, *draws))
     from quire.kernels.triton.sampling import sample
     from quire.worker.cuda import Cuda
 
-    return Cuda(model, slots, lambda logits, draws: sample(logits, *draws), device)
+    return Cuda(model, all_rows, lambda logits, draws: sample(logits, *draws), device)

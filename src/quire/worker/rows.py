@@ -1,4 +1,4 @@
-"""Slots: the worker's permanent row per request. A plan carries only what changes."""
+"""Rows: the worker's permanent row per request. A plan carries only what changes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from quire.sampling.rows import SamplingRows
 Wide = NDArray[np.int64]
 
 
-class Slots:
+class Rows:
     """Columns by row. Pages that no request has reached are never touched, so large arrays cost little."""
 
     def __init__(self, *, max_rows: int, max_len: int, block_size: int, sampling: SamplingRows) -> None:

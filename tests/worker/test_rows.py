@@ -1,4 +1,4 @@
-"""Slots and prepare, step by step beside a reference that walks token by token."""
+"""Rows and prepare, step by step beside a reference that walks token by token."""
 
 from typing import Any
 
@@ -14,24 +14,24 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import Draw, batch_of
+from quire.worker.rows import Rows
 from quire.worker.sheet import Page, shape_of, size_of, tensors
-from quire.worker.slots import Slots
 
 CPU = torch.device("cpu")
 MAX_LEN = 96
 
 
-def make_slots(block_size: int, max_rows: int = 8) -> Slots:
+def make_rows(block_size: int, max_rows: int = 8) -> Rows:
     sampling = SamplingRows(max_rows, 97, CPU)
-    return Slots(max_rows=max_rows, max_len=MAX_LEN, block_size=block_size, sampling=sampling)
+    return Rows(max_rows=max_rows, max_len=MAX_LEN, block_size=block_size, sampling=sampling)
 
 
-def prepare(plan: StepPlan, slots: Slots) -> Batch:
+def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
     shape = shape_of(plan, 0)
     memory = torch.zeros(size_of(shape), dtype=torch.uint8)
     page = Page(memory, shape)
-    page.write(plan, slots)
-    tables = torch.from_numpy(slots.block_tables)
+    page.write(plan, all_rows)
+    tables = torch.from_numpy(all_rows.block_tables)
     return batch_of(tensors(memory, shape), tables, plan.num_tokens, page.arrays["seq_lens"])
 
 
@@ -40,18 +40,18 @@ class SideBySide(SymbolicWorker):
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self.slots = make_slots(block_size)
+        self.all_rows = make_rows(block_size)
         self.most_blocks_at_once = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.slots.apply(plan)
-        batch = prepare(plan, self.slots)
+        self.all_rows.apply(plan)
+        batch = prepare(plan, self.all_rows)
         before = {row: state.num_computed for row, state in self.rows.items()}
         before |= {new.row: new.num_computed for new in plan.admitted}
         result = super().run(plan)
         self.check_batch(plan, batch, before)
-        self.slots.learn(*Draw.of(plan, self.slots), result.token_ids)
-        self.slots.advance(plan)
+        self.all_rows.learn(*Draw.of(plan, self.all_rows), result.token_ids)
+        self.all_rows.advance(plan)
         for row, state in self.rows.items():
             self.check_row(row, state)
         counts = np.bincount(plan.block_rows) if len(plan.block_rows) else [0]
@@ -59,10 +59,10 @@ class SideBySide(SymbolicWorker):
         return result
 
     def check_row(self, row: int, state: Row) -> None:
-        slots = self.slots
-        assert slots.num_computed[row] == state.num_computed
-        assert slots.tokens[row, : slots.num_tokens[row]].tolist() == state.tokens
-        assert slots.block_tables[row, : slots.num_blocks[row]].tolist() == state.blocks
+        all_rows = self.all_rows
+        assert all_rows.num_computed[row] == state.num_computed
+        assert all_rows.tokens[row, : all_rows.num_tokens[row]].tolist() == state.tokens
+        assert all_rows.block_tables[row, : all_rows.num_blocks[row]].tolist() == state.blocks
 
     def check_batch(self, plan: StepPlan, batch: Batch, before: dict[int, int]) -> None:
         token_ids, positions, places, starts, logit_tokens = [], [], [], [0], []
@@ -130,19 +130,21 @@ def test_a_chunk_may_bring_several_blocks() -> None:
 
 
 def test_blocks_are_appended_in_order_to_each_row() -> None:
-    slots = make_slots(4)
-    slots.num_blocks[[2, 5]] = 1, 3
-    slots._append_blocks(np.array([5, 5, 2, 2, 2, 7], np.int32), np.array([10, 11, 20, 21, 22, 30], np.int32))
-    assert slots.num_blocks[[2, 5, 7]].tolist() == [4, 5, 1]
-    assert slots.block_tables[5, 3:5].tolist() == [10, 11]
-    assert slots.block_tables[2, 1:4].tolist() == [20, 21, 22] and slots.block_tables[7, 0] == 30
+    all_rows = make_rows(4)
+    all_rows.num_blocks[[2, 5]] = 1, 3
+    all_rows._append_blocks(
+        np.array([5, 5, 2, 2, 2, 7], np.int32), np.array([10, 11, 20, 21, 22, 30], np.int32)
+    )
+    assert all_rows.num_blocks[[2, 5, 7]].tolist() == [4, 5, 1]
+    assert all_rows.block_tables[5, 3:5].tolist() == [10, 11]
+    assert all_rows.block_tables[2, 1:4].tolist() == [20, 21, 22] and all_rows.block_tables[7, 0] == 30
 
 
 def test_row_zero_can_grow_first() -> None:
     """The mark of a first group must not be taken for row 0."""
-    slots = make_slots(4)
-    slots._append_blocks(np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
-    assert slots.block_tables[0, :2].tolist() == [7, 8] and slots.block_tables[1, 0] == 9
+    all_rows = make_rows(4)
+    all_rows._append_blocks(np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
+    assert all_rows.block_tables[0, :2].tolist() == [7, 8] and all_rows.block_tables[1, 0] == 9
 
 
 def admission(row: int, token_ids: list[int], block_ids: list[int], **fields: Any) -> Admission:
@@ -159,20 +161,20 @@ def plan_of(admitted: list[Admission], released: tuple[int, ...] = ()) -> StepPl
 
 
 def test_a_row_given_to_a_shorter_request_shows_nothing_of_the_longer() -> None:
-    slots = make_slots(4)
-    slots.apply(plan_of([admission(3, list(range(30)), list(range(1, 9)))]))
+    all_rows = make_rows(4)
+    all_rows.apply(plan_of([admission(3, list(range(30)), list(range(1, 9)))]))
     plan = plan_of([admission(3, [50, 51], [40])], released=(3,))
-    slots.apply(plan)
-    batch = prepare(plan, slots)
+    all_rows.apply(plan)
+    batch = prepare(plan, all_rows)
     assert batch.token_ids.tolist() == [50, 51] and batch.block_tables[3, 0] == 40
-    assert slots.num_tokens[3] == 2 and slots.num_blocks[3] == 1
+    assert all_rows.num_tokens[3] == 2 and all_rows.num_blocks[3] == 1
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
-    slots = make_slots(4)
+    all_rows = make_rows(4)
     plan = plan_of([admission(1, list(range(60, 70)), [5, 6, 7], num_computed=8)])
-    slots.apply(plan)
-    batch = prepare(plan, slots)
+    all_rows.apply(plan)
+    batch = prepare(plan, all_rows)
     assert batch.token_ids.tolist() == [68, 69] and batch.positions.tolist() == [8, 9]
     assert batch.slots.tolist() == [28, 29] and batch.seq_lens.tolist() == [10]
 
@@ -180,9 +182,9 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 @pytest.mark.parametrize("name", ["token_ids", "positions", "slots", "logit_tokens"])
 def test_indices_are_wide(name: str) -> None:
     """Torch indexes with int64; slots of a large cache do not fit into 32 bits once multiplied."""
-    slots = make_slots(16)
+    all_rows = make_rows(16)
     plan = plan_of([admission(0, [1, 2], [2**31 - 1])])
-    slots.apply(plan)
-    batch = prepare(plan, slots)
+    all_rows.apply(plan)
+    batch = prepare(plan, all_rows)
     assert getattr(batch, name).dtype == torch.int64
     assert batch.slots.tolist() == [(2**31 - 1) * 16, (2**31 - 1) * 16 + 1]
