@@ -18,7 +18,7 @@ def test_layers_are_found_in_the_order_of_the_model(scope: Scope) -> None:
     """Caches bound to the wrong layers would go unnoticed until a prefix is shared between processes."""
     layers = [make(scope, window) for window in (None, 3, 7)]
     model = nn.Sequential(nn.Sequential(layers[0], nn.Identity()), *layers[1:])
-    assert [layer.spec.window for layer in attention_layers(model)] == [None, 3, 7]
+    assert [layer.spec.window for layer in attention_layers(model.modules())] == [None, 3, 7]
 
 
 def test_a_cache_of_the_wrong_shape_is_refused(scope: Scope) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
+from quire.models.causal_lm import CausalLM
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 BLOCK_SIZE = 4
@@ -68,7 +69,7 @@ def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]
     return path, model
 
 
-def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> nn.Module:
+def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> CausalLM:
     """Our model of the checkpoint at `path` in float32, with a cache of 64 blocks full of NaN."""
     model = load_model(
         read_checkpoint(path),
@@ -79,7 +80,7 @@ def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> nn.Mod
         show_progress=False,
         **options,
     )
-    for layer in attention_layers(model):
+    for layer in attention_layers(model.modules()):
         shape = (64, BLOCK_SIZE, layer.spec.kv_heads, layer.spec.head_dim)
         layer.bind(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     return model
@@ -122,7 +123,7 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
         rows = [row for row, count in enumerate(step) if count]
         chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
         batch = make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE)
-        attention_layers(model)[0].backend.plan(batch)
+        attention_layers(model.modules())[0].backend.plan(batch)
         logits = model.logits(model(batch))
         for row, piece in zip(rows, logits.split([step[row] for row in rows]), strict=True):
             out[row].append(piece)

@@ -1,6 +1,6 @@
 """PagedAttention: one layer's attention over its part of the cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -52,6 +52,6 @@ class PagedAttention(nn.Module):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
-def attention_layers(model: nn.Module) -> list[PagedAttention]:
-    """The layers that want a cache, in the order of the model."""
-    return [module for module in model.modules() if isinstance(module, PagedAttention)]
+def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:
+    """Those of a model's modules that want a cache, in its order."""
+    return [module for module in modules if isinstance(module, PagedAttention)]

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
@@ -16,6 +16,7 @@ from quire.layers.scope import Loads, Scope
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.models.causal_lm import CausalLM
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -35,7 +36,7 @@ def load_model(
     show_progress: bool = True,
     seed: int = 0,
     packed: bool = False,
-) -> nn.Module:
+) -> CausalLM:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`.
 
     `packed` keeps quantized weights as they are stored where the device can compute with them.
@@ -55,7 +56,7 @@ def load_model(
         ops=choose(device, dtype),
         linear=linear,
     )
-    model: nn.Module = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
+    model: CausalLM = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = {name: (target, layer) for layer in layers for name, target in layer.targets()}
     targets = {name: target for name, (target, _) in found.items()}

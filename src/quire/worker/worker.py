@@ -1,11 +1,8 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
-from collections.abc import Callable
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
@@ -16,10 +13,12 @@ from quire.kernels.pick import pick
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
+from quire.models.causal_lm import CausalLM
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.device import Device, Host, Model, Pending, device_failures
+from quire.worker.device import Device, Model, Pending, device_failures
+from quire.worker.host import Host
 from quire.worker.memory import cache_room, reserve, table
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.rows import Rows
@@ -65,11 +64,10 @@ class Worker:
             block_size=config.cache.block_size,
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
         )
-        head: Callable[[Tensor], Tensor] = cast(Any, model).logits
-        device = open_device(Model(model, head, backend), all_rows, self.device)
+        device = open_device(Model(model, model.logits, backend), all_rows, self.device)
         size = self._make_cache(model, device, weights)
         device.warm_up(config)
-        parts: list[Part] = [PromptLogprobs(head, all_rows, config.model.logprobs_mode)]
+        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
@@ -82,7 +80,7 @@ class Worker:
         with device_failures():
             return self._runner.submit(plan)
 
-    def _make_cache(self, model: nn.Module, device: Device, weights: int) -> CacheSize:
+    def _make_cache(self, model: CausalLM, device: Device, weights: int) -> CacheSize:
         config, facts = self.config, self.config.checkpoint.facts
         block_size, kv_dtype = config.cache.block_size, config.cache.kv_cache_dtype
         self._bind(model, num_blocks=1)
@@ -107,11 +105,11 @@ class Worker:
         log.info("%s", table(needs, kv_bytes, (size.num_blocks - 1) * block_size, size.max_model_len))
         return size
 
-    def _bind(self, model: nn.Module, num_blocks: int) -> None:
+    def _bind(self, model: CausalLM, num_blocks: int) -> None:
         """Give every layer a cache of this many blocks."""
         cache, facts = self.config.cache, self.config.checkpoint.facts
         kept_as = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
-        layers = attention_layers(model)
+        layers = attention_layers(model.modules())
         shape = (len(layers), 2, num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
         for layer, caches in zip(layers, reserve(shape, kept_as, self.device), strict=True):
             layer.bind(*caches)

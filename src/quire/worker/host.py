@@ -1,0 +1,91 @@
+"""Host: the CPU as a device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.capacity import activation_bytes
+from quire.config.engine import EngineConfig
+from quire.data.plan import StepPlan, StepResult
+from quire.kernels.tape import Tapes
+from quire.sampling.draw import Draws
+from quire.sampling.sampler import Sampled
+from quire.worker.device import Computed, Draw, Model, Pending, batch_of
+from quire.worker.memory import Needs
+from quire.worker.rows import Rows
+from quire.worker.sheet import Page, Shape, draws_of, shape_of, size_of, tensors
+
+_MAX_SHEETS = 256
+_MAX_TAPED = 64
+"""Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
+
+
+class Host:
+    """The CPU. Steps are over when they return, so that every value is known before the next one."""
+
+    def __init__(
+        self, model: Model, all_rows: Rows, pick: Callable[[Tensor, Draws], Tensor] | None = None
+    ) -> None:
+        self.model = model
+        self.pick = pick
+        self.block_tables = torch.from_numpy(all_rows.block_tables)
+        self._sheets: dict[Shape, tuple[Page, dict[str, Tensor]]] = {}
+        self._tapes = Tapes()
+        self._max_taped = _MAX_TAPED
+
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        limits = config.scheduler
+        activations = activation_bytes(
+            config.checkpoint.facts,
+            config.model.dtype,
+            num_tokens=limits.max_num_batched_tokens,
+            num_seqs=limits.max_num_seqs,
+        )
+        return Needs(weights, activations)
+
+    def warm_up(self, config: EngineConfig) -> None:
+        if config.model.enforce_eager:
+            self._max_taped = 0
+
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
+        page, sheet = self._sheet(shape_of(plan, 0))
+        page.write(plan, all_rows)
+        batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
+        if plan.total_tokens == len(plan.rows) <= self._max_taped:
+            return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch, sheet))
+        return lambda: self._compute(batch, sheet)
+
+    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+        model = self.model
+        model.attention.plan(batch)
+        hidden = model.forward(batch)
+        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        logits, draws = model.head(wanted), draws_of(sheet)
+        picked = self.pick(logits, draws) if self.pick is not None and len(logits) else None
+        return Computed(hidden, logits, picked, draws)
+
+    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
+        token_ids = sampled.token_ids.to(torch.int32).numpy()
+        all_rows.learn(*Draw.of(plan, all_rows), token_ids)
+        return Landed(sampled.result(token_ids))
+
+    def _sheet(self, shape: Shape) -> tuple[Page, dict[str, Tensor]]:
+        """Steps of equal shape use the same memory."""
+        if shape not in self._sheets:
+            if len(self._sheets) >= _MAX_SHEETS:
+                self._sheets.clear()
+            memory = torch.zeros(size_of(shape), dtype=torch.uint8)
+            self._sheets[shape] = Page(memory, shape), tensors(memory, shape)
+        return self._sheets[shape]
+
+
+class Landed:
+    """A step whose tokens are here."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
