@@ -15,11 +15,11 @@ from test_graphs import stand_in
 from torch import Tensor
 
 from quire.bench.sched import add_requests, make_scheduler
-from quire.data.plan import Ints, StepPlan
+from quire.data.plan import Ints, Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Model, Pending
+from quire.worker.device import Computed, Model
 from quire.worker.parts import PromptLogprobs
 from quire.worker.rows import Rows, Wide
 from quire.worker.runner import Runner

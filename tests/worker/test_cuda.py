@@ -18,15 +18,15 @@ from quire.attention.batch import Batch
 from quire.attention.triton_attn import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, StepPlan
+from quire.data.plan import Admission, Pending, StepPlan
 from quire.prepare import configure
 from quire.sampling.draw import Draws
 from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Model, Pending
+from quire.worker.device import Computed, Model
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Shape, blank, host_arrays, size_of
+from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays
 from quire.worker.worker import Worker
 
 PROMPTS = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
@@ -221,8 +221,8 @@ def test_the_ladder_ends_at_what_can_run(largest: int) -> None:
 
 
 def test_padding_reads_and_writes_nothing() -> None:
-    shape = Shape(4, 4, 4, 8)
-    arrays = host_arrays(torch.full((size_of(shape),), 7, dtype=torch.uint8), shape)
+    sizes = Sizes(4, 4, 4, 8)
+    arrays = host_arrays(torch.full((bytes_of(sizes),), 7, dtype=torch.uint8), sizes)
     blank(arrays, 1, 9, 90)
     assert arrays["slots"][1:].tolist() == [-1] * 3 and arrays["seq_lens"][1:].tolist() == [0] * 3
     assert arrays["rows"][1:].tolist() == [9] * 3 and arrays["block_places"][2:].tolist() == [90] * 6

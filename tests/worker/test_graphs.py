@@ -16,7 +16,7 @@ from quire.sched.scheduler import Scheduler
 from quire.worker.device import Computed, Draw
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Shape, blank, draws_of, size_of, tensors
+from quire.worker.sheet import Page, Sizes, blank, bytes_of, draws_of, tensors
 
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK, ROWS, VOCAB = 96, 4, 8, 50
@@ -32,12 +32,12 @@ class NoGraph:
 def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     """A graph that was never captured."""
     graph = object.__new__(Graph)
-    graph.shape = Shape(size, size, size, 2 * size)
+    graph.sizes = Sizes(size, size, size, 2 * size)
     graph.pad_row, graph._pad_place = ROWS, ROWS * block_tables.shape[1]
-    memory = torch.full((IN_FLIGHT, size_of(graph.shape)), 7, dtype=torch.uint8)
-    graph._pages = cycle([Page(part, graph.shape) for part in memory])
-    graph._memory = torch.zeros(size_of(graph.shape), dtype=torch.uint8)
-    graph._sheet = tensors(graph._memory, graph.shape)
+    memory = torch.full((IN_FLIGHT, bytes_of(graph.sizes)), 7, dtype=torch.uint8)
+    graph._pages = cycle([Page(part, graph.sizes) for part in memory])
+    graph._memory = torch.zeros(bytes_of(graph.sizes), dtype=torch.uint8)
+    graph._sheet = tensors(graph._memory, graph.sizes)
     graph._graph = NoGraph()  # type: ignore[assignment]
     graph._done = Computed(
         torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), draws_of(graph._sheet)
@@ -111,13 +111,13 @@ class Traffic:
         self.num_decodes += 1
         changed = self.rng.randint(0, 2)
         places, ids = np.array([3, 5], np.int64)[:changed], np.array([8, 9], np.int32)[:changed]
-        fresh = Page(torch.full((size_of(graph.shape),), 7, dtype=torch.uint8), graph.shape)
+        fresh = Page(torch.full((bytes_of(graph.sizes),), 7, dtype=torch.uint8), graph.sizes)
         blank(fresh.arrays, len(plan.rows), graph.pad_row, graph._pad_place)
         fresh.write(plan, self.all_rows, places, ids)
         pages = [next(graph._pages) for _ in range(IN_FLIGHT)]
         self.num_kept += pages[0].holds(plan, self.all_rows)
         graph.load(plan, self.all_rows, places, ids)
-        for name, expected in tensors(fresh.memory, graph.shape).items():
+        for name, expected in tensors(fresh.memory, graph.sizes).items():
             end = len(ids) if name == "block_ids" else None
             assert torch.equal(graph._sheet[name][:end], expected[:end]), (plan.step, name)
 

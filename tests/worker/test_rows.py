@@ -15,7 +15,7 @@ from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
 from quire.worker.device import Draw, batch_of
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, shape_of, size_of, tensors
+from quire.worker.sheet import Page, bytes_of, sizes_of, tensors
 
 CPU = torch.device("cpu")
 MAX_LEN = 96
@@ -27,12 +27,12 @@ def make_rows(block_size: int, max_rows: int = 8) -> Rows:
 
 
 def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
-    shape = shape_of(plan, 0)
-    memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-    page = Page(memory, shape)
+    sizes = sizes_of(plan, 0)
+    memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+    page = Page(memory, sizes)
     page.write(plan, all_rows)
     tables = torch.from_numpy(all_rows.block_tables)
-    return batch_of(tensors(memory, shape), tables, plan.num_tokens, page.arrays["seq_lens"])
+    return batch_of(tensors(memory, sizes), tables, plan.num_tokens, page.arrays["seq_lens"])
 
 
 class SideBySide(SymbolicWorker):

@@ -1,5 +1,7 @@
 """What a step is: the plan that goes to the worker, and the result that comes back."""
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +83,13 @@ class StepResult(msgspec.Struct):
     """By row, for the rows that asked."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """By row: the positions that this step's chunk covered, in order."""
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step is done; raises what the step raised."""
 
 
 class Finish(msgspec.Struct):

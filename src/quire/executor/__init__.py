@@ -3,19 +3,12 @@
 from typing import Protocol
 
 from quire.capacity import CacheSize
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import Pending, StepPlan
 from quire.registry import LazyTable
 
 
-class Pending(Protocol):
-    """A step that was launched."""
-
-    def wait(self) -> StepResult:
-        """Blocks until the step is done; raises what the step raised."""
-
-
 class Executor(Protocol):
-    """Whoever has the workers: plans go in, results come out."""
+    """What the engine asks of the workers."""
 
     def start(self) -> CacheSize: ...
 
@@ -23,5 +16,7 @@ class Executor(Protocol):
         """Launch a step; it may still run when this returns. Plans take effect in the order of submission,
         and what this raises is the failure of the step."""
 
+
+__all__ = ["EXECUTORS", "Executor", "Pending"]
 
 EXECUTORS = LazyTable("distributed_executor_backend", {"uni": "quire.executor.inprocess:InProcessExecutor"})

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, StepPlan, StepResult
+from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
-from quire.worker.device import Computed, Draw, Model, Pending, batch_of, device_failures
+from quire.worker.device import Computed, Draw, Model, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
-from quire.worker.sheet import Page, Shape, blank, draws_of, host_arrays, shape_of, size_of, tensors
+from quire.worker.sheet import Page, Sizes, blank, bytes_of, draws_of, host_arrays, sizes_of, tensors
 
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
@@ -105,14 +105,14 @@ class Cuda:
 
     def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        shape = Shape(int(lens.sum()), len(lens), len(lens), 0)
-        memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-        arrays = host_arrays(memory, shape)
+        sizes = Sizes(int(lens.sum()), len(lens), len(lens), 0)
+        memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+        arrays = host_arrays(memory, sizes)
         blank(arrays, 0, len(self.block_tables) - 1, 0)
         np.cumsum(lens, out=arrays["query_starts"][1:])
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
         arrays["seq_lens"][:] = lens
-        sheet = tensors(memory.to(self.device), shape)
+        sheet = tensors(memory.to(self.device), sizes)
         return batch_of(sheet, self.block_tables, lens, lens), sheet
 
     @torch.inference_mode()
@@ -130,7 +130,7 @@ class Cuda:
     def _replay(
         self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints
     ) -> Callable[[], Computed]:
-        if len(ids) > graph.shape.blocks:
+        if len(ids) > graph.sizes.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
         graph.load(plan, all_rows, places, ids)
@@ -143,10 +143,10 @@ class Cuda:
         return run
 
     def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
-        shape = shape_of(plan, len(ids))
-        memory = next(self._pinned).take(size_of(shape))
-        Page(memory, shape).write(plan, all_rows, places, ids)
-        sheet = tensors(memory.to(self.device, non_blocking=True), shape)
+        sizes = sizes_of(plan, len(ids))
+        memory = next(self._pinned).take(bytes_of(sizes))
+        Page(memory, sizes).write(plan, all_rows, places, ids)
+        sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
         return lambda: self.compute(batch, sheet)

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, StepPlan, StepResult
+from quire.data.plan import Ints, Pending, StepPlan
 from quire.errors import EngineDead
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
@@ -29,10 +29,6 @@ class Computed(NamedTuple):
     picked: Tensor | None = None
     """[N], where tokens are picked in passing"""
     draws: Draws | None = None
-
-
-class Pending(Protocol):
-    def wait(self) -> StepResult: ...
 
 
 @contextmanager

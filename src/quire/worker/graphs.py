@@ -15,7 +15,7 @@ from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, batch_of
 from quire.worker.rows import Rows, Wide
-from quire.worker.sheet import Page, Shape, blank, size_of, tensors
+from quire.worker.sheet import Page, Sizes, blank, bytes_of, tensors
 
 log = get_logger(__name__)
 
@@ -68,12 +68,12 @@ class Graph:
     """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
 
     def __init__(self, size: int, compute: Compute, block_tables: Tensor, pool: Any) -> None:
-        self.shape = Shape(size, size, size, 2 * size)
+        self.sizes = Sizes(size, size, size, 2 * size)
         self.pad_row = len(block_tables) - 1
         self._pad_place = self.pad_row * block_tables.shape[1]
-        self._pages = cycle([Page(part, self.shape) for part in pinned(IN_FLIGHT, size_of(self.shape))])
-        self._memory = torch.empty(size_of(self.shape), dtype=torch.uint8, device=block_tables.device)
-        self._sheet = tensors(self._memory, self.shape)
+        self._pages = cycle([Page(part, self.sizes) for part in pinned(IN_FLIGHT, bytes_of(self.sizes))])
+        self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
+        self._sheet = tensors(self._memory, self.sizes)
         page = next(self._pages)
         blank(page.arrays, 0, self.pad_row, self._pad_place)
         self._memory.copy_(page.memory)

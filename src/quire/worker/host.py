@@ -8,14 +8,14 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.capacity import activation_bytes
 from quire.config.engine import EngineConfig
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import Pending, StepPlan, StepResult
 from quire.kernels.tape import Tapes
 from quire.sampling.draw import Draws
 from quire.sampling.sampler import Sampled
-from quire.worker.device import Computed, Draw, Model, Pending, batch_of
+from quire.worker.device import Computed, Draw, Model, batch_of
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Shape, draws_of, shape_of, size_of, tensors
+from quire.worker.sheet import Page, Sizes, bytes_of, draws_of, sizes_of, tensors
 
 _MAX_SHEETS = 256
 _MAX_TAPED = 64
@@ -31,7 +31,7 @@ class Host:
         self.model = model
         self.pick = pick
         self.block_tables = torch.from_numpy(all_rows.block_tables)
-        self._sheets: dict[Shape, tuple[Page, dict[str, Tensor]]] = {}
+        self._sheets: dict[Sizes, tuple[Page, dict[str, Tensor]]] = {}
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
 
@@ -50,7 +50,7 @@ class Host:
             self._max_taped = 0
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
-        page, sheet = self._sheet(shape_of(plan, 0))
+        page, sheet = self._sheet(sizes_of(plan, 0))
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         if plan.total_tokens == len(plan.rows) <= self._max_taped:
@@ -69,19 +69,19 @@ class Host:
     def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids = sampled.token_ids.to(torch.int32).numpy()
         all_rows.learn(*Draw.of(plan, all_rows), token_ids)
-        return Landed(sampled.result(token_ids))
+        return Done(sampled.result(token_ids))
 
-    def _sheet(self, shape: Shape) -> tuple[Page, dict[str, Tensor]]:
-        """Steps of equal shape use the same memory."""
-        if shape not in self._sheets:
+    def _sheet(self, sizes: Sizes) -> tuple[Page, dict[str, Tensor]]:
+        """Steps of equal sizes use the same memory."""
+        if sizes not in self._sheets:
             if len(self._sheets) >= _MAX_SHEETS:
                 self._sheets.clear()
-            memory = torch.zeros(size_of(shape), dtype=torch.uint8)
-            self._sheets[shape] = Page(memory, shape), tensors(memory, shape)
-        return self._sheets[shape]
+            memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+            self._sheets[sizes] = Page(memory, sizes), tensors(memory, sizes)
+        return self._sheets[sizes]
 
 
-class Landed:
+class Done:
     """A step whose tokens are here."""
 
     def __init__(self, result: StepResult) -> None:

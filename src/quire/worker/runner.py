@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.data.plan import StepPlan
+from quire.data.plan import Pending, StepPlan
 from quire.sampling.sampler import Sampler
-from quire.worker.device import Device, Pending
+from quire.worker.device import Device
 from quire.worker.parts import Part
 from quire.worker.rows import Rows
 

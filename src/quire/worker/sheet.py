@@ -19,7 +19,9 @@ _NO_PLACES: Wide = np.empty(0, np.int64)
 _NO_IDS: Ints = np.empty(0, np.int32)
 
 
-class Shape(NamedTuple):
+class Sizes(NamedTuple):
+    """How long the arrays of a sheet are."""
+
     tokens: int
     seqs: int
     draws: int
@@ -27,8 +29,8 @@ class Shape(NamedTuple):
     """How many entries of the block tables change."""
 
 
-def _layout(shape: Shape) -> list[tuple[str, type, int]]:
-    tokens, seqs, draws, blocks = shape
+def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
+    tokens, seqs, draws, blocks = sizes
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions", "slots")),
         *((name, np.int64, draws) for name in ("logit_tokens", "logit_rows", "seeds", "draw_at")),
@@ -41,39 +43,39 @@ def _layout(shape: Shape) -> list[tuple[str, type, int]]:
     ]
 
 
-def _places(shape: Shape) -> tuple[dict[str, tuple[int, type, int]], int]:
+def _places(sizes: Sizes) -> tuple[dict[str, tuple[int, type, int]], int]:
     """Offset, type and length of each array, and the size of all."""
     at, places = 0, {}
-    for name, kind, length in _layout(shape):
+    for name, kind, length in _layout(sizes):
         places[name] = (at, kind, length)
         at += -(-length * np.dtype(kind).itemsize // _ALIGN) * _ALIGN
     return places, max(at, _ALIGN)
 
 
-def size_of(shape: Shape) -> int:
-    return _places(shape)[1]
+def bytes_of(sizes: Sizes) -> int:
+    return _places(sizes)[1]
 
 
-def host_arrays(memory: Tensor, shape: Shape) -> Arrays:
+def host_arrays(memory: Tensor, sizes: Sizes) -> Arrays:
     """The arrays as views of `memory`, bytes on the host."""
     raw = memory.numpy()
     return {
         name: raw[at : at + length * np.dtype(kind).itemsize].view(kind)
-        for name, (at, kind, length) in _places(shape)[0].items()
+        for name, (at, kind, length) in _places(sizes)[0].items()
     }
 
 
-def tensors(memory: Tensor, shape: Shape) -> dict[str, Tensor]:
+def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
     """The same as tensors on the device of `memory`."""
     types: dict[type, torch.dtype] = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
     return {
         name: memory[at : at + length * np.dtype(kind).itemsize].view(types[kind])
-        for name, (at, kind, length) in _places(shape)[0].items()
+        for name, (at, kind, length) in _places(sizes)[0].items()
     }
 
 
-def shape_of(plan: StepPlan, num_block_changes: int) -> Shape:
-    return Shape(plan.total_tokens, len(plan.rows), len(plan.drawing), num_block_changes)
+def sizes_of(plan: StepPlan, num_block_changes: int) -> Sizes:
+    return Sizes(plan.total_tokens, len(plan.rows), len(plan.drawing), num_block_changes)
 
 
 class Page:
@@ -82,9 +84,9 @@ class Page:
     The same sequences decode in many steps: then only what each of them changes is written again.
     """
 
-    def __init__(self, memory: Tensor, shape: Shape) -> None:
+    def __init__(self, memory: Tensor, sizes: Sizes) -> None:
         self.memory = memory
-        self.arrays = host_arrays(memory, shape)
+        self.arrays = host_arrays(memory, sizes)
         self._rows = b""
         self._version = 0
 

@@ -7,7 +7,7 @@ import torch
 from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
 from quire.config.engine import EngineConfig
-from quire.data.plan import StepPlan
+from quire.data.plan import Pending, StepPlan
 from quire.kernels import native
 from quire.kernels.pick import pick
 from quire.layers.attention import attention_layers
@@ -17,7 +17,7 @@ from quire.models.causal_lm import CausalLM
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.device import Device, Model, Pending, device_failures
+from quire.worker.device import Device, Model, device_failures
 from quire.worker.host import Host
 from quire.worker.memory import cache_room, reserve, table
 from quire.worker.parts import Part, PromptLogprobs
