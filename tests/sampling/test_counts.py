@@ -49,9 +49,9 @@ class Both:
         late[where[first]] = self.tokens[where[first]]
         adjust(logits, where, self.state, late, self.num_tokens, self.prompt_lens, self.counts)
         torch.testing.assert_close(logits, expected)
-        picked = self.rng.integers(0, VOCAB, len(rows))
-        self.counts.add(where, self.state, torch.from_numpy(picked).to(DEVICE))
-        self.tokens[where, self.num_tokens[where]] = picked
+        sampled = self.rng.integers(0, VOCAB, len(rows))
+        self.counts.add(where, self.state, torch.from_numpy(sampled).to(DEVICE))
+        self.tokens[where, self.num_tokens[where]] = sampled
         self.num_tokens[where] += 1
 
 

@@ -74,7 +74,7 @@ def sample(
 
 
 def reference_logits(one: Case) -> list[float]:
-    """The logits a token is picked from, in the documented order, with plain Python."""
+    """The logits a token is sampled from, in the documented order, with plain Python."""
     params, logits = one.params, one.logits.double().tolist()
     if params.allowed_token_ids is not None:
         logits = [x if i in params.allowed_token_ids else -INF for i, x in enumerate(logits)]
@@ -212,8 +212,8 @@ def test_a_token_does_not_depend_on_the_batch_the_row_or_the_order(
     assert [again[shuffled.index(i)] for i in range(len(cases))] == together
 
 
-def chi_square(params: SamplingParams, logits: Tensor, draws: int = 3960) -> tuple[float, int]:
-    """How far the draws of one request at many positions are from its distribution; degrees of freedom."""
+def chi_square(params: SamplingParams, logits: Tensor, samples: int = 3960) -> tuple[float, int]:
+    """How far the samples of one request at many positions are from its distribution; degrees of freedom."""
     vocab, batch = len(logits), MAX_ROWS
     state = SamplingRows(batch, vocab, torch.device("cpu"))
     sampler = Sampler(vocab, torch.device("cpu"))
@@ -221,12 +221,12 @@ def chi_square(params: SamplingParams, logits: Tensor, draws: int = 3960) -> tup
     for row in range(batch):
         state.admit(row, params, prompt_len=0, seed=11, stop_ids=[])
     counts = np.zeros(vocab)
-    for start in range(0, draws, batch):
+    for start in range(0, samples, batch):
         positions = rows + np.int32(start)
-        drawn = sampler(
+        sampled = sampler(
             logits.repeat(batch, 1), rows, state, tokens, positions, np.zeros_like(rows)
         ).token_ids
-        counts += np.bincount(drawn, minlength=vocab)
+        counts += np.bincount(sampled, minlength=vocab)
     expected = (
         torch.tensor(limited((logits.double() / params.temperature).tolist(), params)).softmax(-1).numpy()
     )

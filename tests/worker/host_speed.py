@@ -31,7 +31,7 @@ class Blank(Cuda):
     """Prompts compute nothing either."""
 
     def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
-        rows = len(plan.drawing)
+        rows = len(plan.sampling_rows)
         return lambda: Computed(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long())
 
 
@@ -47,10 +47,10 @@ def make(num_seqs: int) -> Runner:
     sampling = SamplingRows(num_seqs, VOCAB, CPU)
     all_rows = Rows(max_rows=num_seqs, max_len=4096, block_size=16, sampling=sampling)
     model = Model(head, head, Attention())  # type: ignore[arg-type]
-    device = Blank(model, all_rows, lambda logits, draws: logits, CPU)
+    device = Blank(model, all_rows, lambda logits, asked: logits, CPU)
     device.graphs._by_size = {num_seqs: stand_in(num_seqs, device.block_tables)}
     device.graphs._sizes = [num_seqs]
-    sampler = Sampler(VOCAB, CPU, "raw_logprobs", device.pick)
+    sampler = Sampler(VOCAB, CPU, "raw_logprobs", device.sample)
     parts = [PromptLogprobs(head, all_rows, "raw_logprobs")]
     return Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
 

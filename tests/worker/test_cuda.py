@@ -20,7 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Pending, StepPlan
 from quire.prepare import configure
-from quire.sampling.draw import Draws
+from quire.sampling.chance import Asked
 from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Model
 from quire.worker.graphs import ladder
@@ -60,8 +60,8 @@ class Replayed:
 
 
 def _flat(done: Computed) -> list[Tensor]:
-    assert done.picked is not None and done.draws is not None
-    return [done.hidden, done.logits, done.picked, *done.draws]
+    assert done.token_ids is not None and done.asked is not None
+    return [done.hidden, done.logits, done.token_ids, *done.asked]
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class WithGraphs(OnCPU):
         self.graphs.capture(config.scheduler.max_num_seqs, seconds=600)
 
 
-def best(logits: Tensor, draws: Draws) -> Tensor:
+def best(logits: Tensor, asked: Asked) -> Tensor:
     return logits.argmax(-1)
 
 
@@ -159,10 +159,10 @@ def test_a_late_token_does_not_land_in_a_row_with_a_new_owner(tiny: Any, worker:
     assert found == greedy(tiny[1], other, 2)
 
 
-def test_rows_that_ask_for_more_than_a_pick_leave_their_token_for_the_next_step(
+def test_rows_that_ask_for_more_than_a_plain_sample_leave_their_token_for_the_next_step(
     tiny: Any, worker: Worker
 ) -> None:
-    """A biased row: what the kernel picked in passing is not what was drawn."""
+    """A biased row: what the kernel sampled in passing is not what the row gets."""
     prompt, forced = PROMPTS[3], 77
     new = [admission(3, prompt, TABLES[3], logit_bias={forced: 100.0}), admission(1, PROMPTS[1], TABLES[1])]
     first = worker.submit(plan(1, {3: 5, 1: 2}, admitted=new))

@@ -13,10 +13,10 @@ from quire.data.request import Request
 from quire.sampling.rows import SamplingRows
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
-from quire.worker.device import Computed, Draw
+from quire.worker.device import Computed, NewTokens
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Sizes, blank, bytes_of, draws_of, tensors
+from quire.worker.sheet import Page, Sizes, asked_of, blank, bytes_of, tensors
 
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK, ROWS, VOCAB = 96, 4, 8, 50
@@ -40,7 +40,7 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     graph._sheet = tensors(graph._memory, graph.sizes)
     graph._graph = NoGraph()  # type: ignore[assignment]
     graph._done = Computed(
-        torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), draws_of(graph._sheet)
+        torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), asked_of(graph._sheet)
     )
     graph._done_for = {}
     return graph
@@ -60,7 +60,7 @@ class Traffic:
         sizes = [1, 2, 4, 8]
         self.graphs = Graphs(lambda batch, sheet: None, self.tables)  # type: ignore[arg-type,return-value]
         self.graphs._by_size, self.graphs._sizes = {n: stand_in(n, self.tables) for n in sizes}, sizes
-        self.in_flight: deque[tuple[StepPlan, Draw]] = deque()
+        self.in_flight: deque[tuple[StepPlan, NewTokens]] = deque()
         self.num_added = self.num_decodes = self.num_kept = 0
 
     def arrive(self) -> None:
@@ -98,12 +98,12 @@ class Traffic:
             assert (graph is not None) == plan.is_decode
             if graph is not None:
                 self.check(graph, plan)
-            self.in_flight.append((plan, Draw.of(plan, self.all_rows)))
+            self.in_flight.append((plan, NewTokens.of(plan, self.all_rows)))
             self.all_rows.advance(plan)
         if self.in_flight and (plan is None or len(self.in_flight) == 2):
-            plan, draw = self.in_flight.popleft()
-            ids = np.array([self.rng.randrange(VOCAB) for _ in plan.drawing], np.int32)
-            self.all_rows.learn(*draw, ids)
+            plan, new = self.in_flight.popleft()
+            ids = np.array([self.rng.randrange(VOCAB) for _ in plan.sampling_rows], np.int32)
+            self.all_rows.learn(*new, ids)
             self.scheduler.update(plan, StepResult(ids))
 
     def check(self, graph: Graph, plan: StepPlan) -> None:
@@ -136,21 +136,21 @@ def test_pages_that_are_kept_are_right() -> None:
 
 
 def test_the_last_token_of_a_chunk_is_no_decode() -> None:
-    """One token of a prompt that has more: a graph would draw after it."""
+    """One token of a prompt that has more: a graph would sample after it."""
     traffic, none, ones = Traffic(0), np.empty(0, np.int32), np.ones(2, np.int32)
     for samples in ([True, True], [True, False]):
         plan = StepPlan(1, [], [], none, none, np.arange(2, dtype=np.int32), ones, np.array(samples))
         assert (traffic.graphs.find(plan) is not None) == all(samples)
-        assert plan.drawing.tolist() == [row for row in range(2) if samples[row]]
+        assert plan.sampling_rows.tolist() == [row for row in range(2) if samples[row]]
 
 
 def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
     graph = stand_in(8, torch.zeros(ROWS + 1, 4, dtype=torch.int32))
     for count in (3, 8, 3):
         done = graph.replay(count)
-        assert done.picked is not None and done.draws is not None
-        assert done.picked.tolist() == list(range(count))
+        assert done.token_ids is not None and done.asked is not None
+        assert done.token_ids.tolist() == list(range(count))
         assert torch.equal(done.logits, graph._done.logits[:count])
-        assert [len(column) for column in (done.hidden, *done.draws)] == [count] * 7
-    assert graph.replay(3).picked is graph.replay(3).picked
+        assert [len(column) for column in (done.hidden, *done.asked)] == [count] * 7
+    assert graph.replay(3).token_ids is graph.replay(3).token_ids
     assert graph._graph.replays == 5  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from quire.attention.batch import Batch
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan, StepResult
 from quire.sampling.rows import SamplingRows
-from quire.worker.device import Draw, batch_of
+from quire.worker.device import NewTokens, batch_of
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, bytes_of, sizes_of, tensors
 
@@ -50,7 +50,7 @@ class SideBySide(SymbolicWorker):
         before |= {new.row: new.num_computed for new in plan.admitted}
         result = super().run(plan)
         self.check_batch(plan, batch, before)
-        self.all_rows.learn(*Draw.of(plan, self.all_rows), result.token_ids)
+        self.all_rows.learn(*NewTokens.of(plan, self.all_rows), result.token_ids)
         self.all_rows.advance(plan)
         for row, state in self.rows.items():
             self.check_row(row, state)

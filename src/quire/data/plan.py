@@ -26,7 +26,7 @@ class Admission(msgspec.Struct):
     block_ids: list[int]
     params: SamplingParams
     seed: int
-    """The request's own random stream; every draw is a function of (seed, position)."""
+    """The request's own random stream; every sample is a function of (seed, position)."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
 
@@ -52,26 +52,26 @@ class StepPlan(msgspec.Struct):
     """Whether the row's last token is computed, so that it gets a new one."""
 
     total_tokens: int = 0
-    drawing: Ints = _NONE
+    sampling_rows: Ints = _NONE
     """The rows that get a new token."""
     is_decode: bool = False
     """Whether each row computes one token and gets one."""
 
     def __post_init__(self) -> None:
         """Asked for in many places of a step, and counted here once."""
-        all_draw = bool(self.samples.all())
+        all_sample = bool(self.samples.all())
         self.total_tokens = int(self.num_tokens.sum())
-        self.drawing = self.rows if all_draw else self.rows[self.samples]
-        self.is_decode = all_draw and self.total_tokens == len(self.rows)
+        self.sampling_rows = self.rows if all_sample else self.rows[self.samples]
+        self.is_decode = all_sample and self.total_tokens == len(self.rows)
 
 
 class RowLogprobs(msgspec.Struct):
-    """Logprobs of one position: the chosen token first, then the requested best in falling order."""
+    """Logprobs of one position: the sequence's own token first, then the requested best in falling order."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the chosen token in the whole vocabulary, 1 is best."""
+    """Rank of that token in the whole vocabulary, 1 is best."""
 
 
 class StepResult(msgspec.Struct):

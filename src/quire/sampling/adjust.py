@@ -1,4 +1,4 @@
-"""What changes the logits before a token is picked: allowed ids, bad words, min_tokens, biases, penalties."""
+"""What changes logits before tokens are sampled: allowed ids, bad words, min_tokens, biases, penalties."""
 
 import numpy as np
 import torch

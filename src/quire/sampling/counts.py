@@ -11,7 +11,7 @@ _FIRST_LINES = 16
 
 
 class Counts:
-    """A line for each row with penalties, made when it first draws; lines of past requests are used again."""
+    """A line for each row with penalties, from its first sample on; those of past requests are used again."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -50,12 +50,12 @@ class Counts:
             ),
         )
 
-    def add(self, rows: Ints, state: SamplingRows, picked: Tensor) -> None:
-        """`picked` [N] are the new tokens of `rows`."""
+    def add(self, rows: Ints, state: SamplingRows, token_ids: Tensor) -> None:
+        """`token_ids` [N] are the new tokens of `rows`."""
         from quire.kernels.triton.logits import count_tokens
 
         lines = np.where(state.flags[rows] & PENALTIES, self._line_of[rows], -1)
-        count_tokens(self.counts, to_device(lines, self.device), picked)
+        count_tokens(self.counts, to_device(lines, self.device), token_ids)
 
     def _admit(self, row: int, state: SamplingRows, prompt: Ints, output: Ints) -> None:
         line = self._line_of[row] if self._line_of[row] >= 0 else self._take(state)

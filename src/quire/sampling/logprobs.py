@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens and of the best beside them."""
+"""Logprobs of the tokens of a sequence and of the best beside them."""
 
 from collections.abc import Callable
 
@@ -13,17 +13,19 @@ _SLICE = 128
 """Positions per slice of prompt logprobs: bounds the memory of their logits."""
 
 
-def row_logprobs(logits: Tensor, chosen: Tensor, num_best: NDArray[np.int32], mode: str) -> list[RowLogprobs]:
-    """For each row of `logits` [R, V]: its chosen token [R], then its `num_best` [R] best.
+def row_logprobs(
+    logits: Tensor, token_ids: Tensor, num_best: NDArray[np.int32], mode: str
+) -> list[RowLogprobs]:
+    """For each row of `logits` [R, V]: its own token [R], then its `num_best` [R] best.
 
     `mode` is a logprobs_mode: `*_logits` reports the values as they are, the others normalise them. The rank
-    counts the tokens at least as likely as the chosen one. A NaN is reported as -inf.
+    counts the tokens at least as likely as its own. A NaN is reported as -inf.
     """
-    chosen = chosen[:, None]
-    own = logits.gather(1, chosen)
+    token_ids = token_ids[:, None]
+    own = logits.gather(1, token_ids)
     ranks = (logits >= own).sum(dim=-1).clamp_(min=1)
     best = logits.topk(min(int(num_best.max()), logits.shape[1]))
-    ids = torch.cat((chosen, best.indices), dim=1).tolist()
+    ids = torch.cat((token_ids, best.indices), dim=1).tolist()
     values = _without_nan(torch.cat((own, best.values), dim=1) - _normaliser(logits, mode)).tolist()
     return [
         RowLogprobs(row_ids[: 1 + count], row_values[: 1 + count], rank)

@@ -120,7 +120,7 @@ class SamplingRows:
         self.admission = np.zeros(max_rows, np.int64)
         """Changes with the request that has the row."""
         self.temperature = np.ones(max_rows, np.float32)
-        self.pick_temperature = np.zeros(max_rows, np.float32)
+        self.sample_temperature = np.zeros(max_rows, np.float32)
         """The same, but 0 for rows that take the best."""
         self.top_k = np.zeros(max_rows, np.int64)
         """0 is off."""
@@ -131,7 +131,7 @@ class SamplingRows:
         self.presence = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.num_logprobs = np.zeros(max_rows, np.int32)
-        """How many of the best, beside the chosen token."""
+        """How many of the best, beside the sampled token."""
         self.allowed = TokenTable()
         self.held = TokenTable()
         """The value is the sequence length from which the token is free."""
@@ -149,7 +149,7 @@ class SamplingRows:
         flags = 0 if params.greedy else RANDOM
         self.seed[row] = seed % 2**64
         self.temperature[row] = params.temperature or 1.0
-        self.pick_temperature[row] = 0.0 if params.greedy else params.temperature
+        self.sample_temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab else 0
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

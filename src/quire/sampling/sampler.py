@@ -11,8 +11,8 @@ from torch import Tensor
 from quire.data.plan import RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import adjust
+from quire.sampling.chance import Asked, floors, sample, uniform
 from quire.sampling.counts import Counts
-from quire.sampling.draw import Draws, draw, floors, uniform
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
@@ -34,14 +34,14 @@ class Sampled:
 
 
 class Sampler:
-    """Applies what the rows asked for, in vLLM's order, and picks: the best, or by chance."""
+    """Applies what the rows asked for, in vLLM's order, and samples: the best, or by chance."""
 
     def __init__(
         self,
         vocab: int,
         device: torch.device,
         logprobs_mode: str = "raw_logprobs",
-        pick: Callable[[Tensor, Draws], Tensor] | None = None,
+        sample: Callable[[Tensor, Asked], Tensor] | None = None,
         counts: Counts | None = None,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
@@ -49,8 +49,8 @@ class Sampler:
         self.vocab = vocab
         self.device = device
         self.mode = logprobs_mode
-        self.pick = pick
-        """A kernel that picks from logits; without it torch does."""
+        self.sample = sample
+        """A kernel that samples from logits; without it torch does."""
         self.counts = counts
         """Where penalties are remembered if the host does not know every token in time."""
         self.raw = logprobs_mode.startswith("raw")
@@ -63,61 +63,61 @@ class Sampler:
         tokens: Ints,
         num_tokens: Ints,
         prompt_lens: Ints,
-        picked: Tensor | None = None,
-        draws: Draws | None = None,
+        in_passing: Tensor | None = None,
+        asked: Asked | None = None,
     ) -> Sampled:
         """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
-        num_tokens counts what is there before this draw and is thus the position of the new token. `picked`
-        are picks that `self.pick` made of the logits as they are: good for rows that ask for nothing special.
+        num_tokens counts what is there before and is thus the position of the new token. `in_passing` are the
+        tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
         """
         assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        if picked is not None and not np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED):
-            return Sampled(picked)
+        if in_passing is not None and not np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED):
+            return Sampled(in_passing)
         logits = logits.float()
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
         adjust(logits, rows, state, tokens, num_tokens, prompt_lens, self.counts)
-        if self.pick is not None and draws is not None and self.raw:
-            picked = self.pick(logits, draws)
+        if self.sample is not None and asked is not None and self.raw:
+            token_ids = self.sample(logits, asked)
         else:
-            picked = self._pick(logits, rows, state, num_tokens)
+            token_ids = self._sample(logits, rows, state, num_tokens)
         if self.counts is not None and (state.flags[rows] & PENALTIES).any():
-            self.counts.add(rows, state, picked)
-        sampled = Sampled(picked)
+            self.counts.add(rows, state, token_ids)
+        sampled = Sampled(token_ids)
         if len(asking):
             seen = logits.index_select(0, index) if raw is None else raw
-            found = self._logprobs(seen, picked.index_select(0, index), rows[asking], state)
+            found = self._logprobs(seen, token_ids.index_select(0, index), rows[asking], state)
             sampled.logprobs = dict(zip(rows[asking].tolist(), found, strict=True))
         return sampled
 
-    def _pick(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
-        """[N] int64; leaves in `logits` what each token was picked from."""
+    def _sample(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
+        """[N] int64; leaves in `logits` what each token was sampled from."""
         random = np.flatnonzero(state.flags[rows] & RANDOM)
         if not len(random):
             return _best(logits)
         if len(random) == len(rows):
-            return self._draw(logits, rows, state, num_tokens)
-        picked = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            return self._by_chance(logits, rows, state, num_tokens)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         at_random = to_device(random, self.device)
         at_best = to_device(np.flatnonzero(~state.flags[rows] & RANDOM), self.device)
-        picked[at_best] = _best(logits.index_select(0, at_best))
+        token_ids[at_best] = _best(logits.index_select(0, at_best))
         part = logits.index_select(0, at_random)
-        picked[at_random] = self._draw(part, rows[random], state, num_tokens)
+        token_ids[at_random] = self._by_chance(part, rows[random], state, num_tokens)
         if not self.raw:
             logits.index_copy_(0, at_random, part)
-        return picked
+        return token_ids
 
-    def _draw(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
+    def _by_chance(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
         logits /= to_device(state.temperature[rows][:, None], self.device)
         limited = np.flatnonzero(state.flags[rows] & LIMITED)
         if len(limited):
             self._limit(logits, limited, rows[limited], state)
-        return draw(logits, to_device(uniform(state.seed[rows], num_tokens[rows]), self.device))
+        return sample(logits, to_device(uniform(state.seed[rows], num_tokens[rows]), self.device))
 
     def _limit(self, logits: Tensor, at: NDArray[np.intp], rows: Ints, state: SamplingRows) -> None:
         part = take_rows(logits, at)
@@ -126,11 +126,13 @@ class Sampler:
         if part is not logits:
             logits.index_copy_(0, to_device(at, self.device), part)
 
-    def _logprobs(self, logits: Tensor, picked: Tensor, rows: Ints, state: SamplingRows) -> list[RowLogprobs]:
-        found = row_logprobs(logits, picked, state.num_logprobs[rows], self.mode)
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, rows: Ints, state: SamplingRows
+    ) -> list[RowLogprobs]:
+        found = row_logprobs(logits, token_ids, state.num_logprobs[rows], self.mode)
         if (state.flags[rows] & LISTED).any():
-            at, token_ids, _ = state.listed.select(state.places(rows))
-            places, ids = (to_device(part.astype(np.int64), self.device) for part in (at, token_ids))
+            at, listed, _ = state.listed.select(state.places(rows))
+            places, ids = (to_device(part.astype(np.int64), self.device) for part in (at, listed))
             append_listed(found, logits, places, ids, self.mode)
         return found
 

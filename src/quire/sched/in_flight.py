@@ -43,7 +43,7 @@ class Flight:
     def landed(self, running: Running, result: StepResult) -> "Landed":
         """The result, without the rows whose requests ended meanwhile."""
         rows, alive = self.rows, self.alive(running)
-        sampled = rows if len(self.plan.drawing) == len(rows) else rows[self.plan.samples]
+        sampled = rows if len(self.plan.sampling_rows) == len(rows) else rows[self.plan.samples]
         if not alive.all():
             sampled = rows[self.plan.samples & alive]
             left = set(rows[alive].tolist())

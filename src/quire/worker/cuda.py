@@ -11,13 +11,13 @@ from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
-from quire.sampling.draw import Draws
+from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled
-from quire.worker.device import Computed, Draw, Model, batch_of, device_failures
+from quire.worker.device import Computed, Model, NewTokens, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
-from quire.worker.sheet import Page, Sizes, blank, bytes_of, draws_of, host_arrays, sizes_of, tensors
+from quire.worker.sheet import Page, Sizes, asked_of, blank, bytes_of, host_arrays, sizes_of, tensors
 
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
@@ -32,11 +32,11 @@ class Cuda:
     """Block tables and last tokens are by row, on the device; the row behind all others is padding."""
 
     def __init__(
-        self, model: Model, all_rows: Rows, pick: Callable[[Tensor, Draws], Tensor], device: torch.device
+        self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor], device: torch.device
     ) -> None:
         max_rows, width = all_rows.block_tables.shape
         self.model = model
-        self.pick = pick
+        self.sample = sample
         self.device = device
         self.block_tables = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
@@ -44,7 +44,7 @@ class Cuda:
         self.graphs = Graphs(self.compute, self.block_tables)
         self._pinned = cycle([_Pinned() for _ in range(IN_FLIGHT)])
         self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(IN_FLIGHT)])
-        self._picked: Tensor | None = None
+        self._in_passing: Tensor | None = None
 
     def needs(self, config: EngineConfig, weights: int) -> Needs:
         """Measured: the largest step is run, and the largest that will be captured."""
@@ -69,7 +69,7 @@ class Cuda:
         mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
             for size in {1, last}:
-                self._pick_blank(size, config)
+                self._sample_blank(size, config)
             for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
                 self._forward_blank(lens)
         torch.cuda.synchronize()
@@ -81,10 +81,10 @@ class Cuda:
         self.model.head(self.model.forward(batch)[batch.logit_tokens])
 
     @torch.inference_mode()
-    def _pick_blank(self, size: int, config: EngineConfig) -> None:
+    def _sample_blank(self, size: int, config: EngineConfig) -> None:
         shape, dtype = (size, config.checkpoint.facts.vocab), getattr(torch, config.model.dtype)
-        draws = draws_of(self._blank(_decodes(size))[1])
-        self.pick(torch.zeros(shape, dtype=dtype, device=self.device), draws)
+        asked = asked_of(self._blank(_decodes(size))[1])
+        self.sample(torch.zeros(shape, dtype=dtype, device=self.device), asked)
 
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int) -> int:
@@ -137,7 +137,7 @@ class Cuda:
 
         def run() -> Computed:
             done = graph.replay(len(plan.rows))
-            self._picked = done.picked
+            self._in_passing = done.token_ids
             return done
 
         return run
@@ -159,36 +159,36 @@ class Cuda:
         self.model.attention.plan(batch)
         hidden = self.model.forward(batch)
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, draws = self.model.head(wanted), draws_of(sheet)
-        picked = self._picked = self.pick(logits, draws)
-        self.last_tokens.index_copy_(0, sheet["logit_rows"], picked)
-        return Computed(hidden, logits, picked, draws)
+        logits, asked = self.model.head(wanted), asked_of(sheet)
+        token_ids = self._in_passing = self.sample(logits, asked)
+        self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
+        return Computed(hidden, logits, token_ids, asked)
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
     def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
-        draw = Draw.of(plan, all_rows)
-        if len(draw.rows) and sampled.token_ids is not self._picked:
-            # Some row asked for more than a plain pick.
-            rows = torch.from_numpy(draw.rows.astype(np.int64)).to(self.device)
+        new = NewTokens.of(plan, all_rows)
+        if len(new.rows) and sampled.token_ids is not self._in_passing:
+            # Some row asked for more than a plain sample.
+            rows = torch.from_numpy(new.rows.astype(np.int64)).to(self.device)
             self.last_tokens.index_copy_(0, rows, sampled.token_ids)
-        landing = next(self._landings)[: len(draw.rows)]
+        landing = next(self._landings)[: len(new.rows)]
         landing.copy_(sampled.token_ids, non_blocking=True)
         landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        return Landing(landed, landing, sampled, draw, all_rows)
+        return Landing(landed, landing, sampled, new, all_rows)
 
 
 class Landing:
-    """Drawn tokens on their way to the host."""
+    """Sampled tokens on their way to the host."""
 
     def __init__(
-        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, draw: Draw, all_rows: Rows
+        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows
     ) -> None:
         self._landed = landed
         self._tokens = tokens
         self._sampled = sampled
-        self._draw = draw
+        self._new = new
         self._all_rows = all_rows
 
     def wait(self) -> StepResult:
@@ -196,7 +196,7 @@ class Landing:
             with device_failures():
                 self._landed.synchronize()
         token_ids = self._tokens.numpy().astype(np.int32)
-        self._all_rows.learn(*self._draw, token_ids)
+        self._all_rows.learn(*self._new, token_ids)
         return self._sampled.result(token_ids)
 
 

@@ -15,7 +15,7 @@ from quire.attention.batch import Batch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan
 from quire.errors import EngineDead
-from quire.sampling.draw import Draws
+from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -26,9 +26,9 @@ class Computed(NamedTuple):
     """[T, hidden]"""
     logits: Tensor
     """[N, vocab], a row for each sequence that samples"""
-    picked: Tensor | None = None
-    """[N], where tokens are picked in passing"""
-    draws: Draws | None = None
+    token_ids: Tensor | None = None
+    """[N], where tokens are sampled in passing"""
+    asked: Asked | None = None
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def device_failures() -> Iterator[None]:
 
 class Device(Protocol):
     @property
-    def pick(self) -> Callable[[Tensor, Draws], Tensor] | None:
-        """How tokens are picked in passing."""
+    def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
+        """How tokens are sampled in passing."""
 
     def needs(self, config: EngineConfig, weights: int) -> Needs:
         """Memory of the largest step. The layers have some small cache by now."""
@@ -55,7 +55,7 @@ class Device(Protocol):
         """The step, ready to run."""
 
     def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
-        """Bring the drawn tokens back; called before the rows advance."""
+        """Bring the sampled tokens back; called before the rows advance."""
 
 
 @dataclass(slots=True)
@@ -67,17 +67,17 @@ class Model:
     attention: AttentionBackend
 
 
-class Draw(NamedTuple):
-    """Which rows drew in a step, and where their tokens stand."""
+class NewTokens(NamedTuple):
+    """Which rows get a token in a step, and where it stands."""
 
     step: int
     rows: NDArray[np.intp]
     places: Ints
 
     @staticmethod
-    def of(plan: StepPlan, all_rows: Rows) -> "Draw":
-        rows = plan.drawing.astype(np.intp)
-        return Draw(plan.step, rows, all_rows.num_tokens[rows])
+    def of(plan: StepPlan, all_rows: Rows) -> "NewTokens":
+        rows = plan.sampling_rows.astype(np.intp)
+        return NewTokens(plan.step, rows, all_rows.num_tokens[rows])
 
 
 def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:

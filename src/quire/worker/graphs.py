@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: everything from the tokens in to the tokens drawn, replayed by one call."""
+"""CUDA graphs of decode steps: everything from the tokens in to the tokens sampled, replayed by one call."""
 
 import time
 from bisect import bisect_left
@@ -104,8 +104,8 @@ class Graph:
 
 
 def _first(done: Computed, count: int) -> Computed:
-    hidden, logits, picked, draws = done
-    assert picked is not None and draws is not None
+    hidden, logits, token_ids, asked = done
+    assert token_ids is not None and asked is not None
     return Computed(
-        hidden[:count], logits[:count], picked[:count], type(draws)(*(column[:count] for column in draws))
+        hidden[:count], logits[:count], token_ids[:count], type(asked)(*(column[:count] for column in asked))
     )

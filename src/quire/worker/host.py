@@ -10,12 +10,12 @@ from quire.capacity import activation_bytes
 from quire.config.engine import EngineConfig
 from quire.data.plan import Pending, StepPlan, StepResult
 from quire.kernels.tape import Tapes
-from quire.sampling.draw import Draws
+from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled
-from quire.worker.device import Computed, Draw, Model, batch_of
+from quire.worker.device import Computed, Model, NewTokens, batch_of
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Sizes, bytes_of, draws_of, sizes_of, tensors
+from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
 
 _MAX_SHEETS = 256
 _MAX_TAPED = 64
@@ -26,10 +26,10 @@ class Host:
     """The CPU. Steps are over when they return, so that every value is known before the next one."""
 
     def __init__(
-        self, model: Model, all_rows: Rows, pick: Callable[[Tensor, Draws], Tensor] | None = None
+        self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor] | None = None
     ) -> None:
         self.model = model
-        self.pick = pick
+        self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._sheets: dict[Sizes, tuple[Page, dict[str, Tensor]]] = {}
         self._tapes = Tapes()
@@ -62,13 +62,13 @@ class Host:
         model.attention.plan(batch)
         hidden = model.forward(batch)
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
-        logits, draws = model.head(wanted), draws_of(sheet)
-        picked = self.pick(logits, draws) if self.pick is not None and len(logits) else None
-        return Computed(hidden, logits, picked, draws)
+        logits, asked = model.head(wanted), asked_of(sheet)
+        token_ids = self.sample(logits, asked) if self.sample is not None and len(logits) else None
+        return Computed(hidden, logits, token_ids, asked)
 
     def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids = sampled.token_ids.to(torch.int32).numpy()
-        all_rows.learn(*Draw.of(plan, all_rows), token_ids)
+        all_rows.learn(*NewTokens.of(plan, all_rows), token_ids)
         return Done(sampled.result(token_ids))
 
     def _sheet(self, sizes: Sizes) -> tuple[Page, dict[str, Tensor]]:

@@ -22,7 +22,7 @@ class Rows:
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_known: Ints = np.zeros(max_rows, np.int32)
-        """How many of them have a value here; one that was just drawn may be on the device only."""
+        """How many of them have a value here; one that was just sampled may be on the device only."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.admitted_in: Ints = np.zeros(max_rows, np.int32)
@@ -82,7 +82,7 @@ class Rows:
         self.num_tokens[rows] += plan.samples
 
     def learn(self, step: int, rows: NDArray[np.intp], places: Ints, token_ids: Ints) -> None:
-        """The tokens that `step` drew for `rows` stand at `places`. A row may have a new owner by now."""
+        """The tokens that `step` sampled for `rows` stand at `places`. A row may have a new owner by now."""
         mine = self.admitted_in[rows] <= step
         if not mine.all():
             rows, places, token_ids = rows[mine], places[mine], token_ids[mine]

@@ -24,8 +24,8 @@ class Runner:
         for part in self.parts:
             part.begin(plan)
         done = self.device.prepare(plan, self.all_rows)()
-        asked = (plan.drawing, self.all_rows.sampling, *self.all_rows.history)
-        sampled = self.sampler(done.logits, *asked, done.picked, done.draws)
+        asked = (plan.sampling_rows, self.all_rows.sampling, *self.all_rows.history)
+        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
         pending = self.device.land(plan, sampled, self.all_rows)

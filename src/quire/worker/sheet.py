@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.data.plan import Ints, StepPlan
-from quire.sampling.draw import Draws
+from quire.sampling.chance import Asked
 from quire.worker.rows import Rows, Wide
 
 _ALIGN = 64
@@ -24,19 +24,19 @@ class Sizes(NamedTuple):
 
     tokens: int
     seqs: int
-    draws: int
+    samples: int
     blocks: int
     """How many entries of the block tables change."""
 
 
 def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
-    tokens, seqs, draws, blocks = sizes
+    tokens, seqs, samples, blocks = sizes
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions", "slots")),
-        *((name, np.int64, draws) for name in ("logit_tokens", "logit_rows", "seeds", "draw_at")),
+        *((name, np.int64, samples) for name in ("logit_tokens", "logit_rows", "seeds", "sample_at")),
         ("block_places", np.int64, blocks),
-        ("top_k", np.int32, draws),
-        *((name, np.float32, draws) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", np.int32, samples),
+        *((name, np.float32, samples) for name in ("temperature", "top_p", "min_p")),
         ("block_ids", np.int32, blocks),
         ("query_starts", np.int32, seqs + 1),
         *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
@@ -75,7 +75,7 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def sizes_of(plan: StepPlan, num_block_changes: int) -> Sizes:
-    return Sizes(plan.total_tokens, len(plan.rows), len(plan.drawing), num_block_changes)
+    return Sizes(plan.total_tokens, len(plan.rows), len(plan.sampling_rows), num_block_changes)
 
 
 class Page:
@@ -109,18 +109,18 @@ class Page:
 
 def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     """What stays as long as the same rows compute as many tokens, for the same requests."""
-    rows, drawing, state = plan.rows, plan.drawing, all_rows.sampling
-    num_seqs, count = len(rows), len(drawing)
+    rows, sampling, state = plan.rows, plan.sampling_rows, all_rows.sampling
+    num_seqs, count = len(rows), len(sampling)
     starts = into["query_starts"]
     starts[0] = 0
     np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
     into["rows"][:num_seqs] = rows
     into["logit_tokens"][:count] = starts[1 : num_seqs + 1][plan.samples] - 1
-    into["logit_rows"][:count] = drawing
-    into["seeds"][:count] = state.seed[drawing].view(np.int64)
-    into["temperature"][:count] = state.pick_temperature[drawing]
+    into["logit_rows"][:count] = sampling
+    into["seeds"][:count] = state.seed[sampling].view(np.int64)
+    into["temperature"][:count] = state.sample_temperature[sampling]
     for name in ("top_k", "top_p", "min_p"):
-        into[name][:count] = getattr(state, name)[drawing]
+        into[name][:count] = getattr(state, name)[sampling]
 
 
 def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
@@ -141,8 +141,8 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     unknown = positions >= all_rows.num_known[row_of_token]
     into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
     np.add(computed, lens, out=into["seq_lens"][:num_seqs])
-    drawing = plan.drawing.astype(np.intp)
-    into["draw_at"][: len(drawing)] = all_rows.num_tokens[drawing]
+    sampling = plan.sampling_rows.astype(np.intp)
+    into["sample_at"][: len(sampling)] = all_rows.num_tokens[sampling]
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:
@@ -163,7 +163,7 @@ _NOTHING: dict[str, float] = {
     "slots": -1,
     "seq_lens": 0,
     "seeds": 0,
-    "draw_at": 0,
+    "sample_at": 0,
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -171,8 +171,8 @@ _NOTHING: dict[str, float] = {
 }
 
 
-def draws_of(sheet: dict[str, Tensor]) -> Draws:
-    return Draws(
+def asked_of(sheet: dict[str, Tensor]) -> Asked:
+    return Asked(
         **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
-        positions=sheet["draw_at"],
+        positions=sheet["sample_at"],
     )

@@ -8,8 +8,7 @@ from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
 from quire.config.engine import EngineConfig
 from quire.data.plan import Pending, StepPlan
-from quire.kernels import native
-from quire.kernels.pick import pick
+from quire.kernels import native, sampling
 from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.logs import get_logger
@@ -71,7 +70,7 @@ class Worker:
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
-        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.pick, counts)
+        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
         return size
 
@@ -119,8 +118,8 @@ def open_device(model: Model, all_rows: Rows, device: torch.device) -> Device:
     if device.type == "cpu":
         if native.library() is None:
             return Host(model, all_rows)
-        return Host(model, all_rows, lambda logits, draws: pick(logits, *draws))
+        return Host(model, all_rows, lambda logits, asked: sampling.sample(logits, *asked))
     from quire.kernels.triton.sampling import sample
     from quire.worker.cuda import Cuda
 
-    return Cuda(model, all_rows, lambda logits, draws: sample(logits, *draws), device)
+    return Cuda(model, all_rows, lambda logits, asked: sample(logits, *asked), device)

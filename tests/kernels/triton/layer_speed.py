@@ -120,7 +120,7 @@ def steps() -> None:
             print(f"{name} batch {batch}: {own:.3f} ms, library {library:.3f}, floor {model.floor_ms:.3f}")
 
 
-def draws() -> None:
+def samples() -> None:
     kinds = {
         "greedy": (0.0, 0, 1.0, 0.0),
         "temperature": (0.6, 0, 1.0, 0.0),
@@ -141,4 +141,4 @@ def draws() -> None:
 
 if __name__ == "__main__":
     steps()
-    draws()
+    samples()

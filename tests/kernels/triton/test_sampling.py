@@ -1,4 +1,4 @@
-"""Tokens drawn by the kernels: the argmax, the distribution, the kept sets of `sampling/draw.py`."""
+"""Tokens sampled by the kernels: the argmax, the distribution, the kept sets of `sampling/chance.py`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.sampling import argmax, sample
-from quire.sampling.draw import floors
+from quire.sampling.chance import floors
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -21,7 +21,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def drawn(
+def sampled(
     logits: Tensor,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -53,7 +53,7 @@ def test_argmax_is_the_first_of_the_largest(vocab: int) -> None:
     expected = torch.where(logits == best, torch.arange(vocab, device=DEVICE), vocab).amin(-1)
     assert torch.equal(argmax(logits), expected)
     assert torch.equal(argmax(logits.half()), expected)
-    assert torch.equal(drawn(logits, temperature=0.0, top_k=2), expected)
+    assert torch.equal(sampled(logits, temperature=0.0, top_k=2), expected)
 
 
 def test_a_row_without_a_distribution_takes_its_largest() -> None:
@@ -63,7 +63,7 @@ def test_a_row_without_a_distribution_takes_its_largest() -> None:
     logits[2, 5] = torch.inf
     cases: list[Limits] = [{}, {"top_k": 3}, {"top_p": 0.5}]
     for limits in cases:
-        assert drawn(logits, **limits).tolist() == [0, 17, 5]
+        assert sampled(logits, **limits).tolist() == [0, 17, 5]
 
 
 def test_a_token_depends_on_its_own_row_alone() -> None:
@@ -73,23 +73,25 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     logits[4] = logits[0]
     cases: list[Limits] = [{}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.5, "min_p": 0.01}]
     for limits in cases:
-        together = drawn(logits, seeds=seeds, positions=positions, **limits)
+        together = sampled(logits, seeds=seeds, positions=positions, **limits)
         assert together[0] == together[4]
         for i in (2, 4):
-            alone = drawn(logits[i : i + 1], seeds=seeds[i : i + 1], positions=positions[i : i + 1], **limits)
+            alone = sampled(
+                logits[i : i + 1], seeds=seeds[i : i + 1], positions=positions[i : i + 1], **limits
+            )
             assert alone[0] == together[i]
 
 
 def test_seed_and_position_both_change_the_token() -> None:
     logits = torch.zeros(1, 3000, device=DEVICE).expand(16, -1)
     same, rising = torch.full((16,), 5, device=DEVICE), torch.arange(16, device=DEVICE)
-    assert len(set(drawn(logits, seeds=rising, positions=same).tolist())) > 12
-    assert len(set(drawn(logits, seeds=rising * 2**33, positions=same).tolist())) > 12
-    assert len(set(drawn(logits, seeds=same, positions=rising).tolist())) > 12
+    assert len(set(sampled(logits, seeds=rising, positions=same).tolist())) > 12
+    assert len(set(sampled(logits, seeds=rising * 2**33, positions=same).tolist())) > 12
+    assert len(set(sampled(logits, seeds=same, positions=rising).tolist())) > 12
 
 
 def fits(counts: Tensor, probabilities: Tensor) -> None:
-    """Chi-square of drawn counts, with a bound that fails one time in a million."""
+    """Chi-square of sampled counts, with a bound that fails one time in a million."""
     expected = probabilities.double() * counts.sum()
     known = expected > 0
     assert counts[~known].sum() == 0
@@ -110,7 +112,7 @@ LIMITS: list[Limits] = [
 def kept(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """Where `sampling/draw.py` leaves something."""
+    """Where `sampling/chance.py` leaves something."""
     scaled = logits / temperature
     n = len(logits)
     floor = floors(scaled, np.full(n, top_k, np.int64), np.full(n, top_p), np.full(n, min_p))
@@ -122,16 +124,16 @@ def test_tokens_are_distributed_as_asked(limits: Limits) -> None:
     vocab, rows = 12, 20000 if CUDA else 20 if "top_k" in limits else 60
     logits = torch.linspace(-2.0, 1.5, vocab, device=DEVICE)[None].clone()
     logits[0, 3] = logits[0, 8]
-    counts = torch.bincount(drawn(logits.expand(rows, -1), **limits), minlength=vocab)
+    counts = torch.bincount(sampled(logits.expand(rows, -1), **limits), minlength=vocab)
     left = kept(logits, **limits)[0]
     masked = (logits[0] / limits.get("temperature", 1.0)).masked_fill(~left, -torch.inf)
     fits(counts, masked.softmax(-1))
 
 
 def every_kept_token_is_drawn(logits: Tensor, rows: int, limits: Limits) -> None:
-    """Kept sets agree from both sides: nothing else is drawn, and each of these is, sooner or later."""
+    """Kept sets agree from both sides: nothing else is sampled, and each of these is, sooner or later."""
     left = kept(logits, **limits)[0]
-    tokens = drawn(logits.expand(rows, -1), **limits)
+    tokens = sampled(logits.expand(rows, -1), **limits)
     seen = torch.bincount(tokens, minlength=logits.shape[1]) > 0
     assert not (seen & ~left).any()
     assert int((left & ~seen).sum()) <= 0.05 * int(left.sum())
@@ -141,9 +143,9 @@ def same_as_among_the_kept(logits: Tensor, limits: Limits, seed: int = 0) -> Non
     """The same noise over the kept tokens alone gives the same winner."""
     left = kept(logits, **limits)
     seeds = torch.arange(len(logits), device=DEVICE) + 100 * seed
-    tokens = drawn(logits, seeds=seeds, **limits)
+    tokens = sampled(logits, seeds=seeds, **limits)
     assert left.gather(1, tokens[:, None]).all()
-    assert torch.equal(tokens, drawn(logits.masked_fill(~left, -torch.inf), seeds=seeds))
+    assert torch.equal(tokens, sampled(logits.masked_fill(~left, -torch.inf), seeds=seeds))
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_k": 16, "top_p": 0.5}, {"top_p": 0.01}], ids=str)
@@ -162,12 +164,12 @@ def test_equals_of_the_last_kept_are_kept() -> None:
 def test_more_equals_than_candidates() -> None:
     """All logits equal: more than can be taken together, so the row is searched; all stay."""
     logits = torch.zeros(4, 5000, device=DEVICE)
-    assert len(set(drawn(logits, top_k=3).tolist())) == 4
+    assert len(set(sampled(logits, top_k=3).tolist())) == 4
 
 
 def test_large_k_searches_the_row() -> None:
     logits = torch.randn(3, 4200, device=DEVICE)
-    tokens = drawn(logits, top_k=100, temperature=50.0)
+    tokens = sampled(logits, top_k=100, temperature=50.0)
     ranks = (logits > logits.gather(1, tokens[:, None])).sum(-1)
     assert (ranks < 100).all() and ranks.max() > 10
 
@@ -177,7 +179,7 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     logits[:, [5, 4099]] = 0.0
     cases: list[Limits] = [{}, {"top_k": 20, "top_p": 0.99}, {"top_p": 0.99}]
     for limits in cases:
-        assert set(drawn(logits, **limits).tolist()) == {5, 4099}
+        assert set(sampled(logits, **limits).tolist()) == {5, 4099}
 
 
 @gpu

@@ -1,4 +1,4 @@
-"""Around a pick on a GPU: penalties out of counts that stay on the device, and logprobs of chosen ids."""
+"""Around sampling on a GPU: penalties out of counts that stay on the device, and logprobs of chosen ids."""
 
 import torch
 import triton
@@ -125,7 +125,7 @@ def apply_penalties(
 ) -> None:
     """Change `logits` [N, V] in place as `sampling/adjust.py` does.
 
-    Each place's row [N] picks its line of `prompt_seen` [R, V] uint8 (the ids of the prompt) and of `counts`
+    Each place's row [N] has its line of `prompt_seen` [R, V] uint8 (the ids of the prompt) and of `counts`
     [R, V] (how often each id was generated); a row below 0 is left alone. The penalties are float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))

@@ -1,12 +1,12 @@
 """Tokens out of logits on a GPU, without a sort, in two launches whatever the rows ask for.
 
 `_scan` reads each row once, a tile per program: the best token, and the best under Gumbel noise, which is a
-draw from the softmax. Noise comes from (seed, position, token id): a row's token depends on itself alone.
+sample of the softmax. Noise comes from (seed, position, token id): a row's token depends on itself alone.
 
-`_pick` finishes. A row with top_k collects all tokens that could be among its k best, and the last program to
-arrive limits and draws among these few. Any other row with limits draws by rejection: the winner of the whole
-row stands if the limits keep it; if not, they keep nothing as small either, and the best above it is next.
-The limits are those of `sampling/draw.py`.
+`_finish_sample` finishes. A row with top_k collects all tokens that could be among its k best, and the last
+program to arrive limits and samples among these few. Any other row with limits samples by rejection: the
+winner of the whole row stands if the limits keep it; if not, they keep nothing as small either, and the best
+above it is next. The limits are those of `sampling/chance.py`.
 
 Probabilities are added as integers, so that the order of the sum does not matter.
 """
@@ -25,7 +25,7 @@ _FEW = tl.constexpr(2048)
 """How many candidates are taken together; with more of them (many equals) the row is searched instead."""
 _SPLITS = 8
 _PROGRAMS = 512
-"""`_pick` has this many programs for each row, unless there are more than this in all."""
+"""`_finish_sample` has this many programs for each row, unless there are more than this in all."""
 _ROUNDS = tl.constexpr(7)
 """Of Philox: the fewest that pass the tests of randomness."""
 _NEVER = tl.constexpr(float("-inf"))
@@ -328,7 +328,7 @@ def _collect(
 
 
 @triton.jit
-def _pick(
+def _finish_sample(
     out: tl.tensor,
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -431,7 +431,7 @@ def sample(
             logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
-        launch(_pick, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
+        launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
             out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
             grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip

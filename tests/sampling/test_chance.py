@@ -1,12 +1,12 @@
-"""Draws: the numbers, the floors under the logits, and the inverse CDF."""
+"""Sampling by chance: the numbers, the floors under the logits, and the inverse CDF."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling import draw as module
-from quire.sampling.draw import draw, floors, uniform
+from quire.sampling import chance as module
+from quire.sampling.chance import floors, sample, uniform
 
 
 def kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -72,7 +72,7 @@ def test_the_inverse_cdf_picks_what_a_plain_loop_picks(vocab: int) -> None:
     numbers[:2] = torch.tensor([0.0, 1 - 2**-53])
     cumulative = logits.double().softmax(-1).cumsum(-1)
     expected = (cumulative <= numbers[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=vocab - 1)
-    assert draw(logits, numbers).tolist() == expected.tolist()
+    assert sample(logits, numbers).tolist() == expected.tolist()
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
@@ -82,7 +82,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
         logits[row, token] = 1.0
     for number in (0.0, 0.5, 1 - 2**-53):
         numbers = torch.full((4,), number, dtype=torch.float64)
-        assert draw(logits, numbers).tolist() == [0, 511, 512, 1299]
+        assert sample(logits, numbers).tolist() == [0, 511, 512, 1299]
 
 
 def test_broken_rows_get_a_valid_token_and_leave_the_others_alone() -> None:
@@ -91,8 +91,8 @@ def test_broken_rows_get_a_valid_token_and_leave_the_others_alone() -> None:
     broken[2][7] = torch.nan
     broken[3][8] = torch.inf
     numbers = torch.full((5,), 0.6, dtype=torch.float64)
-    tokens = draw(torch.stack([good, *broken]), numbers).tolist()
-    assert tokens[0] == draw(good[None], numbers[:1]).item()
+    tokens = sample(torch.stack([good, *broken]), numbers).tolist()
+    assert tokens[0] == sample(good[None], numbers[:1]).item()
     assert all(0 <= token < 600 for token in tokens)
     assert tokens[3:] == [7, 8]
 

@@ -1,6 +1,6 @@
-"""Random picks: one number per row from (seed, position), a floor under the logits, and the inverse CDF.
+"""Sampling by chance: a number per row from (seed, position), a floor under the logits, the inverse CDF.
 
-A draw reads its own row only, so it never depends on the batch around it, on preemption or on arrival order.
+A sample reads its own row only: it never depends on the batch around it, on preemption or on arrival order.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from torch import Tensor
 from quire.sampling.transfer import take_rows, to_device
 
 
-class Draws(NamedTuple):
-    """What picks of N rows depend on beside their logits, on the device."""
+class Asked(NamedTuple):
+    """What N rows ask of sampling and what chance depends on, beside their logits, on the device."""
 
     temperature: Tensor
     """[N] float32; 0 takes the best"""
@@ -127,7 +127,7 @@ def _weights(logits: Tensor, floor: Tensor, peak: Tensor) -> Tensor:
     return (logits - peak).exp_().masked_fill_(logits < floor, 0.0)
 
 
-def draw(logits: Tensor, numbers: Tensor) -> Tensor:
+def sample(logits: Tensor, numbers: Tensor) -> Tensor:
     """[R] a token of each row of `logits` [R, V], by the row's number in [0, 1) (float64 [R]).
 
     A row without a distribution (all -inf, a NaN, an infinity) gets its largest logit, NaN being largest.

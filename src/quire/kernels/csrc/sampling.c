@@ -1,6 +1,6 @@
-/* One token for each row of logits: the best, or one by chance. `sampling/draw.py` says the same in torch.
+/* One token for each row of logits: the best, or one by chance. `sampling/chance.py` says the same in torch.
  *
- * What is picked for a row depends on that row alone, and not on the number of threads.
+ * What is sampled for a row depends on that row alone, and not on the number of threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -13,18 +13,18 @@
 #define STEPS 64   /* places of the histogram per unit of a logit */
 #define PLACES 2048
 
-/* The same fields, in the same order, as in pick.py. */
+/* The same fields, in the same order, as in kernels/sampling.py. */
 typedef struct {
     int64_t *out; /* [rows] */
     const void *x; /* [rows, size] */
     int64_t *found; /* [rows, pieces of VOCAB] */
-    void *memory;   /* of each thread: quire_pick_room(size) bytes */
+    void *memory;   /* of each thread: quire_sample_room(size) bytes */
     const float *temperature; /* NULL: all rows take the best, as do rows with 0 */
     const int32_t *top_k; /* 0: all */
     const float *top_p, *min_p;
     const int64_t *seeds, *positions;
     int64_t num_rows, size, stride, bf16;
-} PickJob;
+} SampleJob;
 
 /* Of one thread. */
 typedef struct {
@@ -33,7 +33,7 @@ typedef struct {
     float *logits, *weights, *some; /* [size] each */
 } Scratch;
 
-int64_t quire_pick_room(int64_t size) { return (int64_t)sizeof(Scratch) + (3 * (size + LANES) * 4 + 63) / 64 * 64; }
+int64_t quire_sample_room(int64_t size) { return (int64_t)sizeof(Scratch) + (3 * (size + LANES) * 4 + 63) / 64 * 64; }
 
 static int beats(float x, float best) { return x > best || (x != x && best == best); }
 
@@ -174,7 +174,7 @@ static float nucleus(Scratch *scratch, long size, float peak, double share, floa
 }
 
 /* The least logit that min_p, then top_k, then top_p leave. */
-static float floor_of(const PickJob *job, long row, Scratch *scratch, float peak)
+static float floor_of(const SampleJob *job, long row, Scratch *scratch, float peak)
 {
     long k = job->top_k[row], size = job->size;
     float floor = peak + logf(job->min_p[row]);
@@ -202,8 +202,8 @@ static double sum_of(const float *x, long count)
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* By chance, where `best` is the place of the largest logit. */
-INLINE long draw(const PickJob *job, long row, long best, Scratch *scratch, int bf16)
+/* A row with a temperature, where `best` is the place of the largest logit. */
+INLINE long by_chance(const SampleJob *job, long row, long best, Scratch *scratch, int bf16)
 {
     long size = job->size, at = row * job->stride, blocks = (size + BLOCK - 1) / BLOCK;
     float scale = job->temperature[row], peak = take(job->x, bf16, at + best, 1)[0] / scale;
@@ -243,7 +243,7 @@ INLINE long draw(const PickJob *job, long row, long best, Scratch *scratch, int 
     return last;
 }
 
-INLINE void pick_rows(const PickJob *job, int bf16)
+INLINE void sample_rows(const SampleJob *job, int bf16)
 {
     long pieces = (job->size + VOCAB - 1) / VOCAB;
 #pragma omp for schedule(static)
@@ -252,7 +252,7 @@ INLINE void pick_rows(const PickJob *job, int bf16)
         long count = first + VOCAB < job->size ? VOCAB : job->size - first;
         job->found[task] = first + place_of_largest(job->x, bf16, row * job->stride + first, count);
     }
-    char *own = (char *)job->memory + omp_get_thread_num() * quire_pick_room(job->size);
+    char *own = (char *)job->memory + omp_get_thread_num() * quire_sample_room(job->size);
     Scratch *scratch = (Scratch *)own;
 #pragma omp for schedule(dynamic, 1)
     for (long row = 0; row < job->num_rows; row++) {
@@ -266,16 +266,16 @@ INLINE void pick_rows(const PickJob *job, int bf16)
             scratch->logits = (float *)(own + sizeof(Scratch));
             scratch->weights = scratch->logits + padded;
             scratch->some = scratch->weights + padded;
-            best = draw(job, row, best, scratch, bf16);
+            best = by_chance(job, row, best, scratch, bf16);
         }
         job->out[row] = best;
     }
 }
 
-void quire_pick(const PickJob *job)
+void quire_sample(const SampleJob *job)
 {
     if (job->bf16)
-        pick_rows(job, 1);
+        sample_rows(job, 1);
     else
-        pick_rows(job, 0);
+        sample_rows(job, 0);
 }

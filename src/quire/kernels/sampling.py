@@ -1,4 +1,4 @@
-"""Picking tokens in C (`csrc/pick.c`) on a CPU. The reference in torch is `sampling/draw.py`."""
+"""Sampling tokens in C (`csrc/sampling.c`) on a CPU. The reference in torch is `sampling/chance.py`."""
 
 import ctypes
 import functools
@@ -12,9 +12,9 @@ from quire.kernels.native import Kernel, library, structure
 
 MAX_VOCAB = 1 << 20
 _VOCAB = 4096
-"""As in pick.c."""
+"""As in sampling.c."""
 
-_pick = Kernel("quire_pick")
+_sample = Kernel("quire_sample")
 _Job = structure(
     "out x found memory temperature top_k top_p min_p seeds positions", "num_rows size stride bf16"
 )
@@ -24,17 +24,17 @@ _Job = structure(
 def _room() -> Callable[[int], int]:
     loaded = library()
     assert loaded is not None, "ask library() first"
-    function = loaded["quire_pick_room"]
+    function = loaded["quire_sample_room"]
     function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
     return cast(Callable[[int], int], function)
 
 
 def argmax(logits: Tensor) -> Tensor:
     """[N, V] -> [N] int64: the first of the largest; a NaN is larger than any number, as in torch."""
-    return _picked(logits)
+    return _sampled(logits)
 
 
-def pick(
+def sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -43,30 +43,30 @@ def pick(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """[N, V] -> [N] int64. The others are [N] and of the types of `sampling.draw.Draws`;
+    """[N, V] -> [N] int64. The others are [N] and of the types of `sampling.chance.Asked`;
     a temperature of 0 takes the best."""
-    return _picked(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return _sampled(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
-def _picked(logits: Tensor, *draws: Tensor) -> Tensor:
+def _sampled(logits: Tensor, *asked: Tensor) -> Tensor:
     logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
     assert logits.stride(1) == 1
     num_rows, size = logits.shape
     assert size <= MAX_VOCAB
     out = torch.empty(num_rows, dtype=torch.int64)
     found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.int64)
-    memory = torch.empty(torch.get_num_threads() * _room()(size) if draws else 0, dtype=torch.uint8)
-    asked = [draw.data_ptr() for draw in draws] if draws else [None] * 6
+    memory = torch.empty(torch.get_num_threads() * _room()(size) if asked else 0, dtype=torch.uint8)
+    pointers = [column.data_ptr() for column in asked] if asked else [None] * 6
     job = _Job(
         out.data_ptr(),
         logits.data_ptr(),
         found.data_ptr(),
         memory.data_ptr(),
-        *asked,
+        *pointers,
         num_rows,
         size,
         logits.stride(0),
         logits.dtype == torch.bfloat16,
     )
-    _pick(job, out, logits, found, memory, *draws)
+    _sample(job, out, logits, found, memory, *asked)
     return out

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.pick import argmax, pick
-from quire.sampling.draw import draw, floors, uniform
+from quire.kernels.sampling import argmax, sample
+from quire.sampling import chance
+from quire.sampling.chance import floors, uniform
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 THREADS = st.sampled_from([1, 2, 3])
@@ -75,12 +76,12 @@ class Asked:
         )
         return tuple(torch.from_numpy(column[rows].copy()) for column in columns)
 
-    def pick(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
+    def sample(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
         temperature, top_k, top_p, min_p, seeds, positions = self.tensors(rows)
-        return pick(logits[rows], temperature, top_k, top_p, min_p, seeds, positions)
+        return sample(logits[rows], temperature, top_k, top_p, min_p, seeds, positions)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """The logits that torch draws from."""
+        """The logits that torch samples from."""
         warm = logits.float() / torch.from_numpy(self.temperature)[:, None]
         top_k = np.where(self.top_k < logits.shape[1], self.top_k, 0)
         floor = floors(warm, top_k, self.top_p, self.min_p)
@@ -106,9 +107,9 @@ def test_draws(rows: int, size: int, threads: int, bf16: bool, seed: int) -> Non
     logits, asked = some_logits(rows, size, seed), Asked(rows, seed)
     logits = logits.bfloat16() if bf16 else logits
     with on_threads(threads):
-        ours = asked.pick(logits)
+        ours = asked.sample(logits)
     kept, numbers = asked.kept(logits), uniform(asked.seeds, asked.positions)
-    expected = draw(kept, torch.from_numpy(numbers))
+    expected = chance.sample(kept, torch.from_numpy(numbers))
     shares = kept.double().softmax(-1)
     ends = shares.cumsum(-1).gather(1, ours[:, None])[:, 0].numpy()
     starts = ends - shares.gather(1, ours[:, None])[:, 0].numpy()
@@ -117,25 +118,25 @@ def test_draws(rows: int, size: int, threads: int, bf16: bool, seed: int) -> Non
 
 
 def test_rarely_another_token_than_torch() -> None:
-    """A difference that every draw has stays below the tolerance above."""
+    """A difference that every sample has stays below the tolerance above."""
     logits, asked = some_logits(400, 1000, 1), Asked(400, 1)
-    expected = draw(asked.kept(logits), torch.from_numpy(uniform(asked.seeds, asked.positions)))
-    assert (asked.pick(logits) == expected).sum() >= 399
+    expected = chance.sample(asked.kept(logits), torch.from_numpy(uniform(asked.seeds, asked.positions)))
+    assert (asked.sample(logits) == expected).sum() >= 399
 
 
 @given(threads=THREADS, seed=SEEDS)
 @settings(max_examples=15, deadline=None)
 def test_the_same_pick_alone_and_in_a_batch(threads: int, seed: int) -> None:
     logits, asked = some_logits(5, 9000, seed), Asked(5, seed)
-    together = asked.pick(logits).tolist()
+    together = asked.sample(logits).tolist()
     with on_threads(threads):
-        assert [asked.pick(logits, slice(i, i + 1)).item() for i in range(5)] == together
+        assert [asked.sample(logits, slice(i, i + 1)).item() for i in range(5)] == together
 
 
 def test_no_temperature_takes_the_best() -> None:
     logits, asked = some_logits(5, 9000, 1), Asked(5, 1)
     asked.temperature[1::2] = 0
-    assert asked.pick(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
+    assert asked.sample(logits)[1::2].tolist() == argmax(logits)[1::2].tolist()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -147,7 +148,7 @@ def test_a_row_without_a_distribution_gets_its_largest(value: float) -> None:
         logits[0] = value
     numbers = torch.from_numpy(uniform(asked.seeds, asked.positions))
     warm = logits / torch.from_numpy(asked.temperature)[:, None]
-    assert asked.pick(logits)[0] == draw(warm, numbers)[0]
+    assert asked.sample(logits)[0] == chance.sample(warm, numbers)[0]
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
@@ -156,4 +157,4 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     asked = Asked(64, 3)
     asked.top_k[:] = np.where(asked.top_k == 1, 2, asked.top_k)
     asked.top_p[:] = 1.0
-    assert set(asked.pick(logits).tolist()) == {7, 4998}
+    assert set(asked.sample(logits).tolist()) == {7, 4998}
