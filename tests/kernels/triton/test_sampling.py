@@ -130,7 +130,7 @@ def test_tokens_are_distributed_as_asked(limits: Limits) -> None:
     fits(counts, masked.softmax(-1))
 
 
-def every_kept_token_is_drawn(logits: Tensor, rows: int, limits: Limits) -> None:
+def every_kept_token_is_sampled(logits: Tensor, rows: int, limits: Limits) -> None:
     """Kept sets agree from both sides: nothing else is sampled, and each of these is, sooner or later."""
     left = kept(logits, **limits)[0]
     tokens = sampled(logits.expand(rows, -1), **limits)
@@ -157,7 +157,7 @@ def test_equals_of_the_last_kept_are_kept() -> None:
     logits = -torch.rand(1, 5000, device=DEVICE)
     logits[0, [7, 4097, 4500]] = 2.0
     logits[0, [9, 4999]] = 1.5
-    every_kept_token_is_drawn(logits, 16, {"top_k": 4})
+    every_kept_token_is_sampled(logits, 16, {"top_k": 4})
     assert kept(logits, top_k=4).sum() == 5
 
 
@@ -174,7 +174,7 @@ def test_large_k_searches_the_row() -> None:
     assert (ranks < 100).all() and ranks.max() > 10
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
+def test_forbidden_tokens_are_never_sampled() -> None:
     logits = torch.full((5, 4100), -torch.inf, device=DEVICE)
     logits[:, [5, 4099]] = 0.0
     cases: list[Limits] = [{}, {"top_k": 20, "top_p": 0.99}, {"top_p": 0.99}]

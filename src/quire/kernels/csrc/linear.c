@@ -5,7 +5,7 @@
  */
 #include <omp.h>
 
-#include "wide.h"
+#include "values.h"
 
 #if WIDE == 16
 #define CHUNK 640 /* columns that are summed before their lanes are added up: ten rows fit into 32 KiB */

@@ -1,4 +1,4 @@
-/* What the products share: wide vectors, the forms of a weight, the job. */
+/* What the products share: the forms of a weight, the job. */
 #ifndef QUIRE_LINEAR_H
 #define QUIRE_LINEAR_H
 
