@@ -27,6 +27,8 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
+    """How large a cache came out, and the longest request that it holds."""
+
     num_blocks: int
     """Block 0, which holds nothing, counted in."""
     max_model_len: int

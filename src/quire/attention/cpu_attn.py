@@ -10,6 +10,8 @@ from quire.kernels import attention, native
 
 
 class CPUAttention:
+    """The native kernels, for a CPU."""
+
     name = "CPU_ATTN"
     capturable = False
 

@@ -31,6 +31,8 @@ class _Step:
 
 
 class FlashAttention:
+    """The packages' attention over blocks, for prompts and decodes alike."""
+
     name = "FLASH_ATTN"
     capturable = False
 

@@ -24,6 +24,8 @@ class _Step:
 
 
 class FlashInfer:
+    """The package's attention over blocks, planned on the host."""
+
     name = "FLASHINFER"
     capturable = False
 

@@ -50,6 +50,8 @@ class _Step:
 
 
 class TorchSDPA:
+    """torch's own attention over gathered keys: the reference."""
+
     name = "TORCH_SDPA"
     capturable = False
 

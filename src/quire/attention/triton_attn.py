@@ -58,6 +58,8 @@ def _cut(batch: Batch, few: int, tile: int) -> _Cut:
 
 
 class TritonAttention:
+    """Our kernels for a GPU."""
+
     name = "TRITON_ATTN"
     capturable = True
 

@@ -26,6 +26,8 @@ _RotateJob = structure(
 
 
 class CPUOps:
+    """`Ops` in C, for a CPU."""
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         ids = ids.contiguous()
         out = torch.empty(len(ids), table.shape[1], dtype=table.dtype)

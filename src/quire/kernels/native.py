@@ -36,6 +36,8 @@ class NativeError(Exception):
 
 
 class Recorder(Protocol):
+    """Who is told of kernels as they run: a tape."""
+
     def add(self, kernel: int, job: ctypes.Structure, tensors: tuple[Tensor, ...]) -> None:
         """Called after a kernel ran: its address, its job, and the memory that the job points to."""
 

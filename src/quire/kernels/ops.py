@@ -47,6 +47,8 @@ class Entry(NamedTuple):
 
 
 class Ops(Protocol):
+    """What a model computes between its products."""
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """[T] int64 ids, [V, n] table -> [T, n]."""
         ...

@@ -8,6 +8,8 @@ from quire.kernels.ops import Entry
 
 
 class Reference:
+    """`Ops` in plain torch, on any device."""
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table)
 

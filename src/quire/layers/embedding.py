@@ -27,6 +27,8 @@ class _Table(nn.Module):
 
 
 class Embedding(_Table):
+    """The vectors of token ids."""
+
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.method.rows(self, token_ids, self.dtype)
 

@@ -8,6 +8,8 @@ from quire.layers.scope import Scope
 
 
 class RMSNorm(nn.Module):
+    """RMS norm, with the residual added in where there is one."""
+
     def __init__(self, size: int, eps: float, scope: Scope) -> None:
         super().__init__()
         self.name = scope.name

@@ -14,6 +14,8 @@ _SPREAD = 0.02
 
 
 class DummySource:
+    """Random weights of the shapes asked for."""
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._seed = seed
 

@@ -15,6 +15,8 @@ from quire.quant.plain import Plain
 
 
 class PickleSource:
+    """The tensors of pytorch_model*.bin."""
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}
         for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):

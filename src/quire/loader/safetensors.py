@@ -16,6 +16,8 @@ from quire.quant.plain import Plain
 
 
 class SafetensorsSource:
+    """The tensors of safetensors files, mapped and read one by one."""
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._files = {path: _open(path) for path in find_shards(checkpoint.path, "model", ".safetensors")}
         self._home = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118

@@ -14,6 +14,8 @@ from quire.layers.scope import Scope
 
 
 class Attention(nn.Module):
+    """Queries, keys and values, the mix of what was seen, and the way back."""
+
     def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.qkv = QKVLinear(
@@ -37,6 +39,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The gated feed-forward half of a layer."""
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         self.gate_up = GateUpLinear(
@@ -50,6 +54,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm and beside a residual."""
+
     def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, scope / "input_layernorm")
@@ -64,6 +70,8 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
+    """The model: embedding, layers, norm, head."""
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         body = scope / "model"

@@ -22,6 +22,8 @@ from quire.worker.rows import Rows
 
 
 class Computed(NamedTuple):
+    """What a step gave on the device."""
+
     hidden: Tensor
     """[T, hidden]"""
     logits: Tensor
@@ -41,6 +43,8 @@ def device_failures() -> Iterator[None]:
 
 
 class Device(Protocol):
+    """Where steps are computed: what the worker asks of a CPU or a GPU."""
+
     @property
     def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
         """How tokens are sampled in passing."""

@@ -15,6 +15,8 @@ from quire.worker.rows import Rows
 
 
 class Part(Protocol):
+    """What a feature does around a forward pass."""
+
     def begin(self, plan: StepPlan) -> None:
         """The rows are up to date; nothing is computed yet."""
 

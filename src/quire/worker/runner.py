@@ -12,6 +12,8 @@ from quire.worker.rows import Rows
 
 
 class Runner:
+    """Takes a plan through rows, device, sampler and parts."""
+
     def __init__(self, *, device: Device, all_rows: Rows, sampler: Sampler, parts: Sequence[Part]) -> None:
         self.device = device
         self.all_rows = all_rows

@@ -27,6 +27,8 @@ log = get_logger(__name__)
 
 
 class Worker:
+    """One device, from loading its model to running its steps."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.device = torch.device(config.machine.device)

@@ -42,6 +42,8 @@ class Seqs(NamedTuple):
 
 
 class Scores(NamedTuple):
+    """How scores are scaled; numbers inside the kernels, and arguments outside."""
+
     scale: Any
     """From a product of query and key to log 2; with a cap from there to twice the argument of tanh."""
     cap: Any

@@ -196,6 +196,8 @@ def _scaled(
 
 
 class TritonOps:
+    """`Ops` in Triton, for a GPU."""
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         size = table.shape[1]
         out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
