@@ -169,7 +169,9 @@ def idle_share(path: str) -> float:
     time in which no kernel or copy ran."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds)
+    spans: list[tuple[float, float]] = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds
+    )
     spans = spans[len(spans) // 2 : 3 * len(spans) // 4]
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:

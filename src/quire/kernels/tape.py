@@ -100,7 +100,7 @@ class _Watch(TorchDispatchMode):
     """Gives out the pool's memory, and notes any operation that computes."""
 
     def __init__(self, tape: Tape, pool: Pool) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.tape = tape
         self.pool = pool
 
