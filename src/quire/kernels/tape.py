@@ -56,9 +56,25 @@ class Pool:
         start = -memory.ctypes.data % _ALIGN
         return memory[start : start + rounded]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.blocks))
+
     def owns(self, tensor: Tensor) -> bool:
+        return self._home(tensor) is not None
+
+    def lent(self, tensor: Tensor) -> Tensor:
+        """The same tensor, but its memory may go to later recordings although this one is still there."""
+        block = self._home(tensor)
+        if block is None:
+            return tensor
+        start = tensor.data_ptr() - block.ctypes.data
+        memory = block[start : start + (len(block) - start) // tensor.itemsize * tensor.itemsize]
+        return torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _home(self, tensor: Tensor) -> NDArray[np.uint8] | None:
         at = tensor.data_ptr()
-        return any(block.ctypes.data <= at < block.ctypes.data + len(block) for block in self.blocks)
+        return next((b for b in self.blocks if b.ctypes.data <= at < b.ctypes.data + len(b)), None)
 
 
 class Tape:
@@ -150,31 +166,48 @@ def record(pool: Pool | None = None) -> Iterator[Tape]:
 
 
 class Tapes:
-    """Computations by key: the second with a key is recorded, later ones are played."""
+    """Computations by key, kept for ever: the second with a key is recorded, later ones are played."""
 
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._pool = Pool()
+    def __init__(self) -> None:
+        self.pool = Pool()
         self._seen: set[Hashable] = set()
-        self._tapes: dict[Hashable, tuple[Tape, Any]] = {}
+        self._tapes: dict[Hashable, tuple[Tape, Any] | None] = {}
+        """None: it cannot be taped."""
+
+    def __len__(self) -> int:
+        return len(self._tapes)
 
     def run(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """What `compute()` returns; with a tape, in the same memory each time.
+        """What `compute()` returns; valid until the next run, whatever its key: all tapes share their memory.
 
         Equal keys promise that everything lies where it lay, and that only what is in it differs.
         """
-        if key in self._tapes:
-            tape, result = self._tapes[key]
-            if not tape.complete:
-                return compute()
-            tape.replay()
-            return result  # type: ignore[no-any-return]
-        if key not in self._seen or len(self._tapes) >= self._most:
+        if key not in self._tapes:
+            return self._record(key, compute)
+        taped = self._tapes[key]
+        if taped is None:
+            return compute()
+        tape, result = taped
+        tape.replay()
+        return result  # type: ignore[no-any-return]
+
+    def _record(self, key: Hashable, compute: Callable[[], R]) -> R:
+        if key not in self._seen:
             self._seen.add(key)
             return compute()
-        with record(self._pool) as tape:
+        with record(self.pool) as tape:
             result = compute()
         if tape.refused:
             log.debug("No tape for %s: %s is not a kernel", key, tape.refused)
-        self._tapes[key] = tape, result if tape.complete else None
+        self._tapes[key] = (tape, _each(result, self.pool.lent)) if tape.complete else None
         return result
+
+
+def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same, with every tensor in it changed."""
+    if isinstance(result, Tensor):
+        return change(result)
+    if not isinstance(result, tuple):
+        return result
+    parts = [_each(part, change) for part in result]
+    return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)

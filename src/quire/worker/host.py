@@ -1,6 +1,7 @@
 """Host: the CPU as a device."""
 
 from collections.abc import Callable
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
 
-_MAX_SHEETS = 256
 _MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
+_MAX_SHEETS = 32
+"""Of other steps: the sheets that were used last are kept."""
 
 
 class Host:
@@ -31,7 +33,9 @@ class Host:
         self.model = model
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
-        self._sheets: dict[Sizes, tuple[Page, dict[str, Tensor]]] = {}
+        self._decodes = cache(_new_sheet)
+        """Sheets of taped steps: their tapes read them where they are."""
+        self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
 
@@ -50,11 +54,13 @@ class Host:
             self._max_taped = 0
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
-        page, sheet = self._sheet(sizes_of(plan, 0))
+        num_rows, sizes = len(plan.rows), sizes_of(plan, 0)
+        taped = plan.is_decode and num_rows <= self._max_taped
+        page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
-        if plan.total_tokens == len(plan.rows) <= self._max_taped:
-            return lambda: self._tapes.run(batch.slots.data_ptr(), lambda: self._compute(batch, sheet))
+        if taped:
+            return lambda: self._tapes.run(num_rows, lambda: self._compute(batch, sheet))
         return lambda: self._compute(batch, sheet)
 
     def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
@@ -71,15 +77,6 @@ class Host:
         all_rows.learn(*NewTokens.of(plan, all_rows), token_ids)
         return Done(sampled.result(token_ids))
 
-    def _sheet(self, sizes: Sizes) -> tuple[Page, dict[str, Tensor]]:
-        """Steps of equal sizes use the same memory."""
-        if sizes not in self._sheets:
-            if len(self._sheets) >= _MAX_SHEETS:
-                self._sheets.clear()
-            memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-            self._sheets[sizes] = Page(memory, sizes), tensors(memory, sizes)
-        return self._sheets[sizes]
-
 
 class Done:
     """A step whose tokens are here."""
@@ -89,3 +86,8 @@ class Done:
 
     def wait(self) -> StepResult:
         return self._result
+
+
+def _new_sheet(sizes: Sizes) -> tuple[Page, dict[str, Tensor]]:
+    memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+    return Page(memory, sizes), tensors(memory, sizes)
