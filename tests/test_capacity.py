@@ -39,7 +39,7 @@ def test_bytes_of_a_block() -> None:
 
 def test_activations_grow_with_tokens_and_sequences() -> None:
     base = activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=1)
-    assert activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=2) - base == 3 * 4 * 320
+    assert activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=2) - base == 9 * 4 * 320
     assert activation_bytes(FACTS, "bfloat16", num_tokens=20, num_seqs=1) > base
 
 

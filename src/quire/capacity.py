@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from quire.config.model import ArchFacts
 from quire.errors import ConfigError
 
+LOGITS_AT_ONCE = 1 << 24
+"""How many logits are worked on together for rows that ask for more than a plain sample: what that takes is
+bounded, whatever the batch."""
+_COPIES = 8
+"""Of these in float32, at most, one beside the other: `tests/sampling/test_rehearsal.py` counts them."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 
@@ -18,11 +23,16 @@ def kv_bytes_per_block(facts: ArchFacts, dtype: str, block_size: int) -> int:
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
-    """Peak of one forward pass: the widest layer for every token, and float32 logits (three copies while
-    sampling)."""
+    """Peak of one step: the widest layer for every token, float32 logits, and what sampling makes of them."""
     heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     widest = max(3 * facts.intermediate, 2 * (heads + 2 * kv_heads)) + 4 * facts.hidden
-    return num_tokens * widest * DTYPE_BYTES[dtype] + 3 * num_seqs * facts.vocab * 4
+    special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
+    return num_tokens * widest * DTYPE_BYTES[dtype] + (num_seqs + special) * facts.vocab * 4
+
+
+def rows_at_once(vocab: int) -> int:
+    """For `LOGITS_AT_ONCE`; a multiple of 16, so that parts of columns are aligned as the whole is."""
+    return max(LOGITS_AT_ONCE // vocab // 16 * 16, 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,17 +81,23 @@ def test_a_row_with_a_new_request_starts_anew() -> None:
     both.step([1])
 
 
-def test_lines_grow_with_the_rows_that_need_them_and_are_used_again() -> None:
+def test_no_row_is_beyond_what_was_put_aside() -> None:
+    """Lines made as they are needed: memory that the cache has by then, and twice of it while they move."""
     both = Both()
-    for row in range(20):
+    where, num_bytes = both.counts.counts.data_ptr(), both.counts.num_bytes
+    for row in range(ROWS):
         both.admit(row, 3, 4, presence_penalty=0.5)
-    both.step(list(range(20)))
-    assert len(both.counts.counts) == 32
-    for row in range(20):
+    both.step(list(range(ROWS)))
+    for row in range(ROWS):
         both.state.release(row)
         both.admit(row, 3, 5, presence_penalty=1.5)
-    both.step(list(range(20)))
-    for row in range(20, 24):
-        both.admit(row, 3, 4, presence_penalty=0.5)
-    both.step(list(range(24)))
-    assert len(both.counts.counts) == 32
+    both.step(list(range(ROWS)))
+    assert both.counts.counts.data_ptr() == where and both.counts.num_bytes == num_bytes == 5 * ROWS * VOCAB
+
+
+def test_what_was_forgotten_is_counted_anew() -> None:
+    both = Both()
+    both.admit(1, 4, 4, frequency_penalty=1.0)
+    both.step([1])
+    both.counts.forget()
+    both.step([1])

@@ -55,7 +55,7 @@ def test_prompt_logprobs_do_not_depend_on_the_slices(k: int, monkeypatch: pytest
     logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
     next_ids = torch.arange(7)
     whole = prompt_logprobs(torch.clone, logits, next_ids, k, "raw_logprobs")
-    monkeypatch.setattr(module, "_SLICE", 3)
+    monkeypatch.setattr(module, "POSITIONS_AT_ONCE", 3)
     assert prompt_logprobs(torch.clone, logits, next_ids, k, "raw_logprobs") == whole
     assert len(whole) == 7
     for position, found in enumerate(whole):

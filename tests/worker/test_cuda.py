@@ -21,6 +21,18 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Pending, StepPlan
 from quire.prepare import configure
 from quire.sampling.chance import Asked
+from quire.sampling.rows import (
+    ALLOWED,
+    BANNED,
+    BIASED,
+    HELD,
+    LIMITED,
+    LOGPROBS,
+    PENALTIES,
+    RANDOM,
+    SamplingRows,
+)
+from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Model
 from quire.worker.graphs import ladder
@@ -37,11 +49,8 @@ NONE = np.empty(0, np.int32)
 class OnCPU(Cuda):
     """Everything but the graphs."""
 
-    def needs(self, config: EngineConfig, weights: int) -> Needs:
-        return Needs(weights, self._peak(16, 4))
-
-    def _peak(self, num_tokens: int, num_seqs: int) -> int:
-        return 1 << 20
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        return Needs(weights, 1 << 20)
 
     def warm_up(self, config: EngineConfig) -> None: ...
 
@@ -212,6 +221,42 @@ def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.Mo
     for row, tokens in found.items():
         assert tokens == greedy(tiny[1], prompts[row], len(tokens)), row
     assert [len(found[row]) for row in (3, 1, 0, 11)] == [7, 3, 8, 3]
+
+
+class Measured(OnCPU):
+    """Asks a device that has no memory of its own."""
+
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        return Cuda.needs(self, config, weights, sampler)
+
+    def _compile(self, config: EngineConfig) -> None: ...
+
+    def _captures(self, config: EngineConfig) -> bool:
+        return False
+
+
+def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache took the memory that penalties, logprobs or a prompt's logprobs ask for later."""
+    said: list[Any] = []
+    call = Sampler.__call__
+
+    def watched(
+        self: Sampler, logits: Tensor, rows: Any, state: SamplingRows, *rest: Any, **more: Any
+    ) -> Sampled:
+        said.append((len(rows), int(np.bitwise_and.reduce(state.flags[rows]))))
+        return call(self, logits, rows, state, *rest, **more)
+
+    monkeypatch.setattr(Sampler, "__call__", watched)
+    answers = {"memory_allocated": 100, "max_memory_allocated": 700, "mem_get_info": (5000, 9000)}
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *answers):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: said.append(name) or answers.get(name))
+    worker = started(Measured, tiny, monkeypatch)
+    every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS
+    assert said[:3] == ["reset_peak_memory_stats", "memory_allocated", (4, every)]
+    assert said.index("max_memory_allocated") > 2
+    assert worker._runner is not None and worker._runner.sampler.counts is None
+    needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
+    assert (needs.activations, needs.counts, needs.other, needs.total) == (600, 0, 3000, 4600)
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])

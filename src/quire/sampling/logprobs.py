@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.data.plan import RowLogprobs
 
-_SLICE = 128
-"""Positions per slice of prompt logprobs: bounds the memory of their logits."""
+POSITIONS_AT_ONCE = 128
+"""Positions whose logits are there at once: bounds their memory, however long a prompt is."""
 
 
 def row_logprobs(
@@ -51,10 +51,10 @@ def prompt_logprobs(
     `head` turns hidden states into float32 logits, one slice of positions at a time.
     """
     found = []
-    for start in range(0, len(hidden), _SLICE):
-        logits = head(hidden[start : start + _SLICE])
+    for start in range(0, len(hidden), POSITIONS_AT_ONCE):
+        logits = head(hidden[start : start + POSITIONS_AT_ONCE])
         counts = np.full(len(logits), logits.shape[1] if k == -1 else k, np.int32)
-        found += row_logprobs(logits, next_ids[start : start + _SLICE], counts, mode)
+        found += row_logprobs(logits, next_ids[start : start + POSITIONS_AT_ONCE], counts, mode)
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.capacity import rows_at_once
 from quire.data.plan import RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import adjust
@@ -17,6 +18,8 @@ from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
 from quire.sampling.transfer import take_rows, to_device
 
+History = tuple[Ints, Ints, Ints]
+"""The tokens of all rows, how many there are, and how many of them are prompt."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -77,11 +80,27 @@ class Sampler:
             return Sampled(torch.empty(0, dtype=torch.int64))
         if in_passing is not None and not np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED):
             return Sampled(in_passing)
+        history = (tokens, num_tokens, prompt_lens)
+        step = rows_at_once(self.vocab)
+        if len(rows) <= step:
+            return self._special(logits, rows, state, history, asked)
+        found = []
+        for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+            columns = asked and Asked(*(column[part] for column in asked))
+            found.append(self._special(logits[part], rows[part], state, history, columns))
+        logprobs = {row: each for piece in found for row, each in piece.logprobs.items()}
+        return Sampled(torch.cat([piece.token_ids for piece in found]), logprobs)
+
+    def _special(
+        self, logits: Tensor, rows: Ints, state: SamplingRows, history: History, asked: Asked | None
+    ) -> Sampled:
+        """Everything that rows may ask for, for as many of them as go together."""
+        num_tokens = history[1]
         logits = logits.float()
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
-        adjust(logits, rows, state, tokens, num_tokens, prompt_lens, self.counts)
+        adjust(logits, rows, state, *history, self.counts)
         if self.sample is not None and asked is not None and self.raw:
             token_ids = self.sample(logits, asked)
         else:

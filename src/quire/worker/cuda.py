@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.capacity import rows_at_once
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
 from quire.sampling.chance import Asked
-from quire.sampling.sampler import Sampled
+from quire.sampling.rehearsal import rehearse
+from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import Computed, Model, NewTokens, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
@@ -46,16 +48,23 @@ class Cuda:
         self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(IN_FLIGHT)])
         self._in_passing: Tensor | None = None
 
-    def needs(self, config: EngineConfig, weights: int) -> Needs:
-        """Measured: the largest step is run, and the largest that will be captured."""
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
+        captured."""
         limits = config.scheduler
+
+        def ask_for_everything(done: Computed) -> None:
+            given = done.hidden, done.logits, done.asked
+            rehearse(sampler, self.model.head, *given, num_logprobs=config.model.max_logprobs)
+
         self._compile(config)
-        activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs)
+        activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
         sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        return Needs(weights, activations, graphs, other=total - free - weights)
+        counts = 0 if sampler.counts is None else sampler.counts.num_bytes
+        return Needs(weights, activations, graphs, counts, other=total - free - weights - counts)
 
     def _captures(self, config: EngineConfig) -> bool:
         return self.model.attention.capturable and not config.model.enforce_eager
@@ -68,8 +77,10 @@ class Cuda:
         longest = min(limits.max_num_batched_tokens, _LONG_STEP)
         mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
+            vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
             for size in {1, last}:
-                self._sample_blank(size, config)
+                self._sample_blank(size, vocab, dtype)
+            self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
             for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
                 self._forward_blank(lens)
         torch.cuda.synchronize()
@@ -81,18 +92,19 @@ class Cuda:
         self.model.head(self.model.forward(batch)[batch.logit_tokens])
 
     @torch.inference_mode()
-    def _sample_blank(self, size: int, config: EngineConfig) -> None:
-        shape, dtype = (size, config.checkpoint.facts.vocab), getattr(torch, config.model.dtype)
+    def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
         asked = asked_of(self._blank(_decodes(size))[1])
-        self.sample(torch.zeros(shape, dtype=dtype, device=self.device), asked)
+        self.sample(torch.zeros((size, vocab), dtype=dtype, device=self.device), asked)
 
     @torch.inference_mode()
-    def _peak(self, num_tokens: int, num_seqs: int) -> int:
-        """Bytes that a step takes beyond what was there before."""
+    def _peak(
+        self, num_tokens: int, num_seqs: int, then: Callable[[Computed], None] = lambda done: None
+    ) -> int:
+        """Bytes that a step, and what is done with it, takes beyond what was there before."""
         blank_step = self._blank(self._split(num_tokens, num_seqs))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.compute(*blank_step)
+        then(self.compute(*blank_step))
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 

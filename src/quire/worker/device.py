@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan
 from quire.errors import EngineDead
 from quire.sampling.chance import Asked
-from quire.sampling.sampler import Sampled
+from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 
@@ -49,8 +49,9 @@ class Device(Protocol):
     def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
         """How tokens are sampled in passing."""
 
-    def needs(self, config: EngineConfig, weights: int) -> Needs:
-        """Memory of the largest step. The layers have some small cache by now."""
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        """Memory of the largest step, and of any that asks for more. The layers have some small cache by
+        now."""
 
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""

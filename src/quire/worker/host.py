@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.data.plan import Pending, StepPlan, StepResult
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
-from quire.sampling.sampler import Sampled
+from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import Computed, Model, NewTokens, batch_of
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -20,6 +20,8 @@ from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensor
 
 _MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
+_TAPED_TIMES = 2
+"""Blocks of their pool are powers of two, and smaller decodes may come first."""
 _MAX_SHEETS = 32
 """Of other steps: the sheets that were used last are kept."""
 
@@ -39,15 +41,15 @@ class Host:
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
 
-    def needs(self, config: EngineConfig, weights: int) -> Needs:
-        limits = config.scheduler
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        """Reckoned: to use memory is to take it here."""
+        facts, dtype, limits = config.checkpoint.facts, config.model.dtype, config.scheduler
         activations = activation_bytes(
-            config.checkpoint.facts,
-            config.model.dtype,
-            num_tokens=limits.max_num_batched_tokens,
-            num_seqs=limits.max_num_seqs,
+            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=limits.max_num_seqs
         )
-        return Needs(weights, activations)
+        taped = 0 if config.model.enforce_eager else min(limits.max_num_seqs, self._max_taped)
+        tapes = _TAPED_TIMES * activation_bytes(facts, dtype, num_tokens=taped, num_seqs=taped)
+        return Needs(weights, activations, tapes)
 
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:

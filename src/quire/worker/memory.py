@@ -20,14 +20,17 @@ class Needs:
 
     weights: int
     activations: int
-    """The peak of the largest step."""
+    """The peak of the largest step, all of whose rows ask for everything."""
     graphs: int = 0
+    """Of decodes that are played again: CUDA graphs, or tapes on a CPU."""
+    counts: int = 0
+    """Of tokens, for penalties."""
     other: int = 0
     """Taken by the device's own libraries, and by others on it."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.graphs + self.other
+        return self.weights + self.activations + self.graphs + self.counts + self.other
 
 
 def table(needs: Needs, kv_bytes: int, num_tokens: int, longest: int) -> str:
@@ -35,7 +38,8 @@ def table(needs: Needs, kv_bytes: int, num_tokens: int, longest: int) -> str:
     parts = {
         "weights": needs.weights,
         "activations": needs.activations,
-        "graphs": needs.graphs,
+        "graphs or tapes": needs.graphs,
+        "penalty counts": needs.counts,
         "libraries and others": needs.other,
         "KV cache": kv_bytes,
     }

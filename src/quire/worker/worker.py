@@ -66,13 +66,13 @@ class Worker:
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
         )
         device = open_device(Model(model, model.logits, backend), all_rows, self.device)
-        size = self._make_cache(model, device, weights)
-        device.warm_up(config)
-        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
+        size = self._make_cache(model, device, sampler, weights)
+        device.warm_up(config)
+        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
         return size
 
@@ -81,11 +81,11 @@ class Worker:
         with device_failures():
             return self._runner.submit(plan)
 
-    def _make_cache(self, model: CausalLM, device: Device, weights: int) -> CacheSize:
+    def _make_cache(self, model: CausalLM, device: Device, sampler: Sampler, weights: int) -> CacheSize:
         config, facts = self.config, self.config.checkpoint.facts
         block_size, kv_dtype = config.cache.block_size, config.cache.kv_cache_dtype
         self._bind(model, num_blocks=1)
-        needs = device.needs(config, weights)
+        needs = device.needs(config, weights, sampler)
         size = size_cache(
             facts,
             kv_dtype=kv_dtype,

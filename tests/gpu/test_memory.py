@@ -1,0 +1,53 @@
+"""A small device, a full batch, and every feature of sampling at once: what was put aside is enough."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import make_tiny
+
+from quire import LLM
+from quire.sampling.rehearsal import everything
+
+pytestmark = pytest.mark.gpu
+VOCAB, ROWS, DEVICE_BYTES = 151_936, 256, 5 << 30
+
+
+@pytest.fixture
+def small_device() -> Iterator[float]:
+    """The share of this device that is used; memory beyond it is refused."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield DEVICE_BYTES / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_everything_at_full_batch_does_not_run_out(tmp_path: Path, small_device: float, mode: str) -> None:
+    """The cache has the memory that penalties, logprobs or a prompt's logprobs want."""
+    path, _ = make_tiny("qwen3", tmp_path, hidden_size=256, vocab_size=VOCAB, max_position_embeddings=1024)
+    llm = LLM(
+        str(path),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=ROWS,
+        gpu_memory_utilization=small_device,
+        logprobs_mode=mode,
+    )
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((small_device * total - outside) / total)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, 1000, (2 * ROWS, 200), generator=generator).tolist()
+    params = everything(VOCAB, 20)
+    params.prompt_logprobs, params.max_tokens, params.ignore_eos, params.stop_token_ids = 20, 24, False, [3]
+    params.min_tokens = 24
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        said = output.outputs[0]
+        assert said.finish_reason == "length" and len(said.token_ids) == 24
+        assert said.logprobs is not None and all(len(each or {}) >= 20 for each in said.logprobs)
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 200
+        assert not {1, 3} & set(said.token_ids) and max(said.token_ids) < 1024
