@@ -9,7 +9,7 @@ import torch
 from by_hand import CHUNKS, Case, Chunks, attend, check, make_case
 
 from quire.attention import flash_attn
-from quire.attention.backend import AttentionBackend, AttentionSpec
+from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.attention.flash_attn import FlashAttention
 from quire.attention.flashinfer import FlashInfer
 from quire.attention.torch_sdpa import TorchSDPA
@@ -160,6 +160,24 @@ def test_what_is_not_installed_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(f"quire.attention.{module}.find_spec", lambda name: None)
     for kind in (FlashAttention, FlashInfer, TritonAttention):
         assert "installed" in (kind().fits(spec, H200) or "")
+
+
+def test_a_cache_that_cannot_be_read_does_not_fit(packages: None) -> None:
+    """An assert in the first step instead of a reason at the start."""
+    spec, kept_as = AttentionSpec(4, 2, 128, torch.bfloat16), torch.float8_e4m3fn
+    for kind in (FlashAttention, FlashInfer):
+        assert kind().fits(replace(spec, kept_as=torch.bfloat16), H200) is None
+    narrow = replace(spec, kept_as=kept_as)
+    with pytest.raises(ConfigError, match="FLASH_ATTN: reads a KV cache of the model's own type, not float8"):
+        choose("FLASH_ATTN", narrow, H200)
+    assert choose("FLASHINFER", narrow, H200).name == "FLASHINFER"
+    with pytest.raises(ConfigError, match="or float8_e4m3fn, not float8_e5m2"):
+        choose("FLASHINFER", replace(spec, kept_as=torch.float8_e5m2), H200)
+
+
+def test_flashinfer_is_told_the_scales_of_an_8_bit_cache(packages: None) -> None:
+    spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
+    check(FlashInfer(), MIXED, spec, kept_as=torch.float8_e4m3fn, block=16)
 
 
 def test_the_older_flash_attn_wants_starts_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

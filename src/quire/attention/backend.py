@@ -45,6 +45,8 @@ class AttentionSpec:
     k_scale: float = 1.0
     """An 8-bit cache holds keys divided by this."""
     v_scale: float = 1.0
+    kept_as: torch.dtype | None = None
+    """The type of the cache where a backend is chosen; None: the same as `dtype`."""
 
     @property
     def scales(self) -> tuple[float, float]:

@@ -35,13 +35,16 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(config.parallel.cpu_threads)
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
+        """The type of the cache."""
         self._runner: Runner | None = None
 
     def start(self) -> CacheSize:
         """Load the weights, give the cache what memory is left, and be ready to run."""
         config, facts = self.config, self.config.checkpoint.facts
         asked = config.attention.attention_backend
-        spec = AttentionSpec(facts.heads, facts.kv_heads, facts.head_dim, self.dtype)
+        sizes = facts.heads, facts.kv_heads, facts.head_dim
+        spec = AttentionSpec(*sizes, self.dtype, kept_as=self.kept_as)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         started = time.monotonic()
         model = load_model(
@@ -109,10 +112,9 @@ class Worker:
     def _bind(self, model: CausalLM, num_blocks: int) -> None:
         """Give every layer a cache of this many blocks."""
         cache, facts = self.config.cache, self.config.checkpoint.facts
-        kept_as = torch.float8_e4m3fn if cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
         layers = attention_layers(model.modules())
         shape = (len(layers), 2, num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
-        for layer, caches in zip(layers, reserve(shape, kept_as, self.device), strict=True):
+        for layer, caches in zip(layers, reserve(shape, self.kept_as, self.device), strict=True):
             layer.bind(*caches)
 
 
