@@ -1,7 +1,7 @@
 """Counting what passes: every exchange of the API, for the metrics."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -40,7 +40,7 @@ class Observed:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in HANDLERS:
             return path
-        fitting = (route.path for route in self._patterns if route.matches(scope)[0] is Match.FULL)
+        fitting: Iterator[str] = (route.path for route in self._patterns if route.matches(scope)[0] is Match.FULL)
         return next(fitting, "none")
 
 
