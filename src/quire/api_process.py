@@ -3,7 +3,6 @@
 import socket
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import uvloop
 
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
-from quire.dist.process import adopt
+from quire.dist.process import adopt, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine, EngineFacts
@@ -84,9 +83,7 @@ def run_api(
             health_timeout_s=settings.http.health_timeout,
             index=index,
         )
-        uvloop.run(
-            _answer(engine, settings, entrance, announce=index == 0, on_serving=lambda: parent.send(None))
-        )
+        uvloop.run(_answer(engine, settings, entrance, announce=index == 0, parent=parent))
     except QuireError as error:
         parent.send(str(error))
         sys.exit(1)
@@ -102,9 +99,13 @@ async def _answer(
     entrance: socket.socket | Hand,
     *,
     announce: bool,
-    on_serving: Callable[[], object],
+    parent: connection.Connection,
 ) -> None:
     from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
+
+    def on_serving() -> None:
+        calm_collector()
+        parent.send(None)
 
     engine.start()
     try:

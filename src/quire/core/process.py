@@ -17,7 +17,7 @@ from quire.core.stats_log import StatsLog
 from quire.data.plan import StepOutput
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, ToCore
-from quire.dist.process import adopt
+from quire.dist.process import adopt, calm_collector
 from quire.errors import QuireError
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
@@ -47,6 +47,7 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=config.observability.disable_log_stats)
     server = CoreServer(core, address, ready, metrics, stats_log)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    calm_collector()
     parent.send(None)
     server.run()
 

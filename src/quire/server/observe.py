@@ -1,7 +1,7 @@
 """Counting what passes: every exchange of the API, for the metrics."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +15,7 @@ class Observed:
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
         self._app = app
         self._count = count
-        self._patterns = [Route(path, endpoint=_nowhere) for path in HANDLERS if "{" in path]
+        self._patterns = [(path, Route(path, endpoint=_nowhere)) for path in HANDLERS if "{" in path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:
@@ -40,8 +40,7 @@ class Observed:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in HANDLERS:
             return path
-        fitting: Iterator[str] = (route.path for route in self._patterns if route.matches(scope)[0] is Match.FULL)
-        return next(fitting, "none")
+        return next((path for path, route in self._patterns if route.matches(scope)[0] is Match.FULL), "none")
 
 
 class _Answer:

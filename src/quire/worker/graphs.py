@@ -27,7 +27,7 @@ Compute = Callable[[Batch, dict[str, Tensor]], Computed]
 def ladder(largest: int) -> list[int]:
     """The batch sizes that are captured: close together where one sequence more costs. Up to 128 what is read
     takes longer than what is computed, and a tile of the products lacks no rows."""
-    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64)]
+    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
     return sorted({min(size, largest) for size in sizes})
 
 
