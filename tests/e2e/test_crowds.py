@@ -64,7 +64,7 @@ def test_100_clients_that_vanish_leave_nothing_behind(server: ServeProcess) -> N
     started = threading.Barrier(101, timeout=PATIENCE_S)
 
     def vanish() -> None:
-        with server.streaming(max_tokens=4000) as stream:
+        with server.streaming(max_tokens=8000) as stream:
             next(stream)
             started.wait()
 

@@ -37,7 +37,7 @@ class Observed:
             )
 
     def _handler(self, scope: Scope) -> str:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in HANDLERS:
             return path
         return next((path for path, route in self._patterns if route.matches(scope)[0] is Match.FULL), "none")
