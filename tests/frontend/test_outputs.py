@@ -222,3 +222,12 @@ def test_a_long_answer_that_nobody_reads_yet_becomes_text_in_pieces(tokenizer: T
     assert len(set(read)) >= len(ids) // 64
     (output,) = outputs.process(step({"a": 50}, finished={"a": Finish("length")})).outputs
     assert output.outputs[0].text == tokenizer.decode([*ids, 50])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_has_failed_if_one_of_its_answers_has(tokenizer: Tokenizer, kind: Any) -> None:
+    """Also when its other answers end well, and later."""
+    outputs = expecting(tokenizer, n=2, output_kind=kind)
+    first = outputs.process(step({"1_a": 51}, finished={"0_a": Finish("error")}))
+    last = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("stop")}))
+    assert last.failed == {"a"} and first.failed == (set() if kind is FINAL else {"a"})

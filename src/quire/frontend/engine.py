@@ -91,6 +91,8 @@ class AsyncEngine:
         self._answers: dict[str, Answer] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        self._tag = uuid.uuid4().hex[:8]
+        """Makes ids this process's own: users may give the same one twice, and to several processes."""
         self._core: Ready | None = None
         self._why_down = "the engine is starting"
         self._heard_at = time.monotonic()
@@ -196,7 +198,7 @@ class AsyncEngine:
     ) -> Answer:
         """The outputs of a request as they come. What is wrong with it is raised here, at once."""
         self.check()
-        internal_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
+        internal_id = f"{request_id}-{self._tag}{next(self._numbers):x}"
         requests = self.inputs.requests(internal_id, prompt, params, priority=priority)
         return Answer(internal_id, functools.partial(self._begin, prompt, requests), self._abort)
 
@@ -295,7 +297,7 @@ class AsyncEngine:
         for output in processed.outputs:
             if (answer := answers.get(output.request_id)) is None:
                 continue
-            if any(each.finish_reason == "error" for each in output.outputs):
+            if output.request_id in processed.failed:
                 answer.fail(EngineError("the engine failed on this request; others are not affected"))
                 continue
             if output.finished:

@@ -32,6 +32,8 @@ class Processed:
     outputs: list[RequestOutput]
     stopped: list[str]
     """Sequences that met a stop string: the core still runs them and has to be told."""
+    failed: set[str]
+    """Those of the requests that the core failed on, in one of their sequences."""
     stats: FrontStats
 
 
@@ -108,6 +110,8 @@ class _Parent:
     sequences: list[_Sequence] = field(default_factory=list)
     num_open: int = 0
     """Sequences that have not ended."""
+    failed: bool = False
+    """Whether one of them ended as an error."""
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
@@ -241,6 +245,8 @@ class OutputProcessor:
                 self._touched.append(sequence)
             assert sequence.finish is not None
             self._stats.finished.append(_facts(sequence, sequence.finish))
+            if sequence.finish.reason == "error":
+                sequence.parent.failed = True
 
     def _add_logprobs(self, sequence: _Sequence, found: RowLogprobs) -> None:
         assert sequence.logprobs is not None
@@ -283,7 +289,8 @@ class OutputProcessor:
             if parent.streams or self._is_due(sequence):
                 due.setdefault(parent, []).append(sequence)
         outputs = [self._request_output(parent, sequences) for parent, sequences in due.items()]
-        processed = Processed(outputs, self._stopped, self._stats)
+        failed = {parent.request_id for parent in due if parent.failed}
+        processed = Processed(outputs, self._stopped, failed, self._stats)
         self._touched, self._stopped, self._stats = waiting, [], FrontStats()
         return processed
 

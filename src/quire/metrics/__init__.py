@@ -125,7 +125,8 @@ class MetricsPages:
         if file is None:
             self.pages = np.zeros((1, layout.size))
         else:
-            self.pages = np.memmap(file, np.float64, "r+").reshape(-1, layout.size)
+            # Plain arrays: a view of a memmap is another memmap, made anew for every number.
+            self.pages = np.memmap(file, np.float64, "r+").view(np.ndarray).reshape(-1, layout.size)
         self.own = self.pages[page]
 
     @staticmethod
@@ -154,9 +155,10 @@ class MetricsPages:
 
     def observe_front(self, front: FrontStats) -> None:
         self._add("generation_tokens", front.num_tokens)
-        self._put("time_to_first_token_seconds", *front.first_token_s)
-        self._put("inter_token_latency_seconds", *front.between_tokens_s)
-        self._put("time_per_output_token_seconds", *front.between_tokens_s)
+        self._put_many(("time_to_first_token_seconds",), front.first_token_s)
+        self._put_many(
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"), front.between_tokens_s
+        )
         for ended in front.finished:
             self._observe_end(ended)
 
@@ -195,16 +197,22 @@ class MetricsPages:
         if value:
             self.own[self.layout.places[name]] += value
 
-    def _put(self, name: str, *values: float) -> None:
-        """Observations of a histogram."""
+    def _put(self, name: str, value: float) -> None:
+        """An observation of a histogram."""
         place, edges = self.layout.places[name], self.layout.edges[name]
-        if len(values) == 1:
-            self.own[place + bisect_left(edges, values[0])] += 1
-        elif values:
-            self.own[place : place + len(edges) + 1] += np.bincount(
-                np.searchsorted(edges, values), minlength=len(edges) + 1
-            )
-        self.own[place + len(edges) + 1] += sum(values)
+        self.own[place + bisect_left(edges, value)] += 1
+        self.own[place + len(edges) + 1] += value
+
+    def _put_many(self, names: tuple[str, ...], values: list[float]) -> None:
+        """Observations of histograms with the same edges."""
+        if not values:
+            return
+        edges = self.layout.edges[names[0]]
+        counts = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
+        for name in names:
+            place = self.layout.places[name]
+            self.own[place : place + len(edges) + 1] += counts
+            self.own[place + len(edges) + 1] += sum(values)
 
     def observe_rates(self, prompt_tok_s: float, generation_tok_s: float) -> None:
         self._set("avg_prompt_throughput_toks_per_s", prompt_tok_s)
