@@ -31,12 +31,13 @@ def expecting(tokenizer: Tokenizer | None, id: str = "a", **fields: Any) -> Outp
     return outputs
 
 
-def add(outputs: OutputProcessor, id: str, **fields: Any) -> None:
+def add(outputs: OutputProcessor, id: str, put_text: Any = None, **fields: Any) -> None:
     inputs = InputProcessor(
         tokenizer=outputs.tokenizer, vocab=VOCAB, max_model_len=999, eos_ids=(2,), max_logprobs=20, seed=0
     )
     prompt = Prompt([1, 40], "x")
-    outputs.add(id, prompt, inputs.requests(id, prompt, SamplingParams(**fields), arrived_at=1.0))
+    requests = inputs.requests(id, prompt, SamplingParams(**fields), arrived_at=1.0)
+    outputs.add(id, prompt, requests, put_text)
 
 
 def step(tokens: dict[str, int], at: float = 1.0, **fields: Any) -> StepOutput:
@@ -231,3 +232,37 @@ def test_a_request_has_failed_if_one_of_its_answers_has(tokenizer: Tokenizer, ki
     first = outputs.process(step({"1_a": 51}, finished={"0_a": Finish("error")}))
     last = outputs.process(step({"1_a": 51}, finished={"1_a": Finish("stop")}))
     assert last.failed == {"a"} and first.failed == (set() if kind is FINAL else {"a"})
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(1, 4))
+def test_text_without_outputs_is_the_same_text(tokenizer: Tokenizer, token_ids: list[int], each: int) -> None:
+    """The short way of plain text leaves nothing out and counts every token, however many come at once."""
+    plain, short = OutputProcessor(tokenizer), OutputProcessor(tokenizer)
+    said: list[tuple[str, int]] = []
+    add(plain, "a", output_kind=DELTA)
+    add(short, "a", output_kind=DELTA, put_text=lambda text, count: said.append((text, count)))
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    for place, id in enumerate(token_ids):
+        last = place == len(token_ids) - 1
+        for number, outputs in enumerate((plain, short)):
+            outputs.take(step({"a": id}, finished={"a": Finish("length")} if last else {}))
+            if last or place % each == 0:
+                texts[number] += [output.outputs[0].text for output in outputs.flush().outputs]
+    assert len(texts[1]) <= 2, "the first and the last"
+    first, last = texts[1][0], texts[1][1:]
+    assert "".join([first, *(text for text, _ in said), *last]) == "".join(texts[0])
+    assert not said or sum(count for _, count in said) <= len(token_ids) - 2
+
+
+@pytest.mark.parametrize("asked", [{"n": 2}, {"logprobs": 1}, {"stop": "zz"}, {"stream_interval": 2}])
+def test_what_is_more_than_text_takes_no_short_way(tokenizer: Tokenizer, asked: dict[str, Any]) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    outputs = OutputProcessor(tokenizer)
+    add(outputs, "a", output_kind=DELTA, put_text=never, **asked)
+    id = "0_a" if "n" in asked else "a"
+    logprobs = {id: RowLogprobs([50, 51], [-1.0, -2.0], 1)} if "logprobs" in asked else {}
+    seen = [outputs.process(step({id: 50}, logprobs=dict(logprobs))).outputs for _ in range(5)]
+    assert sum(map(len, seen)) >= 2

@@ -50,9 +50,26 @@ class Script:
     def __init__(self) -> None:
         self.over = asyncio.Event()
 
-    async def forward(self, reader: Callable[[RequestOutput], None]) -> None:
-        self.push = reader
+    async def forward(
+        self, reader: Callable[[RequestOutput], None], text_reader: Callable[[str, int], None] | None = None
+    ) -> None:
+        self.push, self.push_text = reader, text_reader
         await self.over.wait()
+
+
+class Texts:
+    """Chunks that are the text itself."""
+
+    text_only = True
+
+    def encode(self, output: RequestOutput) -> bytes:
+        return output.outputs[0].text.encode()
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        return text.encode() * bool(num_tokens)
+
+    def finish(self) -> bytes:
+        return b""
 
 
 def delta(text: str, id: str = "a") -> RequestOutput:
@@ -64,23 +81,26 @@ def test_a_slow_client_gets_late_what_a_fast_one_gets_at_once() -> None:
 
     async def go() -> None:
         connection, script = SlowConnection(), Script()
-        pushing = Pushing(connection, lambda output: output.outputs[0].text.encode())  # type: ignore[arg-type]
-        task = asyncio.create_task(pushing.run(script))  # type: ignore[arg-type]
+        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        script.push(delta("one "))
-        assert connection.written == [b"one "]
+        script.push(delta("one"))
+        assert script.push_text is not None
+        script.push_text(" ", 1)
+        assert connection.written == [b"one", b" "]
         connection.is_full = True
-        for text in ("two ", "three ", "four"):
-            script.push(delta(text))
+        script.push(delta("two "))
+        assert script.push_text is not None
+        script.push_text("three ", 1)
+        script.push(delta("four"))
         script.push(delta("other", id="b"))
         await asyncio.sleep(0.01)
-        assert connection.written == [b"one "]
+        assert connection.written == [b"one", b" "]
         script.over.set()
         await asyncio.sleep(0.01)
         assert not task.done(), "an answer is not over before all of it is sent"
         connection.reads.set()
         await task
-        assert connection.written == [b"one ", b"two three four", b"other"]
+        assert connection.written == [b"one", b" ", b"two three four", b"other"]
 
     asyncio.run(go())
 
@@ -89,7 +109,7 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind() -> None:
     async def go() -> None:
         connection, script = SlowConnection(), Script()
         connection.is_full = True
-        task = asyncio.create_task(Pushing(connection, lambda _: b"x").run(script))  # type: ignore[arg-type]
+        task = asyncio.create_task(Pushing(connection, Texts()).run(script))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         script.push(delta("never read"))
         task.cancel()

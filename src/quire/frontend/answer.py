@@ -7,6 +7,8 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import EngineError
 
 Reader = Callable[[RequestOutput], None]
+TextReader = Callable[[str, int], None]
+"""Takes a text that was added, and the number of its tokens."""
 
 
 class Answer:
@@ -22,6 +24,7 @@ class Answer:
         "_output",
         "_error",
         "_reader",
+        "_text_reader",
         "_wake",
     )
 
@@ -34,6 +37,7 @@ class Answer:
         """What the reader has not seen yet, merged."""
         self._error: EngineError | None = None
         self._reader: Reader | None = None
+        self._text_reader: TextReader | None = None
         self._wake: asyncio.Future[None] | None = None
 
     # ---- the engine's side
@@ -50,6 +54,18 @@ class Answer:
         if output.finished:
             self._over = True
             self._wake_up()
+
+    @property
+    def takes_text(self) -> bool:
+        return self._text_reader is not None
+
+    def put_text(self, text: str, num_tokens: int) -> None:
+        """What most outputs are, without the object: more text, and nothing else to say."""
+        assert self._text_reader is not None
+        try:
+            self._text_reader(text, num_tokens)
+        except Exception as error:
+            self._wake_up(error)
 
     def fail(self, error: EngineError) -> None:
         """No more will come. What came before can still be read."""
@@ -82,9 +98,10 @@ class Answer:
         self._over = output.finished
         return output
 
-    async def forward(self, reader: Reader) -> None:
-        """Hand every output to `reader` in the moment it comes, until the last one did."""
-        self._reader = reader
+    async def forward(self, reader: Reader, text_reader: TextReader | None = None) -> None:
+        """Hand every output to `reader` in the moment it comes, until the last one did. Those between the
+        first and the last that are nothing but text may go to `text_reader`."""
+        self._reader, self._text_reader = reader, text_reader
         self._wake = asyncio.get_running_loop().create_future()
         self._start()
         await self._wake

@@ -205,7 +205,8 @@ class AsyncEngine:
     def _begin(self, prompt: Prompt, requests: list[Request], answer: Answer) -> None:
         self.check()
         self._answers[answer.request_id] = answer
-        self._outputs.add(answer.request_id, prompt, requests)
+        put_text = answer.put_text if answer.takes_text else None
+        self._outputs.add(answer.request_id, prompt, requests, put_text)
         self._send(Add.of(requests))
 
     def _abort(self, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """Outputs: tokens of the core become text, logprobs and RequestOutputs, by request and by sequence of it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.data.outputs import (
@@ -62,6 +63,12 @@ class _Sequence:
     text: str = ""
     """What has been shown: text that may yet turn out to be part of a stop string is held back."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its deltas are text and nothing else."""
+        delta = self.parent.params.output_kind is RequestOutputKind.DELTA
+        return delta and self.logprobs is None and not self.has_stops and self.detokenizer is not None
+
     def is_due(self) -> bool:
         """Whether it has something to say: a first token, an end, or as many tokens as make a chunk."""
         return (
@@ -112,6 +119,8 @@ class _Parent:
     """Sequences that have not ended."""
     failed: bool = False
     """Whether one of them ended as an error."""
+    put_text: Callable[[str, int], None] | None = None
+    """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
@@ -142,8 +151,16 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._parents
 
-    def add(self, request_id: str, prompt: Prompt, requests: list[Request]) -> None:
-        """Expect outputs of these sequences of one prompt."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        requests: list[Request],
+        put_text: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """Expect outputs of these sequences of one prompt. A single one that streams nothing but text may
+        hand it to `put_text`, with the number of its tokens, from its second delta to the one before the
+        last."""
         first = requests[0]
         interval = max(self.stream_interval, first.params.stream_interval or 1)
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -157,6 +174,8 @@ class OutputProcessor:
             sequence = self._sequence(request, index, parent)
             parent.sequences.append(sequence)
             self._sequences[request.id] = sequence
+        if parent.streams and len(requests) == 1 and parent.sequences[0].is_plain:
+            parent.put_text = put_text
         self._parents[request_id] = parent
 
     def _sequence(self, request: Request, index: int, parent: _Parent) -> _Sequence:
@@ -286,7 +305,10 @@ class OutputProcessor:
                 waiting.append(sequence)
                 continue
             sequence.touched = False
-            if parent.streams or self._is_due(sequence):
+            if parent.put_text is not None and sequence.num_sent and sequence.finish is None:
+                start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
+                parent.put_text(sequence.take_text(), sequence.num_sent - start)
+            elif parent.streams or self._is_due(sequence):
                 due.setdefault(parent, []).append(sequence)
         outputs = [self._request_output(parent, sequences) for parent, sequences in due.items()]
         failed = {parent.request_id for parent in due if parent.failed}
@@ -338,10 +360,6 @@ def _delta(sequence: _Sequence) -> CompletionOutput:
     start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
     token_ids = sequence.token_ids[start:]
     logprobs = None if sequence.logprobs is None else sequence.logprobs[start:]
-    if sequence.finish is None and not sequence.has_stops and sequence.detokenizer is not None:
-        # What most deltas are: nothing else was read, and nothing is held back.
-        sequence.num_read = sequence.num_sent
-        return _completion(sequence, sequence.detokenizer.read(token_ids), token_ids, logprobs)
     return _completion(sequence, sequence.take_text(), token_ids, logprobs)
 
 

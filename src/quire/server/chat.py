@@ -36,7 +36,7 @@ async def answer_chat(api: Api, body: ChatBody, request: Request) -> Response:
     if body.stream:
         chunks = ChatChunks(api, body, job)
         outputs = await api.streamed(job)
-        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, answering=api.answering)
+        return EventStream(outputs, chunks=chunks, answering=api.answering)
     (output,) = await api.answering.until_gone(request.receive, api.finished(job))
     return json_response(_reply(api, body, job, output))
 
@@ -148,6 +148,14 @@ class ChatChunks:
             elif each.text:
                 chunks.append(self._heads[each.index] + quote(each.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def text_only(self) -> bool:
+        return self._plain and len(self._heads) == 1
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output[0] += num_tokens
+        return self._heads[0] + quote(text) + _TAIL if text else b""
 
     def _opening(self, output: RequestOutput) -> bytes:
         """The role of every choice, before anything else."""

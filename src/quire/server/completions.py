@@ -38,7 +38,7 @@ async def answer_completion(api: Api, body: CompletionBody, request: Request) ->
     if body.stream:
         chunks = CompletionChunks(api, body, job)
         outputs = await api.streamed(job)
-        return EventStream(outputs, encode=chunks.encode, finish=chunks.finish, answering=api.answering)
+        return EventStream(outputs, chunks=chunks, answering=api.answering)
     found = await api.answering.until_gone(request.receive, api.finished(job))
     return json_response(_reply(api, body, job, found))
 
@@ -189,6 +189,14 @@ class CompletionChunks:
             elif each.text:
                 chunks.append(self._heads[index] + quote(each.text) + _TAIL)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def text_only(self) -> bool:
+        return self._plain and len(self._heads) == 1 and not _only_prompt(self._body)
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output[0] += num_tokens
+        return self._heads[0] + quote(text) + _TAIL if text else b""
 
     def _full(self, each: CompletionOutput, place: int, fresh: bool) -> bytes:
         api, body, index = self._api, self._body, place * self._n + each.index

@@ -42,7 +42,12 @@ class Outputs(Protocol):
 class Pushed(Outputs, Protocol):
     """Outputs that can also be handed over in the moment they come."""
 
-    async def forward(self, reader: Callable[[RequestOutput], None]) -> None: ...
+    async def forward(
+        self,
+        reader: Callable[[RequestOutput], None],
+        text_reader: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """What is nothing but text, neither first nor last, may go to `text_reader`."""
 
 
 class Engine(Protocol):

@@ -237,7 +237,11 @@ class Merged:
             end = error
         self._arrived.put_nowait(end)
 
-    async def forward(self, reader: Callable[[RequestOutput], None]) -> None:
+    async def forward(
+        self,
+        reader: Callable[[RequestOutput], None],
+        text_reader: Callable[[str, int], None] | None = None,
+    ) -> None:
         """All outputs of all requests to `reader`, in the moment they come."""
         tasks, pause = [], Pauses()
         try:

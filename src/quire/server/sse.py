@@ -1,14 +1,13 @@
 """Server-sent events, written straight to the connection: no response model, no layer between."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.data.outputs import RequestOutput
+from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import QuireError
 from quire.frontend.answer import merge
 from quire.logs import get_logger
@@ -53,6 +52,18 @@ def _one_line(encoded: bytes) -> bytes:
     return encoded
 
 
+class Chunks(Protocol):
+    """An answer as the events of one API."""
+
+    @property
+    def text_only(self) -> bool:
+        """Whether `encode_text` can say what most outputs say."""
+
+    def encode(self, output: RequestOutput) -> bytes: ...
+    def encode_text(self, text: str, num_tokens: int) -> bytes: ...
+    def finish(self) -> bytes: ...
+
+
 class EventStream(Response):
     """The outputs of a request as events. Whatever happens, the last one is [DONE]."""
 
@@ -60,13 +71,11 @@ class EventStream(Response):
         self,
         outputs: Outputs,
         *,
-        encode: Callable[[RequestOutput], bytes],
-        finish: Callable[[], bytes],
+        chunks: Chunks,
         answering: Answering,
     ) -> None:
         self.outputs = outputs
-        self.encode = encode
-        self.finish = finish
+        self.chunks = chunks
         self.answering = answering
         self.background = None
         self.status_code = 200
@@ -91,33 +100,42 @@ class EventStream(Response):
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
         if connection is not None and isinstance(self.outputs, Pushed):
-            await Pushing(connection, self.encode).run(self.outputs)
+            await Pushing(connection, self.chunks).run(self.outputs)
         else:
             async for output in self.outputs:
-                if chunk := self.encode(output):
+                if chunk := self.chunks.encode(output):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        return self.finish()
+        return self.chunks.finish()
 
 
 class Pushing:
     """Writes outputs in the moment they come. While the client cannot take more they are merged."""
 
-    def __init__(self, connection: Connection, encode: Callable[[RequestOutput], bytes]) -> None:
+    def __init__(self, connection: Connection, chunks: Chunks) -> None:
         self._connection = connection
-        self._encode = encode
+        self._chunks = chunks
         self._held: dict[str, RequestOutput] = {}
         self._draining: asyncio.Task[None] | None = None
+        self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:
         try:
-            await outputs.forward(self._put)
+            await outputs.forward(self._put, self._put_text if self._chunks.text_only else None)
             if self._draining is not None:
                 await self._draining
         finally:
             if self._draining is not None:
                 self._draining.cancel()
 
+    def _put_text(self, text: str, num_tokens: int) -> None:
+        if self._draining is not None or self._connection.is_full:
+            said = CompletionOutput(0, text, range(num_tokens), None, None)
+            self._put(RequestOutput(self._last_id, None, None, None, [said], finished=False))
+        elif chunk := self._chunks.encode_text(text, num_tokens):
+            self._connection.write(chunk)
+
     def _put(self, output: RequestOutput) -> None:
+        self._last_id = output.request_id
         if self._draining is None and not self._connection.is_full:
             self._write(output)
             return
@@ -133,5 +151,5 @@ class Pushing:
             self._write(output)
 
     def _write(self, output: RequestOutput) -> None:
-        if chunk := self._encode(output):
+        if chunk := self._chunks.encode(output):
             self._connection.write(chunk)
