@@ -22,6 +22,9 @@ def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         started.end_cleanly()
 
 
+OF_THE_PROCESS = ("process_", "python_")
+
+
 @pytest.fixture(params=["server", "pair"], ids=["one API process", "two API processes"])
 def counted(request: pytest.FixtureRequest) -> ServeProcess:
     found: ServeProcess = request.getfixturevalue(request.param)
@@ -44,6 +47,9 @@ def scrape(server: ServeProcess) -> dict[str, float]:
     for _ in range(6):
         with httpx.Client(base_url=server.url, timeout=60) as fresh:
             found.append(parse_metrics(fresh.get("/metrics").text))
+    for name in [name for name in found[0] if name.startswith(OF_THE_PROCESS)]:
+        for each in found:
+            del each[name]
     for name, value in found[0].items():
         if not name.startswith("avg_"):  # set by the clock, between any two scrapes
             assert [each[name] for each in found] == [value] * len(found), name
@@ -51,9 +57,13 @@ def scrape(server: ServeProcess) -> dict[str, float]:
 
 
 def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """The counters and histogram counts that moved, and by how much."""
+    """The counters and histogram counts of the engine that moved, and by how much."""
     names = [name for name in after if name.split(":")[0].endswith(("_total", "_count"))]
-    return {name: after[name] - before[name] for name in names if after[name] != before[name]}
+    return {
+        name: after[name] - before[name]
+        for name in names
+        if not name.startswith("http_") and after[name] != before[name]
+    }
 
 
 def test_every_name_is_there_from_the_start(counted: ServeProcess) -> None:
@@ -117,6 +127,21 @@ def test_every_counter_counts_known_traffic(counted: ServeProcess) -> None:
     assert after["request_generation_tokens_sum"] - before["request_generation_tokens_sum"] == sum(lengths)
     assert (after["num_requests_running"], after["num_requests_waiting"]) == (0, 0)
     assert after["kv_cache_usage_perc"] == after["gpu_cache_usage_perc"] == 0
+
+
+def test_every_exchange_counts_once(counted: ServeProcess) -> None:
+    """Catches requests that only the process counts which answered them."""
+    before = scrape(counted)
+    for _ in range(4):
+        ask(counted, prompt=[7, 8, 9], max_tokens=1)
+        with httpx.Client(base_url=counted.url, timeout=60) as fresh:
+            assert fresh.post("/v1/completions", json={"prompt": -1}).status_code == 400
+    after = scrape(counted)
+    for status in ("2xx", "4xx"):
+        name = f"http_requests_total:/v1/completions:POST:{status}"
+        assert after[name] - before.get(name, 0) == 4
+    name = "http_request_duration_highr_seconds_count"
+    assert after[name] - before.get(name, 0) == 8
 
 
 def test_a_stop_string_counts_what_the_client_got(counted: ServeProcess) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from serve_process import ServeProcess, eventually
 
-from quire.config.engine import Env
+from quire.config.env import Env
 from quire.errors import QuireError
 from quire.hub import locate
 
@@ -50,6 +50,7 @@ BAD: list[dict[str, Any]] = [
     {"messages": []},
     {"messages": [{"role": 7, "content": "x"}]},
     {"messages": "hello"},
+    {"messages": [{"role": "user", "content": None}]},
 ]
 """Each is refused, and by its client's fault."""
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from oracle import make_tiny
 
-from quire.core.local import configure
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.kernels import native
 from quire.kernels.tape import Tape
+from quire.prepare import configure
 from quire.worker import host as module
 from quire.worker.host import Host
 from quire.worker.worker import Worker
