@@ -66,3 +66,10 @@ def test_structure_names_every_file() -> None:
         assert f"`{name}`" in text, f"docs/structure.md does not mention `{name}`"
     for mentioned in {word for word in text.split("`")[1::2] if word.endswith(".py") and "tests" not in word}:
         assert (ROOT / mentioned).exists(), f"docs/structure.md mentions {mentioned}, which does not exist"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_public_class_says_what_it_is(path: Path) -> None:
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    silent = [node.name for node in classes if node.name[0] != "_" and ast.get_docstring(node) is None]
+    assert not silent

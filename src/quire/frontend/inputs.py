@@ -14,11 +14,15 @@ from quire.unbuilt import UNBUILT, refuse
 
 
 class TextPrompt(TypedDict, total=False):
+    """A prompt as text, in a dict."""
+
     prompt: str
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, in a dict."""
+
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
@@ -29,6 +33,8 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 @dataclass(slots=True)
 class Prompt:
+    """A prompt that was read: its tokens, and its text where that is known."""
+
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None

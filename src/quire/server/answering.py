@@ -16,6 +16,8 @@ class ClientGone(Exception):
 
 
 class Answering:
+    """What is being answered right now."""
+
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._aborted = False

@@ -51,6 +51,8 @@ class Pushed(Outputs, Protocol):
 
 
 class Engine(Protocol):
+    """An engine as the routes use it."""
+
     @property
     def facts(self) -> Facts: ...
     @property

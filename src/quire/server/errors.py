@@ -21,6 +21,8 @@ _MAX_SHOWN = 8
 
 
 class NotFound(RequestError):
+    """The client asked for something that is not here."""
+
     status = 404
 
 

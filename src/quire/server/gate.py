@@ -16,6 +16,8 @@ _NOT_JSON = "Unsupported Media Type: Only 'application/json' is allowed"
 
 
 class Gate:
+    """Lets in whoever has a key and brings a body that can be read."""
+
     def __init__(
         self,
         app: ASGIApp,

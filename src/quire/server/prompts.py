@@ -26,6 +26,8 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 class PromptReader:
+    """Makes prompts of bodies, long ones off the event loop."""
+
     def __init__(self, engine: Engine, settings: ApiSection) -> None:
         self._inputs = engine.inputs
         self._template = engine.facts.chat_template

@@ -8,6 +8,8 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class ErrorInfo(BaseModel):
+    """What went wrong."""
+
     message: str
     type: str
     param: str | None
@@ -15,14 +17,20 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorReply(BaseModel):
+    """The body of every error."""
+
     error: ErrorInfo
 
 
 class CachedTokens(BaseModel):
+    """Prompt tokens that the prefix cache held."""
+
     cached_tokens: int | None = None
 
 
 class Usage(BaseModel):
+    """Tokens in and out."""
+
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
@@ -30,6 +38,8 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
+    """A token at one position of the prompt."""
+
     logprob: float
     rank: int | None
     decoded_token: str | None
@@ -39,20 +49,28 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TopLogprob(BaseModel):
+    """One of the likeliest tokens at a position."""
+
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):
+    """The token that was chosen, and the likeliest beside it."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
+    """Logprobs of a chat's choice."""
+
     content: list[TokenLogprob]
 
 
 class ChatMessage(BaseModel):
+    """What the model said."""
+
     role: str
     content: str | None
     refusal: None = None
@@ -63,6 +81,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -72,6 +92,8 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
+    """A whole answer of /v1/chat/completions."""
+
     id: str = Field(examples=["chatcmpl-1f3b"])
     object: Literal["chat.completion"]
     created: int
@@ -87,6 +109,8 @@ class ChatReply(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
+    """Logprobs of a completion, in columns."""
+
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
@@ -94,6 +118,8 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
+    """One continuation of a prompt."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -105,6 +131,8 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
+    """A whole answer of /v1/completions."""
+
     id: str = Field(examples=["cmpl-1f3b"])
     object: Literal["text_completion"]
     created: int
@@ -117,6 +145,8 @@ class CompletionReply(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """A served name."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -128,11 +158,15 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
+    """All served names."""
+
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeReply(BaseModel):
+    """A text as tokens."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -140,16 +174,24 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeReply(BaseModel):
+    """Tokens as a text."""
+
     prompt: str
 
 
 class LoadReply(BaseModel):
+    """Requests being answered."""
+
     server_load: int
 
 
 class VersionReply(BaseModel):
+    """The version."""
+
     version: str
 
 
 class ResetReply(BaseModel):
+    """Whether the prefix cache is empty now."""
+
     success: bool

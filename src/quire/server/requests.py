@@ -33,11 +33,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """What a stream tells beside its text."""
+
     include_usage: bool | None = _doc("End the stream with a chunk that counts tokens.", False)
     continuous_usage_stats: bool | None = _doc("With include_usage: count in every chunk.", False)
 
 
 class RepetitionDetection(BaseModel):
+    """When a sequence that repeats itself is ended."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
     max_pattern_size: int = Field(0, ge=0, le=INT64_MAX)
@@ -99,6 +103,8 @@ class GenerateBody(Body):
 
 
 class Message(Body):
+    """One turn of a conversation."""
+
     role: str
     content: str | list[dict[str, JsonValue]] | None = _doc("Text, or parts of type `text`.")
     name: str | None = None
@@ -121,6 +127,8 @@ class Conversation(Body):
 
 
 class ChatBody(GenerateBody, Conversation):
+    """The body of /v1/chat/completions."""
+
     max_tokens: int | None = _told(1)
     max_completion_tokens: int | None = _told(1, None, "Wins over max_tokens. Default: what fits.")
     logprobs: bool | None = False
@@ -145,6 +153,8 @@ Prompts = (
 
 
 class CompletionBody(GenerateBody):
+    """The body of /v1/completions."""
+
     prompt: Prompts | None = _doc(
         f"A text, token ids, or up to {MAX_PROMPTS} of either.", examples=["Once upon a time"]
     )
@@ -156,6 +166,8 @@ class CompletionBody(GenerateBody):
 
 
 class TokenizeText(Body):
+    """The body of /tokenize for a text."""
+
     model: str | None = None
     prompt: str = Field(examples=["Hello!"])
     add_special_tokens: bool = True
@@ -163,10 +175,14 @@ class TokenizeText(Body):
 
 
 class TokenizeChat(Conversation):
+    """The body of /tokenize for a conversation."""
+
     model: str | None = None
     return_token_strs: bool | None = False
 
 
 class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
     model: str | None = None
     tokens: list[TokenId] = Field(examples=[[1, 2, 3]])

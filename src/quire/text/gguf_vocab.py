@@ -112,6 +112,8 @@ WORDS = {name: words for words, names in _WORDS_BY_KIND for name in names.split(
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocab:
+    """A vocabulary out of a GGUF header."""
+
     backend: Tokenizer
     special_tokens: dict[str, str] = field(default_factory=dict)
     """`bos_token`, `eos_token`, `unk_token`, `pad_token`, where the file names them."""
