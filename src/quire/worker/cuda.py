@@ -61,6 +61,9 @@ class Cuda:
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
         sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
+        # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
+        facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
+        graphs += sum(sizes[:-1]) * (facts.vocab + facts.hidden) * item
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler.counts is None else sampler.counts.num_bytes
