@@ -33,7 +33,7 @@ from quire.sampling.rows import (
     SamplingRows,
 )
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.cuda import Cuda
+from quire.worker.cuda import _GRAPH_BYTES, Cuda
 from quire.worker.device import Computed, Model
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
@@ -257,6 +257,11 @@ def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: p
     assert worker._runner is not None and worker._runner.sampler.counts is None
     needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
     assert (needs.activations, needs.counts, needs.other, needs.total) == (600, 0, 3000, 4600)
+    # 1, 2 and 4 sequences are captured: the largest is measured, and each keeps its logits and states.
+    monkeypatch.setattr(Measured, "_captures", lambda *_: True)
+    needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
+    facts = worker.config.checkpoint.facts
+    assert needs.graphs == 3 * _GRAPH_BYTES + 600 + (1 + 2) * (facts.vocab + facts.hidden) * 4
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])
