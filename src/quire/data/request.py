@@ -43,6 +43,6 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def held_ids(self) -> tuple[int, ...]:
-        """The ids that must not be drawn before min_tokens: whatever could end the sequence."""
+        """The ids that must not be sampled before min_tokens: whatever could end the sequence."""
         ids = list(self.params.stop_token_ids or ())
         return tuple(ids if self.eos_id < 0 else [self.eos_id, *ids])

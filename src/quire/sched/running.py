@@ -13,8 +13,8 @@ RowIds = NDArray[np.intp]
 
 
 def looks_back(params: SamplingParams) -> bool:
-    """Whether the sampler reads, on the host, the tokens before the one that it draws. Penalties are counted
-    on the device."""
+    """Whether the sampler reads, on the host, the tokens before its own. Penalties are counted on the
+    device."""
     return any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
@@ -45,7 +45,7 @@ class Running:
         self.watched = np.zeros(max_rows, np.bool_)
         """Whether a token needs a closer look than eos and length: stop ids, repetition."""
         self.needs_value = np.zeros(max_rows, np.bool_)
-        """Whether the host must know a token before the next can be drawn."""
+        """Whether the host must know a token before the next can be sampled."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """A number that is the row's until it is released; then 0."""
         self._num_admissions = 0
