@@ -182,9 +182,10 @@ class AsyncEngine:
         self._connect()
 
     def _abandon(self) -> None:
-        """Count what was lost, and forget it."""
-        self._forget(self._outputs.sequences_of(list(self._answers)), "error")
+        """Count what was lost, and forget it: those who waited know already."""
+        ids = self._outputs.sequences_of(list(self._answers))
         self._answers.clear()
+        self._forget(ids, "error")
 
     def _forget(self, ids: list[str], reason: str) -> None:
         """Sequences that nobody waits for any more. Others may have outputs on their way, and keep them."""

@@ -19,7 +19,14 @@ from quire.server.chat import answer_chat
 from quire.server.completions import answer_completion
 from quire.server.direct import MAYBE_SURROGATE, Direct, Respond
 from quire.server.engine import Engine
-from quire.server.errors import NotFound, add_error_handlers, error_info, error_response, json_response
+from quire.server.errors import (
+    NotFound,
+    add_error_handlers,
+    error_info,
+    error_response,
+    json_response,
+    nobody,
+)
 from quire.server.gate import Gate
 from quire.server.generate import Api
 from quire.server.observe import Observed
@@ -44,7 +51,7 @@ class Application:
             redoc_url="/redoc" if docs else None,
         )
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
-        self.routes.add_exception_handler(ClientGone, _nobody)
+        self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
         add_generate_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
@@ -60,7 +67,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
     }
     gate = Gate(
-        Direct(app, busy),
+        Direct(app, busy, log_stack=settings.log.log_error_stack),
         api_keys=access.api_key,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
@@ -80,11 +87,6 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
         await (cors if foreign else gate)(scope, receive, send)
 
     return Observed(entrance, api.engine.count_exchange)
-
-
-def _nobody(_: Request, __: Exception) -> Response:
-    """Nobody reads this; 499 is what access logs show for a client that hung up."""
-    return Response(status_code=499)
 
 
 async def _valid_text(request: Request) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import QuireError
 from quire.logs import get_logger
 from quire.server.answering import ClientGone
-from quire.server.errors import describe, error_response
+from quire.server.errors import describe, error_response, nobody, quire_error
 
 logger = get_logger(__name__)
 
@@ -25,8 +25,11 @@ MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 class Direct:
     """Answers POSTs to the paths that it knows; all others, and bodies it cannot read, are `app`'s."""
 
-    def __init__(self, app: ASGIApp, routes: Mapping[str, tuple[type[BaseModel], Respond]]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Mapping[str, tuple[type[BaseModel], Respond]], *, log_stack: bool = False
+    ) -> None:
         self._app = app
+        self._log_stack = log_stack
         self._routes = {path: (TypeAdapter(model), respond) for path, (model, respond) in routes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,22 +45,20 @@ class Direct:
             except ValidationError:
                 pass
             else:
-                response = await _answered(respond, body, Request(scope, receive))
+                response = await self._answered(respond, body, Request(scope, receive))
                 return await response(scope, receive, send)
         await self._app(scope, _again(first, receive), send)
 
-
-async def _answered(respond: Respond, body: Any, request: Request) -> Response:
-    try:
-        return await respond(body, request)
-    except ClientGone:
-        # Nobody reads this; 499 is what access logs show for a client that hung up.
-        return Response(status_code=499)
-    except QuireError as error:
-        return error_response(describe(error))
-    except Exception as error:
-        logger.exception("a request failed")
-        return error_response(describe(error))
+    async def _answered(self, respond: Respond, body: Any, request: Request) -> Response:
+        try:
+            return await respond(body, request)
+        except ClientGone:
+            return nobody()
+        except QuireError as error:
+            return quire_error(error, log_stack=self._log_stack)
+        except Exception as error:
+            logger.exception("a request failed")
+            return error_response(describe(error))
 
 
 def _again(first: Message, receive: Receive) -> Receive:

@@ -51,14 +51,25 @@ def error_response(body: dict[str, Any]) -> Response:
     return Response(json.dumps(body).encode(), body["error"]["code"], media_type="application/json")
 
 
+def quire_error(error: QuireError, *, log_stack: bool) -> Response:
+    """The answer to a request that cannot be had."""
+    if log_stack and isinstance(error, EngineError):
+        logger.error("answered with %d", error.status, exc_info=error)
+    return error_response(describe(error))
+
+
+def nobody() -> Response:
+    """Nobody reads this; 499 is what access logs show for a client that hung up."""
+    return Response(status_code=499)
+
+
 def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
-    def quire_error(_: Request, error: Exception) -> Response:
-        if log_stack and isinstance(error, EngineError):
-            logger.error("answered with 500", exc_info=error)
-        return error_response(describe(error))
+    def known(_: Request, error: Exception) -> Response:
+        assert isinstance(error, QuireError)
+        return quire_error(error, log_stack=log_stack)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
-        QuireError: quire_error,
+        QuireError: known,
         RequestValidationError: _validation_error,
         HTTPException: _http_error,
         Exception: lambda _, error: error_response(describe(error)),
