@@ -1,8 +1,10 @@
 """An API process: an engine whose core is elsewhere, behind the HTTP server."""
 
+import asyncio
 import socket
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from quire.server.spread import Hand
 from quire.version import __version__
 
 log = get_logger(__name__)
+
+GREETING_S = 0.3
+"""For the core's answer, before connections are taken."""
 
 
 def make_engine(
@@ -108,6 +113,8 @@ async def _answer(
         parent.send(None)
 
     engine.start()
+    with suppress(TimeoutError):  # beside a core that runs already nobody is to be told that it starts
+        await asyncio.wait_for(engine.ready(), GREETING_S)
     try:
         await serve(
             settings,

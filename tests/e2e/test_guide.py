@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_process import Start
+from serve_process import Start, eventually
 from tiny_text import TextModel
 
 from quire import LLM, SamplingParams
@@ -140,6 +140,7 @@ def test_a_variable_of_a_later_feature_is_said_to_do_nothing() -> None:
 def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> None:
     server = start("--enable-prefix-caching", "--enable-chunked-prefill", "--api-server-count", "2")
     server.until_healthy()
+    eventually("both say so", lambda: all(server.health() == 200 for _ in range(8)))
     prompt = [7] * 200
     answers = [server.complete(prompt=prompt, max_tokens=4)["choices"][0]["text"] for _ in range(2)]
     assert answers[0] == answers[1]
