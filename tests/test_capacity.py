@@ -16,10 +16,10 @@ from quire.capacity import (
     kv_bytes_per_block,
     size_cache,
 )
-from quire.config.model import ArchFacts, RopeFacts
+from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.errors import ConfigError
 
-FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 2, 4, 2, 16, 1e-5, RopeFacts())
+FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
 BLOCK = 2 * 2 * 2 * 16 * 2 * 16
 """Keys and values, layers, heads, their size, bytes of bfloat16, tokens."""
 GIB = 1 << 30

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.config.model import ArchFacts
+from quire.config.facts import ArchFacts
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
@@ -19,7 +19,7 @@ def human(num_bytes: float) -> str:
 
 def kv_bytes_per_block(facts: ArchFacts, dtype: str, block_size: int) -> int:
     """Keys and values of one block, all layers."""
-    return 2 * facts.layers * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype] * block_size
+    return 2 * len(facts.layers) * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype] * block_size
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:

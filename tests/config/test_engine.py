@@ -14,16 +14,17 @@ import pytest
 from quire.config.args import EngineArgs, checked
 from quire.config.engine import GIB, EngineConfig, resolve
 from quire.config.env import Env
+from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
 from quire.config.generation import default_sampling
 from quire.config.machine import Machine
-from quire.config.model import ArchFacts, Checkpoint, RopeFacts
+from quire.config.model import Checkpoint
 from quire.config.sections import SECTIONS, options
 from quire.errors import ConfigError
 from quire.logs import warn_once
 from quire.unbuilt import UNBUILT
 
-FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 2, 4, 2, 16, 1e-5, RopeFacts())
+FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
 ENV = Env(cache_root=Path("/nowhere"))
 
 

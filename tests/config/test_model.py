@@ -47,11 +47,15 @@ def test_the_plain_facts(tmp_path: Path) -> None:
     facts = checkpoint.facts
     assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("hf", "bfloat16", 256)
     assert (checkpoint.bos_id, checkpoint.eos_ids, checkpoint.generation) == (1, (2,), {})
-    assert (facts.vocab, facts.hidden, facts.intermediate, facts.layers) == (128, 64, 96, 3)
+    assert (facts.vocab, facts.hidden, facts.intermediate, len(facts.layers)) == (128, 64, 96, 3)
     assert (facts.heads, facts.kv_heads, facts.head_dim, facts.norm_eps) == (4, 2, 16, 1e-5)
-    assert (facts.rope.theta, facts.rope.dim, facts.rope.kind) == (10000.0, 16, "default")
+    assert (facts.layers[-1].rope.theta, facts.layers[-1].rope.dim, facts.layers[-1].rope.kind) == (
+        10000.0,
+        16,
+        "default",
+    )
     assert not (facts.tied or facts.qkv_bias or facts.out_bias or facts.mlp_bias or facts.qk_norm)
-    assert facts.windows == () and facts.window(2) is None
+    assert [layer.window for layer in facts.layers] == [None] * 3
 
 
 def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
@@ -97,7 +101,8 @@ def test_biases_by_family(tmp_path: Path) -> None:
     ],
 )
 def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert read(tmp_path, changes).facts.windows == windows
+    facts = read(tmp_path, changes).facts
+    assert tuple(layer.window for layer in facts.layers) == (windows or (None,) * len(facts.layers))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_rope_in_both_spellings_and_the_length_it_gives(
     tmp_path: Path, changes: dict[str, Any], theta: float, kind: str, derived: int
 ) -> None:
     checkpoint = read(tmp_path, changes)
-    assert (checkpoint.facts.rope.theta, checkpoint.facts.rope.kind) == (theta, kind)
+    assert (checkpoint.facts.layers[-1].rope.theta, checkpoint.facts.layers[-1].rope.kind) == (theta, kind)
     assert checkpoint.derived_max_len == derived
 
 
@@ -166,8 +171,8 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
     changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     overrides = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "num_hidden_layers": 1}
     checkpoint = read(tmp_path, changes, overrides=overrides)
-    assert (checkpoint.facts.rope.theta, checkpoint.facts.rope.factor) == (5e5, 2.0)
-    assert (checkpoint.facts.layers, checkpoint.derived_max_len) == (1, 512)
+    assert (checkpoint.facts.layers[-1].rope.theta, checkpoint.facts.layers[-1].rope.factor) == (5e5, 2.0)
+    assert (len(checkpoint.facts.layers), checkpoint.derived_max_len) == (1, 512)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +269,15 @@ def test_the_facts_of_a_gguf_header(tmp_path: Path) -> None:
     facts = checkpoint.facts
     assert (checkpoint.format, checkpoint.dtype, checkpoint.derived_max_len) == ("gguf", "float32", 512)
     assert (checkpoint.bos_id, checkpoint.eos_ids) == (1, (2, 9))
-    assert (facts.architecture, facts.vocab, facts.hidden, facts.layers) == ("LlamaForCausalLM", 128, 64, 2)
+    assert (facts.architecture, facts.vocab, facts.hidden, len(facts.layers)) == (
+        "LlamaForCausalLM",
+        128,
+        64,
+        2,
+    )
     assert (facts.heads, facts.kv_heads, facts.head_dim, facts.tied) == (4, 2, 16, True)
     assert facts.norm_eps == pytest.approx(1e-5)
-    assert (facts.rope.theta, facts.rope.kind) == (5e4, "default")
+    assert (facts.layers[-1].rope.theta, facts.layers[-1].rope.kind) == (5e4, "default")
 
 
 def test_tensors_of_a_gguf_file_are_facts_too(tmp_path: Path) -> None:
@@ -280,7 +290,7 @@ def test_tensors_of_a_gguf_file_are_facts_too(tmp_path: Path) -> None:
     }
     facts = read_checkpoint(write_gguf(tmp_path / "m.gguf", **extra)).facts
     assert (facts.tied, facts.qkv_bias, facts.out_bias) == (False, True, False)
-    assert (facts.rope.kind, facts.rope.factors) == ("factors", tuple(factors.tolist()))
+    assert (facts.layers[-1].rope.kind, facts.layers[-1].rope.factors) == ("factors", tuple(factors.tolist()))
 
 
 def test_rope_scaling_of_a_gguf_header(tmp_path: Path) -> None:
@@ -290,7 +300,7 @@ def test_rope_scaling_of_a_gguf_header(tmp_path: Path) -> None:
         "rope.scaling.original_context_length": 128,
     }
     checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", "qwen2", **extra))
-    assert (checkpoint.facts.rope.kind, checkpoint.facts.rope.factor) == ("yarn", 4.0)
+    assert (checkpoint.facts.layers[-1].rope.kind, checkpoint.facts.layers[-1].rope.factor) == ("yarn", 4.0)
     assert checkpoint.derived_max_len == 512
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.cpu_attn import CPUAttention
-from quire.config.model import RopeFacts
+from quire.config.facts import RopeFacts
 from quire.kernels import native
 from quire.kernels.cpu import CPUOps
 from quire.kernels.tape import Pool, Tapes, record

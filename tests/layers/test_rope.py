@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.config.model import ROPE_KINDS, RopeFacts
+from quire.config.facts import RopeFacts
+from quire.config.rope import ROPE_KINDS
 from quire.kernels.reference import rotate
 from quire.layers.rope import KINDS, Rope
 from quire.layers.scope import Scope

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 
-from quire.config.model import FAMILIES
+from quire.config.families import FAMILIES
 from quire.models import MODELS
 
 ROPES: dict[str, dict[str, Any]] = {

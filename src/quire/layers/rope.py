@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.config.model import RopeFacts
+from quire.config.facts import RopeFacts
 from quire.layers.scope import Scope
 
 

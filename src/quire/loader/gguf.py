@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config.facts import ArchFacts
 from quire.config.gguf import GGUFFile
-from quire.config.model import ArchFacts, Checkpoint
+from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.quant.gguf import choose
 from quire.quant.method import LinearMethod

@@ -1,10 +1,12 @@
 """Llama, and the families that are Llama with other facts: Mistral, Qwen2, Qwen3, SmolLM."""
 
+from functools import cache
+
 from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
-from quire.config.model import ArchFacts
+from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.attention import PagedAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import GateUpLinear, QKVLinear, RowLinear
@@ -16,7 +18,7 @@ from quire.layers.scope import Scope
 class Attention(nn.Module):
     """Queries, keys and values, the mix of what was seen, and the way back."""
 
-    def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.qkv = QKVLinear(
             facts.hidden, facts.heads, facts.kv_heads, facts.head_dim, scope / "qkv_proj", bias=facts.qkv_bias
@@ -25,9 +27,7 @@ class Attention(nn.Module):
             RMSNorm(facts.head_dim, facts.norm_eps, scope / name) if facts.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
-        spec = AttentionSpec(
-            self.qkv.heads, self.qkv.kv_heads, facts.head_dim, scope.dtype, facts.window(layer)
-        )
+        spec = AttentionSpec(self.qkv.heads, self.qkv.kv_heads, facts.head_dim, scope.dtype, layer.window)
         self.mix = PagedAttention(spec, rope, scope / "attn", q_norm=q_norm, k_norm=k_norm)
         self.out = RowLinear(
             facts.heads * facts.head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias
@@ -56,7 +56,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, facts: ArchFacts, layer: int, rope: Rope, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(facts.hidden, facts.norm_eps, scope / "input_layernorm")
         self.attention = Attention(facts, layer, rope, scope / "self_attn")
@@ -76,8 +76,10 @@ class Llama(nn.Module):
         super().__init__()
         body = scope / "model"
         self.embed = Embedding(facts.vocab, facts.hidden, body / "embed_tokens")
-        rope = Rope(facts.rope, scope)
-        self.layers = nn.ModuleList(Layer(facts, i, rope, body / "layers" / i) for i in range(facts.layers))
+        rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
+        self.layers = nn.ModuleList(
+            Layer(facts, layer, rope(layer.rope), body / "layers" / i) for i, layer in enumerate(facts.layers)
+        )
         self.norm = RMSNorm(facts.hidden, facts.norm_eps, body / "norm")
         self.head = Head(
             facts.vocab, facts.hidden, scope / "lm_head", tied=self.embed if facts.tied else None

@@ -1,0 +1,140 @@
+"""Rotary embedding as config.json and GGUF headers describe it."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from quire.config.facts import RopeFacts
+from quire.config.gguf import GGUFFile
+from quire.config.keys import Keys
+from quire.errors import ConfigError
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""The rope types that a config.json may name."""
+FALLBACK_MAX_LEN = 2048
+# What a config.json may call the longest sequence; the line above is assumed when it calls it nothing.
+_MAX_LEN_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+
+
+def read_rope(keys: Keys, head_dim: int) -> RopeFacts:
+    """Rope of a config.json: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
+    given: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name) or {}
+        if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
+            raise keys.wrong(name, "one flat object for all layers")
+        given |= {key: value for key, value in block.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ConfigError(
+            f"{keys.source}: the rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}"
+        )
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if keys.get(name) is not None:
+            given.setdefault(name, keys.get(name))
+    rope = Keys(f"{keys.source}, rope_parameters", given)
+    max_len = _max_len(keys)
+    original = rope.size("original_max_position_embeddings", max_len)
+    factor = 1.0
+    if kind == "yarn" and "original_max_position_embeddings" in given:
+        factor = rope.number("factor", max_len / original)
+    elif kind != "default":
+        factor = rope.number("factor")
+    facts = RopeFacts(
+        theta=rope.number("rope_theta", 10000.0),
+        dim=int(head_dim * rope.number("partial_rotary_factor", 1.0)),
+        max_len=max_len,
+        kind=kind,
+        factor=factor,
+        original_max_len=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+    _check_rope(rope.source, facts, head_dim)
+    return facts
+
+
+def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int) -> RopeFacts:
+    kind = arch.get("rope.scaling.type") or "none"
+    if kind not in ("none", "linear", "yarn"):
+        raise arch.wrong("rope.scaling.type", "none, linear or yarn (no other is supported)")
+    factor = 1.0 if kind == "none" else arch.number("rope.scaling.factor")
+    # Files from before rope.scaling.* have this key alone.
+    if kind == "none" and arch.number("rope.scale_linear", 1.0) != 1.0:
+        kind, factor = "linear", arch.number("rope.scale_linear")
+    attention_factor = None
+    if kind == "yarn" and arch.get("rope.scaling.attn_factor") is not None:
+        attention_factor = arch.number("rope.scaling.attn_factor") * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    dim = arch.size("rope.dimension_count", head_dim)
+    factors: tuple[float, ...] = ()
+    if tensor := file.tensors.get("rope_freqs.weight"):
+        if tensor.type != "F32" or tensor.shape != (dim // 2,):
+            raise ConfigError(
+                f"{file.path}: rope_freqs.weight is {tensor.type} {tensor.shape}, expected F32 ({dim // 2},)"
+            )
+        kind, factors = "factors", tuple(file.raw("rope_freqs.weight").view(np.float32).tolist())
+    max_len = arch.size("context_length", FALLBACK_MAX_LEN)
+    facts = RopeFacts(
+        theta=arch.number("rope.freq_base", 10000.0),
+        dim=dim,
+        max_len=max_len,
+        kind="default" if kind == "none" else kind,
+        factor=factor,
+        original_max_len=arch.size("rope.scaling.original_context_length", max_len),
+        attention_factor=attention_factor,
+        factors=factors,
+    )
+    _check_rope(arch.source, facts, head_dim)
+    return facts
+
+
+def longest(rope: RopeFacts) -> int:
+    """The longest sequence that it is made for. Scaling stretches it, except llama3, whose
+    max_position_embeddings counts that in."""
+    if rope.kind in ("linear", "dynamic"):
+        return int(rope.max_len * rope.factor)
+    return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len
+
+
+def _max_len(keys: Keys) -> int:
+    found = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
+    if not found:
+        warn_once(
+            logger,
+            f"{keys.source} names no maximum length ({', '.join(_MAX_LEN_KEYS)}); "
+            f"assuming {FALLBACK_MAX_LEN}",
+        )
+    return min(found, default=FALLBACK_MAX_LEN)
+
+
+def _check_rope(source: str, rope: RopeFacts, head_dim: int) -> None:
+    if rope.dim % 2 or not 2 <= rope.dim <= head_dim:
+        raise ConfigError(f"{source}: {rope.dim} rotating dimensions of {head_dim}; expected an even number")
+    if rope.theta <= 1:
+        raise ConfigError(f"{source}: rope_theta is {rope.theta}, expected more than 1")
+    if rope.kind == "dynamic" and rope.dim == 2:
+        raise ConfigError(f"{source}: dynamic rope needs more than 2 rotating dimensions")
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(
+            f"{source}: high_freq_factor {rope.high_freq_factor} must be greater than "
+            f"low_freq_factor {rope.low_freq_factor}"
+        )
