@@ -14,12 +14,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fast_core import run_fast_core
+from fast_core import engine_over, run_fast_core
 from tiny_text import TextModel
 
-from quire.frontend.engine import AsyncEngine, EngineFacts
-from quire.frontend.inputs import InputProcessor
-from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.remote.http import HttpClient
 from quire.remote.openai import Chunk, stream
 from quire.server.main import serve
@@ -36,26 +33,7 @@ def run_server(model: Path, address: str, listener: socket.socket) -> None:
 
     async def answer() -> None:
         tokenizer = load_tokenizer(model, "hf")
-        facts = EngineFacts(
-            model_names=("m",),
-            root="m",
-            max_model_len=LONGEST,
-            vocab=340,
-            max_logprobs=20,
-            max_num_seqs=256,
-            block_size=16,
-            default_sampling={},
-            chat_template=None,
-            version="0",
-            start_time=time.time(),
-        )
-        inputs = InputProcessor(
-            tokenizer=tokenizer, vocab=340, max_model_len=LONGEST, eos_ids=[2], max_logprobs=20, seed=0
-        )
-        metrics = EngineMetrics(MetricsPages(Layout(LONGEST)), model_name="m", cache_info={})
-        engine = AsyncEngine(
-            facts=facts, inputs=inputs, metrics=metrics, address=address, health_timeout_s=30.0
-        )
+        engine = engine_over(address, vocab=340, max_model_len=LONGEST, tokenizer=tokenizer)
         engine.start()
         await engine.ready()
         await serve(make_settings({"disable_uvicorn_access_log": True}), engine, [listener], announce=False)

@@ -21,6 +21,10 @@ from quire.data.wire import (
     decode_to_core,
     encode,
 )
+from quire.frontend.engine import AsyncEngine, EngineFacts
+from quire.frontend.inputs import InputProcessor
+from quire.metrics import EngineMetrics, Layout, MetricsPages
+from quire.text.tokenizer import Tokenizer
 
 BEAT_S = 0.05
 
@@ -119,3 +123,27 @@ def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:
         core.listen()
         core.step()
         core.beat()
+
+
+def engine_over(
+    address: str, *, vocab: int, max_model_len: int, tokenizer: Tokenizer | None = None
+) -> AsyncEngine:
+    """An API process's engine, whose core is at `address`."""
+    facts = EngineFacts(
+        model_names=("m",),
+        root="m",
+        max_model_len=max_model_len,
+        vocab=vocab,
+        max_logprobs=20,
+        max_num_seqs=256,
+        block_size=16,
+        default_sampling={},
+        chat_template=None,
+        version="0",
+        start_time=time.time(),
+    )
+    inputs = InputProcessor(
+        tokenizer=tokenizer, vocab=vocab, max_model_len=max_model_len, eos_ids=[2], max_logprobs=20, seed=0
+    )
+    metrics = EngineMetrics(MetricsPages(Layout(max_model_len)), model_name="m", cache_info={})
+    return AsyncEngine(facts=facts, inputs=inputs, metrics=metrics, address=address, health_timeout_s=30.0)

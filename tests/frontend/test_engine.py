@@ -2,50 +2,25 @@
 
 import asyncio
 import multiprocessing
-import time
 from collections.abc import Callable, Coroutine
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_core import run_fast_core
+from fast_core import engine_over, run_fast_core
 
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.stats import StepStats
 from quire.data.wire import Beat
 from quire.errors import EngineDead
-from quire.frontend.engine import AsyncEngine, EngineFacts
-from quire.frontend.inputs import InputProcessor, Prompt
-from quire.metrics import EngineMetrics, Layout, MetricsPages
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.inputs import Prompt
 
 LONGEST = 10**7
 ENDLESS = SamplingParams(
     max_tokens=LONGEST - 10, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
 )
-
-
-def make_engine(address: str, health_timeout_s: float = 30.0) -> AsyncEngine:
-    facts = EngineFacts(
-        model_names=("m",),
-        root="m",
-        max_model_len=LONGEST,
-        vocab=100,
-        max_logprobs=20,
-        max_num_seqs=8,
-        block_size=16,
-        default_sampling={},
-        chat_template=None,
-        version="0",
-        start_time=time.time(),
-    )
-    inputs = InputProcessor(
-        tokenizer=None, vocab=100, max_model_len=LONGEST, eos_ids=[2], max_logprobs=20, seed=0
-    )
-    metrics = EngineMetrics(MetricsPages(Layout(LONGEST)), model_name="m", cache_info={})
-    return AsyncEngine(
-        facts=facts, inputs=inputs, metrics=metrics, address=address, health_timeout_s=health_timeout_s
-    )
 
 
 Test = Callable[[AsyncEngine, BaseProcess], Coroutine[Any, Any, None]]
@@ -62,7 +37,7 @@ def with_core(tmp_path: Path) -> Callable[[Test], None]:
         core.start()
 
         async def go() -> None:
-            engine = make_engine(address)
+            engine = engine_over(address, vocab=100, max_model_len=LONGEST)
             engine.start()
             try:
                 await asyncio.wait_for(engine.ready(), 30)
