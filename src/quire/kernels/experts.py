@@ -1,0 +1,74 @@
+"""Mixtures of experts in plain torch: how experts are chosen, and what they make of a token."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.activations import gated
+
+
+class Routing(NamedTuple):
+    """How the experts of a token are chosen and weighed."""
+
+    per_token: int
+    """How many are chosen."""
+    scoring: str = "softmax"
+    """What a logit counts: `softmax` over all experts, or `sigmoid` of itself."""
+    renormalized: bool = False
+    """Whether the weights of the chosen sum to 1."""
+    scale: float = 1.0
+    """Factor on the weights, last of all."""
+    num_groups: int = 1
+    """Experts stand in so many groups of equal size, and are chosen from the best `top_groups` of them."""
+    top_groups: int = 1
+    group_best: int = 1
+    """A group is as good as the sum of its so many best experts."""
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts of a layer. The first half of `gate_up` is the gate's."""
+
+    gate_up: Tensor
+    """[experts, 2 * intermediate, hidden]"""
+    down: Tensor
+    """[experts, hidden, intermediate]"""
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[T, experts] logits -> ids [T, per_token] int32 and weights [T, per_token] float32.
+
+    `bias` [experts] counts in the choice and not in the weight.
+    """
+    wide = logits.float()
+    scores = wide.softmax(-1) if routing.scoring == "softmax" else wide.sigmoid()
+    choice = scores if bias is None else scores + bias.float()
+    if routing.num_groups > 1:
+        groups = choice.view(len(choice), routing.num_groups, -1)
+        worth = groups.topk(routing.group_best, -1).values.sum(-1)
+        best = worth.topk(routing.top_groups, -1).indices
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
+        choice = groups.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+    ids = choice.topk(routing.per_token, -1).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids.to(torch.int32), weights * routing.scale
+
+
+def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        y = F.linear(x[tokens], experts.gate_up[expert], _of(experts.gate_up_bias, expert))
+        y = F.linear(gated(y, activation), experts.down[expert], _of(experts.down_bias, expert))
+        out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
