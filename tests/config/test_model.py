@@ -63,7 +63,7 @@ def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
     assert (facts.kv_heads, facts.architecture) == (4, "LlamaForCausalLM")
     assert read(tmp_path, {"head_dim": 32}).facts.head_dim == 32
     qwen3 = read(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}).facts
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, "head", False)
 
 
 def test_biases_by_family(tmp_path: Path) -> None:

@@ -53,19 +53,19 @@ def test_norms(rows: int, size: int, dtype: torch.dtype, threads: int, seed: int
 
 @given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS, gap=st.integers(0, 3), seed=SEEDS)
 @settings(max_examples=40)
-def test_silu_mul(rows: int, size: int, dtype: torch.dtype, threads: int, gap: int, seed: int) -> None:
+def test_gated(rows: int, size: int, dtype: torch.dtype, threads: int, gap: int, seed: int) -> None:
     """Gate and up swapped; a stride ignored."""
     torch.manual_seed(seed)
     gate_up = (torch.randn(rows, 2 * size + gap) * 20).to(dtype)[:, : 2 * size]
     with on_threads(threads):
-        near(OURS.silu_mul(gate_up), EXPECTED.silu_mul(gate_up))
+        near(OURS.gated(gate_up, "silu"), EXPECTED.gated(gate_up, "silu"))
 
 
 def test_silu_at_the_ends() -> None:
     """An exponential that overflows."""
     gate = torch.tensor([[-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30, torch.nan, torch.inf]])
     gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
-    near(OURS.silu_mul(gate_up), EXPECTED.silu_mul(gate_up))
+    near(OURS.gated(gate_up, "silu"), EXPECTED.gated(gate_up, "silu"))
 
 
 @given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS)
@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     operations: list[Callable[[Tensor], Tensor]] = [
         lambda x: OURS.norm(x, weight, 1e-5),
         lambda x: OURS.add_norm(x, x.clone(), weight, 1e-5),
-        OURS.silu_mul,
+        lambda x: OURS.gated(x, "silu"),
     ]
     together = [operation(x) for operation in operations]
     queries = case.run(OURS, slice(None))[0]

@@ -37,7 +37,7 @@ def chain(x: Tensor, between: Callable[[Tensor], Tensor] = lambda x: x) -> Tenso
     """Kernels whose results are gone when the next one but one runs."""
     for _ in range(4):
         x = OPS.norm(x, WEIGHT, 1e-5)
-        x = between(OPS.silu_mul(x.view(-1, 48))).view(-1, 24)
+        x = between(OPS.gated(x.view(-1, 48), "silu")).view(-1, 24)
     return x
 
 
@@ -120,7 +120,7 @@ def test_a_recording_imports_nothing() -> None:
     code = (
         "import sys, torch; from quire.kernels.cpu import CPUOps; from quire.kernels.tape import record\n"
         "x, before = torch.randn(2, 8), set(sys.modules)\n"
-        "with torch.inference_mode(), record() as tape: CPUOps().silu_mul(x)\n"
+        "with torch.inference_mode(), record() as tape: CPUOps().gated(x, 'silu')\n"
         "assert tape.complete; print(*sorted(set(sys.modules) - before))"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

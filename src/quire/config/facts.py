@@ -13,7 +13,9 @@ class RopeFacts:
     max_len: int = 2048
     """The checkpoint's max_position_embeddings."""
     kind: str = "default"
-    """default | linear | dynamic | llama3 | yarn | factors"""
+    """default | linear | dynamic | llama3 | yarn | longrope | factors"""
+    pairs: bool = False
+    """Neighbouring numbers of a head turn together, not the numbers of its two halves."""
     factor: float = 1.0
     original_max_len: int = 0
     low_freq_factor: float = 1.0
@@ -25,16 +27,90 @@ class RopeFacts:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
-    """`factors` only: the divisor of each frequency, as a GGUF file's rope_freqs tensor carries them."""
+    """The divisor of each frequency: for `factors`, as a GGUF file's rope_freqs tensor carries them, and for
+    `longrope` within the original length."""
+    long_factors: tuple[float, ...] = ()
+    """`longrope` only: the divisors of an engine for longer sequences than the original length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
     """What one layer may have other than its neighbours."""
 
-    rope: RopeFacts
+    rope: RopeFacts | None
+    """None: its heads do not turn."""
     window: int | None = None
     """How many tokens back it looks; None: to the first."""
+    mixer: str = "attention"
+    """How it looks back: attention | latent | mamba | delta"""
+    moe: bool = False
+    """Whether its feed-forward half is a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFacts:
+    """A mixture of experts, and how its checkpoints name it."""
+
+    experts: int
+    per_token: int
+    """How many experts a token is given to."""
+    intermediate: int
+    """The width of one expert."""
+    scoring: str = "softmax"
+    """softmax | sigmoid"""
+    renormalized: bool = False
+    """Whether the weights of a token's experts sum to 1."""
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    """A group of experts is as good as the sum of its so many best."""
+    choice_bias: bool = False
+    """Whether a bias counts in the choice of the experts, and not in their weights."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    activation: str = ""
+    """Where experts have another than the rest of the model."""
+    shared_intermediate: int = 0
+    """The width of the expert that every token is given to; 0: there is none."""
+    shared_gate: bool = False
+    """Whether what that one says is weighed by a gate."""
+    weighs_input: bool = False
+    """Whether the weights are for what goes into the experts, not for what comes out."""
+    names: str = "mlp"
+    """A key of the table of names in `layers/moe.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaFacts:
+    """Latent attention: what is kept of a token is one latent, from which all heads make their own."""
+
+    kv_latent: int
+    nope_dim: int
+    """Of each head's queries and keys: those that do not turn."""
+    rope_dim: int
+    """Those that do; their keys are the same for all heads."""
+    v_dim: int
+    q_latent: int | None = None
+    """None: queries come straight from the hidden state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """Layers that keep a state of fixed size: Mamba-2 or gated delta."""
+
+    heads: int
+    """Of the state; for gated delta those of the values."""
+    head_dim: int
+    state: int
+    """Numbers per head and head dimension; for gated delta the size of a key head."""
+    groups: int
+    """How many share the same input and output weights; for gated delta the heads of the keys."""
+    conv: int
+    """Tokens that the convolution in front sees."""
+    conv_bias: bool = True
+    chunk: int = 256
+    time_limits: tuple[float, float] = (0.0, float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +127,35 @@ class ArchFacts:
     head_dim: int
     norm_eps: float
     layers: tuple[LayerFacts, ...]
+    max_len: int = 2048
+    """The longest sequence that the checkpoint was made for, rope scaling counted in."""
     activation: str = "silu"
+    """A key of `kernels/activations.py`."""
+    norm: str = "rms"
+    """rms | rms_plus_one (a weight of 0 multiplies by 1) | layer"""
+    norm_bias: bool = False
     tied: bool = False
     """Whether the output head shares the embedding's weight."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    head_bias: bool = False
+    qk_norm: str = ""
+    """Norms of queries and keys: none, of each `head`, or of `all` heads as one."""
+    fused: bool = False
+    """Whether query, key and value are one tensor of the checkpoint, and gate and up another."""
+    sinks: bool = False
+    """Whether each head has a logit that takes part in its softmax and has no value."""
+    output_gate: bool = False
+    """Whether each head's output is weighed by a gate that comes with its query."""
+    attention_scale: float | None = None
+    """Factor on the scores; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    learned_positions: bool = False
+    moe: MoeFacts | None = None
+    mla: MlaFacts | None = None
+    state: StateFacts | None = None

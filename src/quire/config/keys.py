@@ -31,6 +31,10 @@ class Keys:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
+    def but(self, **changes: Any) -> "Keys":
+        """The same with some values changed."""
+        return Keys(self.source, {**self.values, **changes})
+
     def wrong(self, key: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.source}: {key} is {self.values.get(key)!r}, expected {expected}")
 

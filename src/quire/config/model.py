@@ -1,15 +1,14 @@
 """A model on disk: what config.json or the GGUF header says of it, read once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quire.config.facts import ArchFacts
-from quire.config.families import FAMILIES, GGUF_ARCHITECTURES, read_decoder, read_gguf_decoder
+from quire.config.families import FAMILIES, GGUF_FAMILIES
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
-from quire.config.rope import longest
 from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -69,7 +68,7 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
                 f"{keys.source}: {key} says quantized weights ({method}), which is not supported yet; "
                 "use the unquantized checkpoint or a GGUF file"
             )
-    facts = read_decoder(keys, architecture)
+    facts = replace(FAMILIES[architecture].read(keys), architecture=architecture)
     dtype = _dtype(keys)
     generation_path = path / "generation_config.json"
     generation = Keys(str(generation_path), read_json(generation_path) if generation_path.is_file() else {})
@@ -83,7 +82,7 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
         format="hf",
         facts=facts,
         dtype=dtype,
-        derived_max_len=_derived_max_len(facts),
+        derived_max_len=facts.max_len,
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=generation.token_ids("eos_token_id") or keys.token_ids("eos_token_id"),
         generation=sampling,
@@ -114,31 +113,26 @@ def _dtype(keys: Keys) -> str:
     return name
 
 
-def _derived_max_len(facts: ArchFacts) -> int:
-    return max(longest(layer.rope) for layer in facts.layers)
-
-
 def _read_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
     name = file.metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
+    if name not in GGUF_FAMILIES:
         raise ConfigError(
             f"{path}: the GGUF architecture {name!r} is not supported; "
-            f"known: {', '.join(sorted(GGUF_ARCHITECTURES))}{nearest(str(name), GGUF_ARCHITECTURES)}"
+            f"known: {', '.join(sorted(GGUF_FAMILIES))}{nearest(str(name), GGUF_FAMILIES)}"
         )
     arch = Keys(f"{path}, {name}.*", _strip(file.metadata, f"{name}."))
-    if arch.get("expert_count"):
-        raise ConfigError(f"{path}: mixture-of-experts (expert_count) is not supported yet")
     tokenizer = Keys(f"{path}, tokenizer.ggml.*", _strip(file.metadata, "tokenizer.ggml."))
     ends = [i for kind in ("eos", "eot", "eom") for i in tokenizer.token_ids(f"{kind}_token_id")]
     bos_ids = tokenizer.token_ids("bos_token_id")
-    facts = read_gguf_decoder(file, arch, GGUF_ARCHITECTURES[name])
+    family = GGUF_FAMILIES[name]
+    facts = replace(family.read(file, arch), architecture=family.architecture)
     return Checkpoint(
         path=path,
         format="gguf",
         facts=facts,
         dtype="float32",
-        derived_max_len=_derived_max_len(facts),
+        derived_max_len=facts.max_len,
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(ends)),
     )

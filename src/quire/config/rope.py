@@ -13,7 +13,7 @@ from quire.logs import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """The rope types that a config.json may name."""
 FALLBACK_MAX_LEN = 2048
 # What a config.json may call the longest sequence; the line above is assumed when it calls it nothing.
@@ -29,7 +29,7 @@ _MAX_LEN_KEYS = (
 )
 
 
-def read_rope(keys: Keys, head_dim: int) -> RopeFacts:
+def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
     """Rope of a config.json: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
     given: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -46,18 +46,22 @@ def read_rope(keys: Keys, head_dim: int) -> RopeFacts:
         if keys.get(name) is not None:
             given.setdefault(name, keys.get(name))
     rope = Keys(f"{keys.source}, rope_parameters", given)
-    max_len = _max_len(keys)
+    max_len = max_len_of(keys)
     original = rope.size("original_max_position_embeddings", max_len)
     factor = 1.0
-    if kind == "yarn" and "original_max_position_embeddings" in given:
+    if kind == "longrope":
+        factor = rope.number("factor", max(max_len / original, 1.0))
+    elif kind == "yarn" and "original_max_position_embeddings" in given:
         factor = rope.number("factor", max_len / original)
     elif kind != "default":
         factor = rope.number("factor")
+    dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
     facts = RopeFacts(
         theta=rope.number("rope_theta", 10000.0),
-        dim=int(head_dim * rope.number("partial_rotary_factor", 1.0)),
+        dim=dim,
         max_len=max_len,
         kind=kind,
+        pairs=pairs,
         factor=factor,
         original_max_len=original,
         low_freq_factor=rope.number("low_freq_factor", 1.0),
@@ -68,6 +72,8 @@ def read_rope(keys: Keys, head_dim: int) -> RopeFacts:
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+        factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
+        long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
     )
     _check_rope(rope.source, facts, head_dim)
     return facts
@@ -115,7 +121,15 @@ def longest(rope: RopeFacts) -> int:
     return int(rope.original_max_len * rope.factor) if rope.kind == "yarn" else rope.max_len
 
 
-def _max_len(keys: Keys) -> int:
+def _factors(rope: Keys, key: str, dim: int) -> tuple[float, ...]:
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != dim // 2:
+        raise rope.wrong(key, f"{dim // 2} numbers")
+    return tuple(map(float, factors))
+
+
+def max_len_of(keys: Keys) -> int:
+    """The longest sequence that a config.json names."""
     found = [keys.size(key) for key in _MAX_LEN_KEYS if keys.get(key) is not None]
     if not found:
         warn_once(

@@ -25,8 +25,8 @@ _RotateJob = structure(
 )
 
 
-class CPUOps:
-    """`Ops` in C, for a CPU."""
+class CPUOps(Reference):
+    """`Ops` in C, for a CPU; what has no kernel is left to torch."""
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         ids = ids.contiguous()
@@ -49,7 +49,8 @@ class CPUOps:
         return self._normed(x, residual, weight, eps)
 
     def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        assert x.dtype == weight.dtype
+        if x.dtype != weight.dtype:
+            return super().norm(x if residual is None else residual.add_(x), weight, eps)
         x = x.contiguous()
         out, size = x.new_empty(x.shape), x.shape[-1]
         job = _NormJob(
@@ -65,7 +66,9 @@ class CPUOps:
         _norm(job, out, x, weight, *(() if residual is None else (residual,)))
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation != "silu":
+            return super().gated(gate_up, activation)
         gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         out = torch.empty(num_rows, size, dtype=gate_up.dtype)
@@ -84,7 +87,7 @@ class CPUOps:
         heads, table, positions, slots, k_cache, v_cache, norms, *_ = entry
         kv_heads, head_dim = k_cache.shape[2:]
         if k_cache.dtype not in TYPES or head_dim > _MAX_HEAD_DIM:
-            return Reference().rotate_and_write(qkv, entry)
+            return super().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype and k_cache.is_contiguous()
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
         job = _RotateJob(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native
+from quire.kernels.experts import Routing
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(
@@ -55,15 +56,54 @@ class Ops(Protocol):
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension: in float32, rounded before the weight is applied, as transformers
-        does."""
+        does; a weight in float32 is applied before it is rounded."""
         ...
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x is added to `residual` in place; returns the norm of the sum."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2n] gate and up side by side -> silu(gate) * up, [T, n]."""
+    def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        """The first parts of each row of x, as long as the weights, each under its own RMS norm, in place."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Mean taken out, divided by the spread; in float32, rounded at the end."""
+        ...
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """x is added to `residual` in place; returns the layer norm of the sum."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[T, 2n] gate and up side by side -> act(gate) * up, [T, n]; the names are those of
+        `kernels/activations.py`."""
+        ...
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """act(x)."""
+        ...
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor, in place."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in place."""
+        ...
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), in place; the gate has the shape of x, or one number for each row."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, in the memory of x."""
+        ...
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token and their weights: see `kernels/experts.py`."""
         ...
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:

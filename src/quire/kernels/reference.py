@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.kernels.activations import ACTIVATIONS, gated
+from quire.kernels.experts import Routing, route
 from quire.kernels.ops import Entry
 
 
@@ -16,14 +18,48 @@ class Reference:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        return (weight * wide.to(weight.dtype)).to(x.dtype)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.norm(residual.add_(x), weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+    def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        start = 0
+        for weight in weights:
+            part = x[:, start : start + len(weight)]
+            part.copy_(self.norm(part, weight, eps))
+            start += len(weight)
+        return x
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide_bias = None if bias is None else bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self.layer_norm(residual.add_(x), weight, bias, eps)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        return gated(gate_up, activation)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return ACTIVATIONS[activation](x)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x.mul_(gate.sigmoid())
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y)
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
         kv_heads, head_dim = entry.k_cache.shape[2:]

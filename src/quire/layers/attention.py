@@ -1,13 +1,12 @@
 """PagedAttention: one layer's attention over its part of the cache."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.kernels.ops import Entry, HeadNorms
-from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 
@@ -21,14 +20,16 @@ class PagedAttention(nn.Module):
         rope: Rope,
         scope: Scope,
         *,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.rope = rope
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.norms: HeadNorms | None = None
+        """Where each head's query and key have norms."""
         self.backend = scope.backend
+        self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if sinks else None
+        self.sinks_name = f"{scope.name}.sinks"
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
@@ -42,14 +43,16 @@ class PagedAttention(nn.Module):
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches = self.spec, (self.k_cache, self.v_cache)
         entry = Entry(
-            spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self._norms(), *spec.scales
+            spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self.norms, *spec.scales
         )
-        return self.backend.forward(qkv(x, entry), *caches, batch, spec).flatten(1)
+        return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks).flatten(1)
 
-    def _norms(self) -> HeadNorms | None:
-        if self.q_norm is None or self.k_norm is None:
-            return None
-        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        if self.sinks is not None:
+            yield self.sinks_name, self.sinks
+
+    def finish(self) -> None:
+        """Sinks are used as they were loaded."""
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:

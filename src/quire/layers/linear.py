@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
-from quire.kernels.ops import Entry
+from quire.kernels.ops import Entry, HeadNorms
+from quire.layers.rope import halved
 from quire.layers.scope import Scope
 
 
@@ -50,33 +52,72 @@ class RowLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """Query, key and value in one product; divided by heads."""
+    """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
+    all three."""
 
     def __init__(
-        self, size_in: int, heads: int, kv_heads: int, head_dim: int, scope: Scope, *, bias: bool = False
+        self,
+        size_in: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scope: Scope,
+        *,
+        bias: bool = False,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        paired_dim: int = 0,
     ) -> None:
-        parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        sizes = {scope.beside(name): num_heads * head_dim for name, num_heads in parts.items()}
-        super().__init__(size_in, sizes, scope, bias=bias)
+        sizes = [num_heads * head_dim for num_heads in (heads, kv_heads, kv_heads)]
+        parts = dict(zip(names, sizes if len(names) > 1 else [sum(sizes)], strict=True))
+        super().__init__(
+            size_in, {scope.beside(name): size for name, size in parts.items()}, scope, bias=bias
+        )
         self.heads = heads
         self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.paired_dim = paired_dim
         self.ops = scope.ops
+        self.norms: HeadNorms | None = None
+        """Where queries and keys have norms over all heads."""
+
+    def finish(self) -> None:
+        if self.paired_dim:
+            q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
+            orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
+            if len(self.sizes_out) == 1:
+                orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
+            self.method.reorder(self, self.sizes_out, orders)
+        super().finish()
 
     def forward(self, x: Tensor, entry: Entry) -> Tensor:
         """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
+        if self.norms is not None:
+            qkv = self.ops.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
+            return self.ops.rotate_and_write(qkv, entry)
         q = self.method.entered(self, x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
 
 class GateUpLinear(Linear):
-    """The gate and the up projection of a gated MLP in one product, and silu(gate) * up."""
+    """The gate and the up projection of a gated MLP in one product, and act(gate) * up. `names` are theirs in
+    the checkpoint, or one of both."""
 
-    def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
-        parts = {scope.beside("gate_proj"): size_out, scope.beside("up_proj"): size_out}
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        scope: Scope,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
+    ) -> None:
+        parts = {scope.beside(name): 2 * size_out // len(names) for name in names}
         super().__init__(size_in, parts, scope, bias=bias)
         self.ops = scope.ops
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size_in] -> [T, size_out]."""
-        gated = self.method.gated(self, x)
-        return self.ops.silu_mul(self.multiply(x)) if gated is None else gated
+        gated = self.method.gated(self, x) if self.activation == "silu" else None
+        return self.ops.gated(self.multiply(x), self.activation) if gated is None else gated

@@ -1,30 +1,96 @@
-"""RMSNorm, with the residual addition that always comes before it."""
+"""Norms, with the residual addition that mostly comes before them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from quire.config.facts import ArchFacts
+from quire.kernels.ops import HeadNorms
 from quire.layers.scope import Scope
 
 
-class RMSNorm(nn.Module):
-    """RMS norm, with the residual added in where there is one."""
+class Norm(nn.Module):
+    """What all norms share: a weight, and the residual that is added in where there is one."""
 
-    def __init__(self, size: int, eps: float, scope: Scope) -> None:
+    def __init__(self, size: int, eps: float, scope: Scope, dtype: torch.dtype) -> None:
         super().__init__()
         self.name = scope.name
         self.ops = scope.ops
         self.eps = eps
-        self.weight = nn.Parameter(scope.empty(size), requires_grad=False)
+        weight = torch.empty(size, dtype=dtype, device=scope.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), the latter in the memory of `residual` or x."""
         if residual is None:
-            return self.ops.norm(x, self.weight, self.eps), x
-        return self.ops.add_norm(x, residual, self.weight, self.eps), residual
+            return self.alone(x), x
+        return self.added(x, residual), residual
+
+    def alone(self, x: Tensor) -> Tensor:
+        """The norm of x."""
+        raise NotImplementedError
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x is added to `residual` in place; the norm of the sum."""
+        raise NotImplementedError
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         yield f"{self.name}.weight", self.weight
 
     def finish(self) -> None:
         """The weight is used as it was loaded."""
+
+
+class RMSNorm(Norm):
+    """RMS norm. With `plus_one` a weight of 0 multiplies by 1; then it is kept in float32, since little of it
+    is left beside the 1 in a narrower type."""
+
+    def __init__(self, size: int, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
+        super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype)
+        self.plus_one = plus_one
+
+    def alone(self, x: Tensor) -> Tensor:
+        return self.ops.norm(x, self.weight, self.eps)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.ops.add_norm(x, residual, self.weight, self.eps)
+
+    def finish(self) -> None:
+        if self.plus_one:
+            self.weight.add_(1)
+
+
+class LayerNorm(Norm):
+    """Mean and spread taken out, weight and bias put in."""
+
+    def __init__(self, size: int, eps: float, scope: Scope, *, bias: bool = True) -> None:
+        super().__init__(size, eps, scope, scope.dtype)
+        self.bias = nn.Parameter(scope.empty(size), requires_grad=False) if bias else None
+
+    def alone(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().targets()
+        if self.bias is not None:
+            yield f"{self.name}.bias", self.bias
+
+
+def norm_of(facts: ArchFacts, scope: Scope, size: int = 0) -> Norm:
+    """The norm that a model has everywhere; of its hidden size, unless another is given."""
+    size = size or facts.hidden
+    if facts.norm == "layer":
+        return LayerNorm(size, facts.norm_eps, scope, bias=facts.norm_bias)
+    return RMSNorm(size, facts.norm_eps, scope, plus_one=facts.norm == "rms_plus_one")
+
+
+def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
+    """The norms of query and key as kernels want them; None where there are none."""
+    if not norms:
+        return None
+    q_norm, k_norm = norms
+    return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)

@@ -57,23 +57,32 @@ def _factors(rope: RopeFacts, max_len: int) -> Tensor:
     return _default(rope, max_len) / torch.tensor(rope.factors, dtype=torch.float32)
 
 
+def _longrope(rope: RopeFacts, max_len: int) -> Tensor:
+    """An engine for sequences beyond the original length divides by other factors, short ones included."""
+    factors = rope.long_factors if max_len > rope.original_max_len else rope.factors
+    return _default(rope, max_len) / torch.tensor(factors, dtype=torch.float32)
+
+
 KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
     "factors": _factors,
 }
 """kind -> function of the facts and the engine's longest sequence that gives the [dim / 2] frequencies."""
 
 
 def _amplitude(rope: RopeFacts) -> float:
-    """What yarn multiplies cosine and sine with; 1 for all other kinds."""
-    if rope.kind != "yarn":
+    """What yarn and longrope multiply cosine and sine with; 1 for all other kinds."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_len))
 
     def scaled(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
@@ -83,16 +92,30 @@ def _amplitude(rope: RopeFacts) -> float:
     return scaled(1.0)
 
 
+def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
+    """The rows of a query or key weight in the order in which the halves of each head turn together, where
+    the checkpoint has neighbours turn: every score stays the same."""
+    heads = torch.arange(num_rows).view(-1, head_dim)
+    turning = heads[:, :paired_dim].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return torch.cat((turning, heads[:, paired_dim:]), 1).flatten()
+
+
 class Rope(nn.Module):
-    """The angles of every position, for the first `dim` dimensions of a head. One serves all layers."""
+    """The angles of every position, for the first `dim` dimensions of a head. One serves all layers.
+
+    Without facts no head turns: two of its numbers do, by nothing.
+    """
 
     table: Tensor
     """[max_len, dim]: cosines, then sines."""
 
-    def __init__(self, rope: RopeFacts, scope: Scope) -> None:
+    def __init__(self, rope: RopeFacts | None, scope: Scope) -> None:
         super().__init__()
-        frequencies = KINDS[rope.kind](rope, scope.max_len).to(scope.device)
+        frequencies = torch.zeros(1) if rope is None else KINDS[rope.kind](rope, scope.max_len)
         positions = torch.arange(scope.max_len, dtype=torch.float32, device=scope.device)
-        angles = positions[:, None] * frequencies
-        table = torch.cat((angles.cos(), angles.sin()), -1) * _amplitude(rope)
+        angles = positions[:, None] * frequencies.to(scope.device)
+        table = torch.cat((angles.cos(), angles.sin()), -1)
+        table *= 1.0 if rope is None else _amplitude(rope)
+        self.paired_dim = rope.dim if rope is not None and rope.pairs else 0
+        """How many of a head's numbers turn as neighbours."""
         self.register_buffer("table", table.to(scope.dtype), persistent=False)

@@ -10,12 +10,17 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
+from quire.quant.experts import ExpertMethod, PlainExperts
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
 
 def _plain(parts: tuple[str, ...]) -> LinearMethod:
     return Plain()
+
+
+def _plain_experts(parts: tuple[str, ...]) -> ExpertMethod:
+    return PlainExperts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class Scope:
     """The longest sequence that will be computed."""
     linear: Callable[[tuple[str, ...]], LinearMethod] = _plain
     """The format of the layer that is made of the parts of the checkpoint with these names."""
+    experts: Callable[[tuple[str, ...]], ExpertMethod] = _plain_experts
+    """The same for a layer's experts."""
     ops: Ops = Reference()
     name: str = ""
     """Dotted, as in the checkpoint."""

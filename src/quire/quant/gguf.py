@@ -59,6 +59,12 @@ class Packed:
                 part["bias"] = piece
         return parts
 
+    def reorder(self, layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
+        for part, order in zip(self.parts(layer, sizes_out), orders, strict=True):
+            part["weight"].data = part["weight"].data[order]
+            if "bias" in part:
+                part["bias"].copy_(part["bias"][order])
+
     def finish(self, layer: nn.Module) -> None:
         matrices = []
         for i, kind in enumerate(self.kinds):

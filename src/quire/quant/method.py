@@ -31,6 +31,10 @@ class LinearMethod(Protocol):
         """For each part: the views that loading fills, by the suffix of their checkpoint name."""
         ...
 
+    def reorder(self, layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
+        """After loading and before `finish`: the outputs of each part in another order."""
+        ...
+
     def finish(self, layer: nn.Module) -> None:
         """Called once after loading: repack."""
         ...
@@ -55,6 +59,13 @@ def row_parts(layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Te
     """`parts` for formats that keep a row of each tensor for each output."""
     tensors = {name: torch.split(tensor, list(sizes_out)) for name, tensor in layer.named_parameters()}
     return [{name: pieces[i] for name, pieces in tensors.items()} for i in range(len(sizes_out))]
+
+
+def reorder_rows(layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
+    """`reorder` for the same formats."""
+    for part, order in zip(row_parts(layer, sizes_out), orders, strict=True):
+        for tensor in part.values():
+            tensor.copy_(tensor[order.to(tensor.device)])
 
 
 def add_bias(layer: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from quire.kernels import native
 from quire.kernels.linear import FORMS, Matrix, Product
 from quire.kernels.ops import Entry, choose
 from quire.kernels.quantized import Lookup
-from quire.quant.method import add_bias, row_parts
+from quire.quant.method import add_bias, reorder_rows, row_parts
 
 
 class Plain:
@@ -36,6 +36,9 @@ class Plain:
 
     def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
         return row_parts(layer, sizes_out)
+
+    def reorder(self, layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
+        reorder_rows(layer, sizes_out, orders)
 
     def finish(self, layer: nn.Module) -> None:
         """The weight is used as it was loaded, by our own kernels."""

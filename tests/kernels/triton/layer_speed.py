@@ -99,7 +99,7 @@ class Model:
             q = enter(x, entry, qkv, None) if own else None
             q = OPS.rotate_and_write(multiply(x, qkv), entry) if q is None else q
             x = OPS.add_norm(multiply(q.flatten(1), out), residual, self.norm, EPS)
-            x = gated(x, gate_up) if own else OPS.silu_mul(F.linear(x, gate_up))
+            x = gated(x, gate_up) if own else OPS.gated(F.linear(x, gate_up), "silu")
             x = multiply(x, down)
         return sampling.argmax(multiply(OPS.add_norm(x, residual, self.norm, EPS), self.head))
 

@@ -19,7 +19,7 @@ from quire.kernels.triton.ops import TritonOps, silu_times
 
 LONGEST = 16384
 """Numbers of a weight's row that a program can hold."""
-_silu_mul = TritonOps().silu_mul
+_OPS = TritonOps()
 
 
 class Rows(NamedTuple):
@@ -167,7 +167,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
     plan = _plan(x, weight, 2) if len(x) <= 2 * MOST_ROWS else None
-    return _silu_mul(F.linear(x, weight)) if plan is None else multiply(x, weight, None, plan, gated=True)
+    return (
+        _OPS.gated(F.linear(x, weight), "silu")
+        if plan is None
+        else multiply(x, weight, None, plan, gated=True)
+    )
 
 
 def multiply(

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.experts import Routing, route
 from quire.kernels.ops import Entry
 from quire.kernels.triton.launch import follow, launch, overlap
 
@@ -35,17 +36,23 @@ def _norm(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     size: tl.tensor,
     stride: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
+    """RMS norm, or if `CENTRED` layer norm."""
     at = tl.arange(0, BLOCK)
     exists = at < size
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(weight + at, mask=exists, other=0.0).to(tl.float32)
+    offset = 0.0
+    if bias is not None:
+        offset = tl.load(bias + at, mask=exists, other=0.0).to(tl.float32)
     follow(OVERLAP)
     values = tl.load(x + row * stride + at, mask=exists, other=0.0).to(tl.float32)
     if ADD:
@@ -53,17 +60,47 @@ def _norm(
         rounded = values.to(residual.dtype.element_ty)
         tl.store(residual + row * size + at, rounded, mask=exists)
         values = rounded.to(tl.float32)
+    if CENTRED:
+        values = tl.where(exists, values - tl.sum(values, 0) / size, 0.0)
     mean = tl.sum(values * values, 0) / size
-    values = (values * tl.rsqrt(mean + eps)).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * size + at, (values * scale).to(out.dtype.element_ty), mask=exists)
+    values = values * tl.rsqrt(mean + eps)
+    if not CENTRED:
+        values = values.to(weight.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + at, (values * scale + offset).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def _silu_mul(
+def _norm_part(
+    x: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    q_size: tl.tensor,
+    k_size: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (rows, 2)."""
+    second = tl.program_id(1)
+    weight = tl.where(second == 0, q_weight.to(tl.int64), k_weight.to(tl.int64)).to(q_weight.dtype)
+    size, at = tl.where(second == 0, q_size, k_size), tl.arange(0, BLOCK)
+    scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)
+    place = x + tl.program_id(0).to(tl.int64) * stride + second * q_size + at
+    follow(OVERLAP)
+    values = tl.load(place, mask=at < size, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    values = values.to(weight.dtype.element_ty).to(tl.float32) * scale
+    tl.store(place, values.to(x.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def _gated(
     out: tl.tensor,
     x: tl.tensor,
     size: tl.tensor,
     stride: tl.tensor,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -72,7 +109,73 @@ def _silu_mul(
     follow(OVERLAP)
     gate = tl.load(x + row * stride + at, mask=at < size, other=0.0)
     up = tl.load(x + row * stride + size + at, mask=at < size, other=0.0)
-    tl.store(out + row * size + at, silu_times(gate, up), mask=at < size)
+    tl.store(out + row * size + at, times(gate, up, ACTIVATION), mask=at < size)
+
+
+@triton.jit
+def _each(
+    out: tl.tensor,
+    x: tl.tensor,
+    other: tl.tensor,
+    number: tl.tensor,
+    size: tl.tensor,
+    width: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One operation on each of `size` numbers; `other` has one for each, or one for each `width` of them."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    follow(OVERLAP)
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "scale":
+        wide = wide * number
+    elif KIND == "softcap":
+        wide = number * tanh(wide / number)
+    elif KIND == "add":
+        wide = wide + tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
+    elif KIND == "weigh":
+        wide = wide * tl.sigmoid(tl.load(other + at // width, mask=inside, other=0.0).to(tl.float32))
+    else:
+        wide = activated(wide, KIND)
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """`kernels/activations.py`, in float32."""
+    if ACTIVATION == "silu":
+        y = x / (1 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "relu2", "unknown activation")
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """act(gate) * up."""
+    if ACTIVATION == "silu":
+        y = silu_times(gate, up)
+    elif ACTIVATION == "clamped_swiglu":
+        g = tl.minimum(gate.to(tl.float32), 7.0)
+        u = tl.clamp(up.to(tl.float32), -7.0, 7.0)
+        y = (g * tl.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
+    else:
+        y = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype) * up
+    return y
 
 
 @triton.jit
@@ -215,15 +318,52 @@ class TritonOps:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x, residual, weight, eps, add=True)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        q_weight, k_weight = weights
+        block, ahead = triton.next_power_of_2(max(map(len, weights))), overlap(len(x), x.shape[1])
+        if len(x):
+            launch(_norm_part, len(x), 2)(
+                x, q_weight, k_weight, len(q_weight), len(k_weight), x.stride(0), eps, BLOCK=block,
+                OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
+            )  # fmt: skip
+        return x
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return _normed(x, x, weight, eps, add=False, bias=bias, centred=True)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return _normed(x, residual, weight, eps, add=True, bias=bias, centred=True)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         size = gate_up.shape[1] // 2
         out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
             ahead = overlap(len(gate_up), size)
-            launch(_silu_mul, len(gate_up), triton.cdiv(size, _GATHERED))(
-                out, gate_up, size, gate_up.stride(0), BLOCK=_GATHERED, OVERLAP=ahead, launch_pdl=ahead
-            )
+            launch(_gated, len(gate_up), triton.cdiv(size, _GATHERED))(
+                out, gate_up, size, gate_up.stride(0), ACTIVATION=activation, BLOCK=_GATHERED, OVERLAP=ahead,
+                launch_pdl=ahead,
+            )  # fmt: skip
         return out
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return _on_each(torch.empty_like(x), x, x, 0.0, activation)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return _on_each(x, x, x, factor, "scale")
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return _on_each(x, x, x, cap, "softcap")
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        return _on_each(x, x, gate, 0.0, "weigh")
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return _on_each(x, x, y, 0.0, "add")
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, k_scale, v_scale = entry
@@ -247,13 +387,33 @@ class TritonOps:
         return q
 
 
-def _normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool) -> Tensor:
+def _on_each(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:
+    assert x.is_contiguous() and other.is_contiguous() and out.is_contiguous()
+    if x.numel():
+        ahead = overlap(len(x), x.shape[-1])
+        launch(_each, triton.cdiv(x.numel(), _GATHERED))(
+            out, x, other, float(number), x.numel(), x.numel() // other.numel(), KIND=kind, BLOCK=_GATHERED,
+            OVERLAP=ahead, launch_pdl=ahead,
+        )  # fmt: skip
+    return out
+
+
+def _normed(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    add: bool,
+    bias: Tensor | None = None,
+    centred: bool = False,
+) -> Tensor:
     num_rows, size = x.shape
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
         block, ahead = triton.next_power_of_2(size), overlap(num_rows, size)
         launch(_norm, num_rows)(
-            out, x, residual, weight, size, x.stride(0), eps, ADD=add, BLOCK=block, OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
+            out, x, residual, weight, bias, size, x.stride(0), eps, ADD=add, CENTRED=centred, BLOCK=block,
+            OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(block // 256, 1), 16),
         )  # fmt: skip
     return out

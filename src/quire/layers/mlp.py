@@ -1,0 +1,45 @@
+"""The feed-forward half of a layer."""
+
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts
+from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
+from quire.layers.scope import Scope
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope, *, intermediate: int = 0) -> None:
+        super().__init__()
+        inner = intermediate or facts.intermediate
+        names = ("gate_up_proj",) if facts.fused else ("gate_proj", "up_proj")
+        self.gate_up = GateUpLinear(
+            facts.hidden,
+            inner,
+            scope / "gate_up_proj",
+            bias=facts.mlp_bias,
+            activation=facts.activation,
+            names=names,
+        )
+        self.down = RowLinear(inner, facts.hidden, scope / "down_proj", bias=facts.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.gate_up(x))
+        return out
+
+
+class PlainMLP(nn.Module):
+    """down(act(up(x))); `names` are those of the checkpoint."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope, *, names: tuple[str, str]) -> None:
+        super().__init__()
+        up, down = names
+        self.ops = scope.ops
+        self.activation = facts.activation
+        self.up = ColumnLinear(facts.hidden, facts.intermediate, scope / up, bias=facts.mlp_bias)
+        self.down = RowLinear(facts.intermediate, facts.hidden, scope / down, bias=facts.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.ops.activate(self.up(x), self.activation))
+        return out

@@ -1,0 +1,146 @@
+"""A mixture of experts: the router, the experts, and the one that every token is given to."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts, MoeFacts
+from quire.kernels.experts import Routing
+from quire.layers.linear import ColumnLinear
+from quire.layers.mlp import MLP
+from quire.layers.scope import Scope
+from quire.quant.experts import ExpertShape
+
+
+class Names(NamedTuple):
+    """What a family's checkpoints call the parts of a mixture, inside of it."""
+
+    router: str = "gate"
+    stored: str = "each"
+    """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
+    or together with inputs before outputs (`across`), and gate and up in turns (`in_turns`)."""
+    experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
+    """Where they are, then their tensors."""
+    choice_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+NAMES = {
+    "mlp": Names(),
+    "apart": Names(stored="apart"),
+    "mixtral": Names(experts=("experts", "w1", "w3", "w2")),
+    "deepseek": Names(shared="shared_experts"),
+    "granite": Names("router.layer", "together", ("", "input_linear.weight", "output_linear.weight")),
+    "gpt_oss": Names("router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "llama4": Names("router", "across", ("experts", "gate_up_proj", "down_proj")),
+}
+
+
+class Experts(nn.Module):
+    """All experts of a layer."""
+
+    def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
+        super().__init__()
+        self.names = NAMES[moe.names]
+        self.scope_name = scope.name
+        self.shape = ExpertShape(moe.experts, hidden, moe.intermediate, activation, moe.expert_bias)
+        self.method = scope.experts(tuple(name for name, _ in self._stored_names()))
+        self.method.create(self, self.shape, dtype=scope.dtype, device=scope.device)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.method.apply(self, self.shape, x, ids, weights)
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        parts = self.method.parts(self, self.shape)
+        for name, part in self._stored_names():
+            tensor = parts[part]
+            if self.names.stored == "each":
+                where, _, last = name.rpartition(".")
+                yield from ((f"{where}.{i}.{last}.weight", tensor[i]) for i in range(len(tensor)))
+            elif self.names.stored in ("across", "in_turns"):
+                yield name, tensor.transpose(1, 2)
+            else:
+                yield (name if name.endswith(".weight") else f"{name}.weight"), tensor
+        if self.shape.bias:
+            where = ".".join((self.scope_name, self.names.experts[0]))
+            yield f"{where}.gate_up_proj_bias", parts["gate_up_bias"]
+            yield f"{where}.down_proj_bias", parts["down_bias"]
+
+    def _stored_names(self) -> list[tuple[str, str]]:
+        """The dotted name of each stored part, and what it is."""
+        where, *parts = self.names.experts
+        what = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
+        names = [".".join(filter(None, (self.scope_name, where, name))) for name in parts]
+        return list(zip(names, what, strict=True))
+
+    def finish(self) -> None:
+        if self.names.stored == "in_turns":
+            parts = self.method.parts(self, self.shape)
+            order = torch.arange(2 * self.shape.intermediate).view(-1, 2).t().flatten()
+            for expert in range(self.shape.experts):
+                parts["gate_up"][expert].copy_(parts["gate_up"][expert][order])
+            if self.shape.bias:
+                parts["gate_up_bias"].copy_(parts["gate_up_bias"][:, order])
+        self.method.finish(self, self.shape)
+
+
+class MoE(nn.Module):
+    """The feed-forward half of a layer, by the experts that the router chooses for each token."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        moe = facts.moe
+        assert moe is not None
+        names = NAMES[moe.names]
+        self.ops = scope.ops
+        self.routing = Routing(
+            per_token=moe.per_token,
+            scoring=moe.scoring,
+            renormalized=moe.renormalized,
+            scale=moe.scale,
+            num_groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            group_best=moe.group_best,
+        )
+        self.weighs_input = moe.weighs_input
+        self.router = ColumnLinear(facts.hidden, moe.experts, scope / names.router, bias=moe.router_bias)
+        self.choice = ChoiceBias(moe.experts, scope / names.choice_bias) if moe.choice_bias else None
+        self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
+        self.shared = self.shared_gate = None
+        if moe.shared_intermediate:
+            self.shared = MLP(facts, scope / names.shared, intermediate=moe.shared_intermediate)
+            if moe.shared_gate:
+                self.shared_gate = ColumnLinear(facts.hidden, 1, scope / names.shared_gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.choice is None else self.choice.bias
+        ids, weights = self.ops.route(self.router(x), self.routing, bias)
+        if self.weighs_input:
+            out: Tensor = self.experts(x * weights.to(x.dtype), ids, torch.ones_like(weights))
+        else:
+            out = self.experts(x, ids, weights)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = self.ops.weigh(shared, self.shared_gate(x))
+        return self.ops.add(out, shared)
+
+
+class ChoiceBias(nn.Module):
+    """What counts in the choice of experts beside their scores."""
+
+    def __init__(self, experts: int, scope: Scope) -> None:
+        super().__init__()
+        self.name = scope.name
+        bias = torch.empty(experts, dtype=torch.float32, device=scope.device)
+        self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield self.name, self.bias
+
+    def finish(self) -> None:
+        """The bias is used as it was loaded."""

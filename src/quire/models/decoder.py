@@ -1,0 +1,67 @@
+"""What all decoders share: embedding, layers, norm, head."""
+
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.embedding import Embedding, Head
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+class MakesLayer(Protocol):
+    """A model's own kind of layer."""
+
+    def __call__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module: ...
+
+
+class Decoder(nn.Module):
+    """A stack of layers, each of which takes and gives (x, residual): what it says, and what it adds to."""
+
+    Layer: MakesLayer
+    body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
+    """What the checkpoint calls all but the head, the embedding, the layers, and the norm behind them."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        body = scope / self.body
+        self.ops = scope.ops
+        self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
+        self.logit_softcap = facts.logit_softcap
+        self.embed = Embedding(facts.vocab, facts.hidden, body / self.embedding)
+        rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
+        self.layers = nn.ModuleList(
+            self.Layer(facts, layer, rope(layer.rope), body / self.stack / i)
+            for i, layer in enumerate(facts.layers)
+        )
+        self.norm = norm_of(facts, body / self.last)
+        self.head = Head(
+            facts.vocab,
+            facts.hidden,
+            scope / "lm_head",
+            tied=self.embed if facts.tied else None,
+            bias=facts.head_bias,
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden], after the final norm."""
+        x, residual = self.embedded(batch), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        out: Tensor = self.norm(x, residual)[0]
+        return out
+
+    def embedded(self, batch: Batch) -> Tensor:
+        x: Tensor = self.embed(batch.token_ids)
+        return x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        out: Tensor = self.head(hidden)
+        if self.logit_scale != 1:
+            out = self.ops.scale(out, self.logit_scale)
+        return out if self.logit_softcap is None else self.ops.softcap(out, self.logit_softcap)

@@ -1,0 +1,69 @@
+"""ExpertMethod: the format of a layer's experts, and the unquantized one."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import ExpertWeights, mix
+
+
+class ExpertShape(NamedTuple):
+    """The sizes of a layer's experts."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: str
+    bias: bool = False
+
+
+class ExpertMethod(Protocol):
+    """Stateless; what it needs at run time are tensors of the layer."""
+
+    def create(
+        self, layer: nn.Module, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Give `layer` its tensors, unfilled."""
+        ...
+
+    def parts(self, layer: nn.Module, shape: ExpertShape) -> dict[str, Tensor]:
+        """The views that loading fills, with an expert's own in front: `gate` and `up` or both as `gate_up`
+        [experts, outputs, inputs], `down`, and where there are biases `gate_up_bias` and `down_bias`."""
+        ...
+
+    def finish(self, layer: nn.Module, shape: ExpertShape) -> None:
+        """Called once after loading: repack."""
+        ...
+
+    def apply(self, layer: nn.Module, shape: ExpertShape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """`kernels/experts.py` mix: what the chosen experts make of each token, weighed and added up."""
+        ...
+
+
+class PlainExperts:
+    """Experts whose weights are as they were stored."""
+
+    def create(
+        self, layer: nn.Module, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        num, hidden, inner, _, bias = shape
+        sizes: dict[str, tuple[int, ...]] = {
+            "gate_up": (num, 2 * inner, hidden),
+            "down": (num, hidden, inner),
+        }
+        sizes |= {"gate_up_bias": (num, 2 * inner), "down_bias": (num, hidden)} if bias else {}
+        for name, size in sizes.items():
+            tensor = torch.empty(size, dtype=dtype, device=device)
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def parts(self, layer: nn.Module, shape: ExpertShape) -> dict[str, Tensor]:
+        parts: dict[str, Tensor] = dict(layer.named_parameters())
+        gate, up = parts["gate_up"].split(shape.intermediate, dim=1)
+        return parts | {"gate": gate, "up": up}
+
+    def finish(self, layer: nn.Module, shape: ExpertShape) -> None:
+        """The weights are used as they were loaded."""
+
+    def apply(self, layer: nn.Module, shape: ExpertShape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return mix(x, ids, weights, ExpertWeights(**dict(layer.named_parameters())), shape.activation)
