@@ -142,6 +142,10 @@ class ArchFacts:
     head_bias: bool = False
     qk_norm: str = ""
     """Norms of queries and keys: none, of each `head`, or of `all` heads as one."""
+    unit_heads: bool = False
+    """Whether queries and keys that turn are first made of one length."""
+    query_growth: tuple[float, float] | None = None
+    """Where heads do not turn: after every so many positions queries grow, by this weight."""
     fused: bool = False
     """Whether query, key and value are one tensor of the checkpoint, and gate and up another."""
     sinks: bool = False

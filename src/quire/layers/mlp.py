@@ -8,21 +8,28 @@ from quire.layers.scope import Scope
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). `names` are those of the checkpoint, `down` last."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope, *, intermediate: int = 0) -> None:
+    def __init__(
+        self,
+        facts: ArchFacts,
+        scope: Scope,
+        *,
+        intermediate: int = 0,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         super().__init__()
         inner = intermediate or facts.intermediate
-        names = ("gate_up_proj",) if facts.fused else ("gate_proj", "up_proj")
+        *gate_up, down = names if not facts.fused else ("gate_up_proj", "down_proj")
         self.gate_up = GateUpLinear(
             facts.hidden,
             inner,
             scope / "gate_up_proj",
             bias=facts.mlp_bias,
             activation=facts.activation,
-            names=names,
+            names=tuple(gate_up),
         )
-        self.down = RowLinear(inner, facts.hidden, scope / "down_proj", bias=facts.mlp_bias)
+        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.gate_up(x))

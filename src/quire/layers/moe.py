@@ -15,8 +15,10 @@ from quire.quant.experts import ExpertShape
 
 
 class Names(NamedTuple):
-    """What a family's checkpoints call the parts of a mixture, inside of it."""
+    """What a family's checkpoints call the parts of a mixture."""
 
+    block: str = "mlp"
+    """The whole; the rest is inside of it."""
     router: str = "gate"
     stored: str = "each"
     """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
@@ -24,18 +26,33 @@ class Names(NamedTuple):
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Where they are, then their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
-    shared: str = "shared_expert"
+    shared: str = "mlp.shared_expert"
+    """This one may be beside it."""
+    shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: str = "shared_expert_gate"
 
 
 NAMES = {
     "mlp": Names(),
     "apart": Names(stored="apart"),
-    "mixtral": Names(experts=("experts", "w1", "w3", "w2")),
-    "deepseek": Names(shared="shared_experts"),
-    "granite": Names("router.layer", "together", ("", "input_linear.weight", "output_linear.weight")),
-    "gpt_oss": Names("router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
-    "llama4": Names("router", "across", ("experts", "gate_up_proj", "down_proj")),
+    "mixtral": Names("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
+    "deepseek": Names(shared="mlp.shared_experts"),
+    "granite": Names(
+        "block_sparse_moe",
+        "router.layer",
+        "together",
+        ("", "input_linear", "output_linear"),
+        shared="shared_mlp",
+        shared_parts=("input_linear", "output_linear"),
+    ),
+    "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "llama4": Names(
+        "feed_forward",
+        "router",
+        "across",
+        ("experts", "gate_up_proj", "down_proj"),
+        shared="feed_forward.shared_expert",
+    ),
 }
 
 
@@ -63,7 +80,7 @@ class Experts(nn.Module):
             elif self.names.stored in ("across", "in_turns"):
                 yield name, tensor.transpose(1, 2)
             else:
-                yield (name if name.endswith(".weight") else f"{name}.weight"), tensor
+                yield f"{name}.weight", tensor
         if self.shape.bias:
             where = ".".join((self.scope_name, self.names.experts[0]))
             yield f"{where}.gate_up_proj_bias", parts["gate_up_bias"]
@@ -88,13 +105,15 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward half of a layer, by the experts that the router chooses for each token."""
+    """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
+    the layer's."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         moe = facts.moe
         assert moe is not None
         names = NAMES[moe.names]
+        layer, scope = scope, scope / names.block
         self.ops = scope.ops
         self.routing = Routing(
             per_token=moe.per_token,
@@ -111,7 +130,9 @@ class MoE(nn.Module):
         self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
-            self.shared = MLP(facts, scope / names.shared, intermediate=moe.shared_intermediate)
+            self.shared = MLP(
+                facts, layer / names.shared, intermediate=moe.shared_intermediate, names=names.shared_parts
+            )
             if moe.shared_gate:
                 self.shared_gate = ColumnLinear(facts.hidden, 1, scope / names.shared_gate)
 

@@ -57,14 +57,12 @@ class Attention(nn.Module):
 
 
 def feed_forward(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
-    """Experts, or one for all."""
-    return MoE(facts, scope) if layer.moe else MLP(facts, scope)
+    """Experts, or one for all. The scope is the layer's."""
+    return MoE(facts, scope) if layer.moe else MLP(facts, scope / "mlp")
 
 
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
-
-    mlp_name = "mlp"
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class Layer(nn.Module):
         self.attention_norm = norm_of(facts, scope / "input_layernorm")
         self.attention = Attention(facts, layer, rope, scope / "self_attn")
         self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = feed_forward(facts, layer, scope / self.mlp_name)
+        self.mlp = feed_forward(facts, layer, scope)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)

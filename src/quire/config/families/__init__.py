@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.config.facts import ArchFacts
-from quire.config.families import dense, gguf
+from quire.config.families import dense, gguf, moe, windows
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
 
@@ -32,6 +32,17 @@ FAMILIES = {
     "MistralForCausalLM": Family("mistral", dense.mistral),
     "Qwen2ForCausalLM": Family("qwen2", dense.qwen2),
     "Qwen3ForCausalLM": Family("qwen3", dense.qwen3),
+    "Gemma2ForCausalLM": Family("gemma2", windows.gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3),
+    "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),
+    "MixtralForCausalLM": Family("mixtral", moe.mixtral),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.qwen2_moe),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", moe.qwen3_moe),
+    "OlmoeForCausalLM": Family("olmoe", moe.olmoe),
+    "GraniteMoeForCausalLM": Family("granitemoe", moe.granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("granitemoeshared", moe.granite_moe),
+    "Llama4ForCausalLM": Family("llama4_text", moe.llama4),
+    "Glm4MoeForCausalLM": Family("glm4_moe", moe.glm4_moe),
 }
 GGUF_FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),

@@ -27,13 +27,14 @@ def decoder(
     head_dim: int | None = None,
     windows: Windows | None = None,
     layers: tuple[LayerFacts, ...] | None = None,
-    activation: str = "hidden_act",
-    eps: str = "rms_norm_eps",
+    activation_key: str = "hidden_act",
+    eps_key: str = "rms_norm_eps",
     **facts: Any,
 ) -> ArchFacts:
     """Llama, but for what `facts` say.
 
-    `head_dim` is meant where config.json names none (else hidden / heads); `activation` and `eps` are keys.
+    `head_dim` is meant where config.json names none (else hidden / heads); `activation_key` and `eps_key` are
+    what it calls those two.
     Layers differ by `windows` alone, or else as `layers` says.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
@@ -57,9 +58,9 @@ def decoder(
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_eps": keys.number(eps, 1e-6),
+        "norm_eps": keys.number(eps_key, 1e-6),
         "layers": layers,
-        "activation": activation_of(keys, activation),
+        "activation": activation_of(keys, activation_key),
         "tied": keys.flag("tie_word_embeddings"),
         "max_len": longest_of(layers) or max_len_of(keys),
     }

@@ -1,5 +1,7 @@
 """Decoders whose layers are all of one kind."""
 
+from dataclasses import replace
+
 from quire.config.facts import ArchFacts
 from quire.config.families.decoder import Windows, decoder, everywhere, sliding_window, windows_by_kind
 from quire.config.keys import Keys
@@ -8,6 +10,16 @@ from quire.config.keys import Keys
 def llama(keys: Keys) -> ArchFacts:
     biased = keys.flag("attention_bias")
     return decoder(keys, qkv_bias=biased, out_bias=biased, mlp_bias=keys.flag("mlp_bias"))
+
+
+def granite(keys: Keys) -> ArchFacts:
+    return replace(
+        llama(keys),
+        embed_scale=keys.number("embedding_multiplier", 1.0),
+        residual_scale=keys.number("residual_multiplier", 1.0),
+        attention_scale=keys.number("attention_multiplier", 1.0),
+        logit_scale=1 / keys.number("logits_scaling", 1.0),
+    )
 
 
 def mistral(keys: Keys) -> ArchFacts:
@@ -28,8 +40,8 @@ def qwen3(keys: Keys) -> ArchFacts:
 def _upper_windows(keys: Keys) -> Windows:
     """Qwen's: where use_sliding_window is set, in the layers that are named or in those from
     max_window_layers on."""
-    window = sliding_window(keys)
-    if not keys.flag("use_sliding_window") or window is None:
+    window = sliding_window(keys) if keys.flag("use_sliding_window") else None
+    if window is None:
         return everywhere(None, keys)
     if keys.get("layer_types") is not None:
         return windows_by_kind(keys, window)

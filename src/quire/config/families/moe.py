@@ -1,0 +1,152 @@
+"""Mixtures of experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.config.families import dense
+from quire.config.families.decoder import decoder, everywhere, sliding_window
+from quire.config.keys import Keys
+from quire.config.rope import read_rope
+
+
+def mixtral(keys: Keys) -> ArchFacts:
+    facts = decoder(keys, head_dim=None, windows=everywhere(sliding_window(keys, None), keys))
+    return mixed(facts, _experts(keys, "intermediate_size", True, names="mixtral"))
+
+
+def qwen2_moe(keys: Keys) -> ArchFacts:
+    shared = keys.size("shared_expert_intermediate_size")
+    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    moe = replace(moe, shared_intermediate=shared, shared_gate=True)
+    return mixed(dense.qwen2(keys), moe, _sparse(keys))
+
+
+def qwen3_moe(keys: Keys) -> ArchFacts:
+    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    return mixed(dense.qwen3(keys), moe, _sparse(keys))
+
+
+def olmoe(keys: Keys) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    facts = decoder(keys, qkv_bias=biased, out_bias=biased, qk_norm="all")
+    return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+
+
+def granite_moe(keys: Keys) -> ArchFacts:
+    """Also with a shared expert."""
+    shared = keys.get("shared_intermediate_size")
+    moe = _experts(keys, "intermediate_size", True, names="granite")
+    if shared:
+        moe = replace(moe, shared_intermediate=keys.size("shared_intermediate_size"))
+    return mixed(dense.granite(keys), moe)
+
+
+def glm4_moe(keys: Keys) -> ArchFacts:
+    biased, head_dim = keys.flag("attention_bias"), keys.size("head_dim", 128)
+    rope = read_rope(keys.but(partial_rotary_factor=keys.get("partial_rotary_factor") or 0.5), head_dim)
+    facts = decoder(
+        keys,
+        head_dim=head_dim,
+        layers=(LayerFacts(rope),) * keys.size("num_hidden_layers"),
+        qkv_bias=biased,
+        qk_norm="head" if keys.flag("use_qk_norm") else "",
+    )
+    return mixed(facts, deepseek_experts(keys, scoring="sigmoid"), first_dense(keys))
+
+
+def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
+    """Routing of DeepSeek and of who follows it: groups, a shared expert, and with sigmoid a bias that
+    balances."""
+    balanced = scoring == "sigmoid"
+    method = keys.get("topk_method") or ("noaux_tc" if balanced else "greedy")
+    grouped = method != "greedy"
+    inner = keys.size("moe_intermediate_size")
+    return MoeFacts(
+        experts=num_experts(keys),
+        per_token=keys.size("num_experts_per_tok"),
+        intermediate=inner,
+        scoring=scoring,
+        renormalized=keys.flag("norm_topk_prob", balanced),
+        scale=keys.number("routed_scaling_factor", 1.0),
+        num_groups=keys.size("n_group", 1) if grouped else 1,
+        top_groups=keys.size("topk_group", 1) if grouped else 1,
+        group_best=2 if balanced else 1,
+        choice_bias=balanced,
+        shared_intermediate=inner * (keys.size("n_shared_experts") if keys.get("n_shared_experts") else 0),
+        names="deepseek",
+    )
+
+
+def llama4(keys: Keys) -> ArchFacts:
+    """Layers with experts among others, most of them rotated and seeing one chunk of the text; what has no
+    rotation sees all of it, and gets its sense of length from a factor on the queries."""
+    count, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim", 128)
+    every, step = keys.size("no_rope_layer_interval", 4), keys.size("interleave_moe_layer_step", 1)
+    turned = keys.get("no_rope_layers") or [int(bool((layer + 1) % every)) for layer in range(count)]
+    sparse = keys.get("moe_layers")
+    if sparse is None:
+        sparse = range(step - 1, count, step)
+    rope = read_rope(keys, head_dim, pairs=True)
+    growth = keys.number("floor_scale", 8192), keys.number("attn_scale", 0.1)
+    facts = decoder(
+        keys,
+        head_dim=head_dim,
+        layers=tuple(LayerFacts(rope if turns else None) for turns in turned),
+        intermediate=keys.size("intermediate_size_mlp"),
+        unit_heads=keys.flag("use_qk_norm", True),
+        query_growth=growth if keys.flag("attn_temperature_tuning", True) else None,
+        qkv_bias=keys.flag("attention_bias"),
+        out_bias=keys.flag("attention_bias"),
+    )
+    inner = keys.size("intermediate_size")
+    moe = MoeFacts(
+        experts=num_experts(keys),
+        per_token=keys.size("num_experts_per_tok", 1),
+        intermediate=inner,
+        scoring="sigmoid",
+        shared_intermediate=inner,
+        weighs_input=True,
+        names="llama4",
+    )
+    chunk = keys.size("attention_chunk_size", facts.max_len)
+    return replace(mixed(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
+
+
+def _experts(keys: Keys, inner: str, renormalized: bool, **facts: Any) -> MoeFacts:
+    return MoeFacts(
+        experts=num_experts(keys),
+        per_token=keys.size("num_experts_per_tok"),
+        intermediate=keys.size(inner),
+        renormalized=renormalized,
+        **facts,
+    )
+
+
+def num_experts(keys: Keys) -> int:
+    """Whatever it is called."""
+    known = ("num_experts", "num_local_experts", "n_routed_experts")
+    return keys.size(next((key for key in known if keys.get(key) is not None), known[0]))
+
+
+def _sparse(keys: Keys) -> set[int]:
+    """Qwen's: every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+    step, count = keys.size("decoder_sparse_step", 1), keys.size("num_hidden_layers")
+    without = keys.get("mlp_only_layers") or []
+    return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
+
+
+def first_dense(keys: Keys) -> set[int]:
+    """The layers with experts where the first ones have none."""
+    first = keys.get("first_k_dense_replace") or 0
+    if not isinstance(first, int) or first < 0:
+        raise keys.wrong("first_k_dense_replace", "a number of layers")
+    return set(range(first, keys.size("num_hidden_layers")))
+
+
+def mixed(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
+    """The same with experts in all layers, or in those that are named."""
+    layers = (
+        replace(layer, moe=sparse is None or number in sparse) for number, layer in enumerate(facts.layers)
+    )
+    return replace(facts, moe=moe, layers=tuple(layers))

@@ -1,0 +1,91 @@
+"""Decoders that look back through windows in most of their layers."""
+
+import math
+from typing import Any
+
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.config.families.decoder import (
+    activation_of,
+    decoder,
+    layer_kinds,
+    ropes_by_kind,
+    sliding_window,
+    windows_by_kind,
+)
+from quire.config.keys import Keys
+from quire.config.rope import read_rope
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def gemma2(keys: Keys) -> ArchFacts:
+    count = keys.size("num_hidden_layers")
+    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
+    return decoder(
+        keys,
+        head_dim=256,
+        windows=windows_by_kind(keys, sliding_window(keys), alternating),
+        **_gemma(keys),
+        attention_softcap=keys.optional_number("attn_logit_softcapping"),
+        logit_softcap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+def gemma3(keys: Keys) -> ArchFacts:
+    head_dim, count = keys.size("head_dim", 256), keys.size("num_hidden_layers")
+    every = keys.size("sliding_window_pattern", 6)
+    kinds = layer_kinds(keys, *_KINDS, default=[_KINDS[bool((layer + 1) % every)] for layer in range(count)])
+    ropes = ropes_by_kind(keys, head_dim, *_KINDS)
+    if keys.get("rope_local_base_freq") is not None:
+        local = {"rope_type": "default", "rope_theta": keys.number("rope_local_base_freq")}
+        ropes["sliding_attention"] = read_rope(keys.but(rope_parameters=local, rope_scaling=None), head_dim)
+    window = sliding_window(keys)
+    windows = {"full_attention": None, "sliding_attention": window}
+    return decoder(
+        keys,
+        head_dim=256,
+        layers=tuple(LayerFacts(ropes[kind], windows[kind]) for kind in kinds),
+        **_gemma(keys),
+        qk_norm="head",
+        attention_softcap=keys.optional_number("attn_logit_softcapping"),
+        logit_softcap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+def _gemma(keys: Keys) -> dict[str, Any]:
+    biased = keys.flag("attention_bias")
+    return {
+        "activation": activation_of(keys, "hidden_activation", "gelu_pytorch_tanh"),
+        "norm": "rms_plus_one",
+        "tied": keys.flag("tie_word_embeddings", True),
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "attention_scale": keys.number("query_pre_attn_scalar", 256) ** -0.5,
+        "embed_scale": math.sqrt(keys.size("hidden_size")),
+    }
+
+
+def gpt_oss(keys: Keys) -> ArchFacts:
+    head_dim, count = keys.size("head_dim", 64), keys.size("num_hidden_layers")
+    alternating = [_KINDS[(layer + 1) % 2] for layer in range(count)]
+    rope = read_rope(keys, head_dim)
+    windows = windows_by_kind(keys, sliding_window(keys, 128), alternating)
+    biased = keys.flag("attention_bias", True)
+    return decoder(
+        keys,
+        head_dim=64,
+        layers=tuple(LayerFacts(rope, window, moe=True) for window in windows),
+        qkv_bias=biased,
+        out_bias=biased,
+        sinks=True,
+        moe=MoeFacts(
+            experts=keys.size("num_local_experts", 128),
+            per_token=keys.size("num_experts_per_tok", 4),
+            intermediate=keys.size("intermediate_size"),
+            renormalized=True,
+            router_bias=True,
+            expert_bias=True,
+            activation="clamped_swiglu",
+            names="gpt_oss",
+        ),
+    )

@@ -1,0 +1,68 @@
+"""Llama 4: layers that turn queries and keys and layers that do not, dense ones and mixtures of experts."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.kernels.ops import Entry, HeadNorms
+from quire.layers.mlp import MLP
+from quire.layers.moe import MoE
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+
+class Attention(llama.Attention):
+    """Where heads turn they are first made of one length; where they do not, queries grow with their
+    position."""
+
+    growth: Tensor | None
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        growth = None
+        if layer.rope is None and facts.query_growth is not None:
+            step, factor = facts.query_growth
+            steps = torch.floor(torch.arange(1, scope.max_len + 1, device=scope.device) / step)
+            growth = (torch.log1p(steps) * factor + 1).to(scope.dtype)
+        elif layer.rope is not None and facts.unit_heads:
+            ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
+            self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
+        self.register_buffer("growth", growth, persistent=False)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        growth = self.growth
+        if growth is None:
+            return super().forward(x, batch)
+
+        def grown(x: Tensor, entry: Entry) -> Tensor:
+            q: Tensor = self.qkv(x, entry)
+            return q * growth[batch.positions, None, None]
+
+        out: Tensor = self.out(self.mix(x, grown, batch))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = norm_of(facts, scope / "input_layernorm")
+        self.attention = Attention(facts, layer, rope, scope / "self_attn")
+        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
+        self.mlp = MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self.attention(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Llama4(Decoder):
+    """The model."""
+
+    Layer = Layer
