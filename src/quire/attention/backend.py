@@ -42,6 +42,8 @@ class AttentionSpec:
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap); None: as they are."""
+    sinks: bool = False
+    """Whether each head has a logit that takes part in its softmax and has no value."""
     k_scale: float = 1.0
     """An 8-bit cache holds keys divided by this."""
     v_scale: float = 1.0

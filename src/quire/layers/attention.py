@@ -19,8 +19,6 @@ class PagedAttention(nn.Module):
         spec: AttentionSpec,
         rope: Rope,
         scope: Scope,
-        *,
-        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -28,7 +26,7 @@ class PagedAttention(nn.Module):
         self.norms: HeadNorms | None = None
         """Where each head's query and key have norms."""
         self.backend = scope.backend
-        self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if sinks else None
+        self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None

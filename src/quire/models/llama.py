@@ -43,9 +43,10 @@ class Attention(nn.Module):
             layer.window,
             scale=facts.attention_scale,
             softcap=facts.attention_softcap,
+            sinks=facts.sinks,
         )
         self.norms = nn.ModuleList(norms)
-        self.mix = PagedAttention(spec, rope, scope, sinks=facts.sinks)
+        self.mix = PagedAttention(spec, rope, scope)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
         self.out = RowLinear(
             facts.heads * facts.head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias

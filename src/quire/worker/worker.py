@@ -44,7 +44,7 @@ class Worker:
         config, facts = self.config, self.config.checkpoint.facts
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
-        spec = AttentionSpec(*sizes, self.dtype, kept_as=self.kept_as)
+        spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         started = time.monotonic()
         model = load_model(
