@@ -6,35 +6,40 @@ from typing import Any
 import pytest
 from oracle import make_tiny
 from tiny import check_against, generate, open_tiny, prompts_of
+from zoo import LLAMA3, ZOO, architecture_of
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+MATRIX: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama3-rope": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "llama3-rope": ("llama", LLAMA3),
+    "mistral-window": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
 }
+"""The models that go every way; all others go one that has something of each."""
 
 Tiny = tuple[Path, Any]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MATRIX)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    family, overrides = FAMILIES[request.param]
+    family, overrides = MATRIX[request.param]
     return make_tiny(family, tmp_path_factory.mktemp(request.param), **overrides)
+
+
+@pytest.mark.parametrize("architecture", sorted(set(ZOO) - {architecture_of(f) for f, _ in MATRIX.values()}))
+def test_chunks_preemption_and_prefix_hits_of_every_architecture(architecture: str, tmp_path: Path) -> None:
+    path, hf_model = make_tiny(architecture, tmp_path)
+    llm = open_tiny(
+        path, max_num_batched_tokens=7, max_num_seqs=4, num_gpu_blocks_override=12, max_model_len=44
+    )
+    prompts = prompts_of(10, 17, 12, 2)
+    check_against(hf_model, generate(llm, prompts, count=14))
+    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    check_against(hf_model, generate(llm, prompts[1:2]))
+    (again,) = generate(llm, prompts[1:2])
+    assert again.num_cached_tokens == 16
+    check_against(hf_model, [again])
 
 
 def test_whole_prompts(tiny: Tiny) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from zoo import SHARED, ZOO, architecture_of
 
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
@@ -14,7 +15,6 @@ from quire.layers.attention import attention_layers
 from quire.loader import load_model
 from quire.models.causal_lm import CausalLM
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 BLOCK_SIZE = 4
 _GGUF_NAMES = {
     "model.layers.": "blk.",
@@ -36,34 +36,26 @@ _GGUF_NAMES = {
 
 
 def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]:
-    """A seeded random float32 model of the family: (directory with config.json + safetensors, HF model)."""
+    """A seeded random float32 model of the zoo: (directory with config.json + safetensors, HF model).
+
+    `family` is an architecture or its model_type.
+    """
     import transformers
 
-    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
-    model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
-    settings: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        "attn_implementation": "eager",
-    }
+    architecture = architecture_of(family)
+    specimen = ZOO[architecture]
+    settings = SHARED | specimen.settings | overrides
     torch.manual_seed(0)
-    model = model_class(config_class(**(settings | overrides))).float().eval()
-    with torch.no_grad():
-        # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight") or name.endswith(".bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+    if specimen.twin is not None:
+        model = specimen.twin(settings)
+    else:
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**settings))
+    model.float().eval()
+    # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
+    for tensor in model.state_dict().values():
+        if tensor.ndim == 1 and tensor.is_floating_point():
+            tensor.add_(torch.randn_like(tensor) * 0.2)
     path = tmp_path / family
     model.save_pretrained(path)
     return path, model

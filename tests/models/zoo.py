@@ -1,0 +1,102 @@
+"""The zoo: a tiny model of every architecture. A line says what it has beside what all share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.config.families import FAMILIES
+
+Settings = dict[str, Any]
+"""Keys of a config.json."""
+
+
+class Specimen(NamedTuple):
+    """A tiny model of one architecture."""
+
+    settings: Settings = {}
+    variants: dict[str, Settings] = {}
+    """Name -> what is different; each is a model of its own."""
+    twin: Callable[[Settings], Any] | None = None
+    """Makes the model to compare with, where transformers has none of this name."""
+
+
+SHARED: Settings = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+
+
+def rope(kind: str, **settings: Any) -> Settings:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
+
+
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+_YARN: Settings = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+ZOO: dict[str, Specimen] = {
+    "LlamaForCausalLM": Specimen(
+        variants={
+            "rope-default": rope("default", rope_theta=5000.0),
+            "rope-linear": rope("linear", factor=4.0),
+            "rope-dynamic": rope("dynamic", factor=2.0),
+            "rope-llama3": LLAMA3,
+            "rope-yarn": rope("yarn", **_YARN),
+            "rope-yarn-mscale": rope(
+                "yarn",
+                mscale=1.0,
+                mscale_all_dim=0.5,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+                **_YARN,
+            ),
+            "rope-yarn-attention-factor": rope("yarn", attention_factor=1.3, **_YARN),
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "tied": {"tie_word_embeddings": True},
+            "mha": {"num_key_value_heads": 4},
+            "one-kv-head": {"num_key_value_heads": 1},
+            "wide-heads": {"head_dim": 32},
+        }
+    ),
+    "MistralForCausalLM": Specimen({"sliding_window": 7}, {"full": {"sliding_window": None}}),
+    "Qwen2ForCausalLM": Specimen(
+        variants={
+            "tied-upper-window": {
+                "tie_word_embeddings": True,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "max_window_layers": 1,
+            }
+        }
+    ),
+    "Qwen3ForCausalLM": Specimen(
+        variants={
+            "layer-types": {
+                "attention_bias": True,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+            }
+        }
+    ),
+}
+
+
+def architecture_of(name: str) -> str:
+    """An architecture, or the model_type of one."""
+    if name in ZOO:
+        return name
+    return next(architecture for architecture, family in FAMILIES.items() if family.model_type == name)
