@@ -46,6 +46,13 @@ LLAMA3 = rope(
 )
 _YARN: Settings = {"factor": 4.0, "original_max_position_embeddings": 64}
 
+_GRANITE: Settings = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+
 ZOO: dict[str, Specimen] = {
     "LlamaForCausalLM": Specimen(
         variants={
@@ -90,6 +97,71 @@ ZOO: dict[str, Specimen] = {
                 "sliding_window": 5,
                 "layer_types": ["sliding_attention", "full_attention"],
             }
+        }
+    ),
+    "Gemma2ForCausalLM": Specimen(
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "Gemma3ForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "GptOssForCausalLM": Specimen(
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}
+        | rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_YARN)
+    ),
+    "MixtralForCausalLM": Specimen({"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen2MoeForCausalLM": Specimen(
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        }
+    ),
+    "Qwen3MoeForCausalLM": Specimen(
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+        {"not-renormalized": {"norm_topk_prob": False}, "dense-layer": {"mlp_only_layers": [1]}},
+    ),
+    "OlmoeForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2}),
+    "GraniteMoeForCausalLM": Specimen(_GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "GraniteMoeSharedForCausalLM": Specimen(
+        _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
+    ),
+    "Llama4ForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2,
+            "floor_scale": 8,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 256,
+        }
+    ),
+    "Glm4MoeForCausalLM": Specimen(
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
         }
     ),
 }
