@@ -23,7 +23,7 @@ _LANES = 16
 
 _linear = Kernel("quire_linear")
 _Job = structure(
-    "out scratch x bias parts",
+    "out scratch x bias parts x_rows",
     "num_parts num_rows x_stride out_stride x_bf16 out_bf16 scratch_copies scratch_bytes",
 )
 
@@ -45,6 +45,13 @@ class Matrix:
         assert weight.is_contiguous()
         rows, columns = weight.shape
         return Matrix(weight, FORMS[weight.dtype], rows, columns, False, columns * weight.element_size())
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Of a row of x that the matrix is multiplied with, in scratch."""
+        if self.interleaved:
+            return self.columns // BLOCK * _ROUNDED_BYTES
+        return -(-self.columns // _LANES) * _LANES * 4
 
     def in_c(self) -> list[int]:
         """The fields of `Matrix` in linear.h."""
@@ -72,9 +79,7 @@ class Product:
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
         num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
         out = x.new_empty(num_rows, self._size_out)
-        row_bytes = -(-self._size_in // _LANES) * _LANES * 4
-        if self.parts[0].interleaved:
-            row_bytes = self._size_in // BLOCK * _ROUNDED_BYTES
+        row_bytes = self.parts[0].prepared_bytes
         copies = torch.get_num_threads() if num_rows == 1 else 1
         kept_rows = max(num_rows, copies) + _PANEL - 1
         scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
@@ -84,6 +89,7 @@ class Product:
             x.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             self._in_c.data_ptr(),
+            None,
             len(self.parts),
             num_rows,
             x.stride(0),

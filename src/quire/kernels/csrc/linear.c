@@ -377,10 +377,10 @@ INLINE void panel_row(const void *x, int is_bf16, long from, long columns, float
         widen(x, is_bf16, from + k, at_most(WIDE, columns - k), 1, into);
 }
 
-/* A row of x as the product reads it, at its place in `into`. Behind the last row comes the last again. */
-static void prepare_row(const LinearJob *job, long row, uint8_t *into)
+void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into)
 {
-    long columns = job->parts->columns, from = at_most(row, job->num_rows - 1) * job->x_stride;
+    long columns = job->parts->columns, from = at_most(row, job->num_rows - 1);
+    from = (job->x_rows ? job->x_rows[from] : from) * job->x_stride;
 #if defined(DOT_NEON) || defined(DOT_X86)
     if (job->parts->interleaved) {
         long blocks = columns / BLOCK, lanes = lanes_of(job);
@@ -403,8 +403,19 @@ static void prepare_row(const LinearJob *job, long row, uint8_t *into)
             panel_row(job->x, 1, from, columns, to);
         else
             panel_row(job->x, 0, from, columns, to);
-    } else if (job->x_bf16)
-        widen(job->x, 1, from, columns, 1, (float *)into + row * columns);
+    } else
+        widen(job->x, (int)job->x_bf16, from, columns, 1, (float *)into + row * columns);
+}
+
+INLINE int is_read_as_it_is(const LinearJob *job)
+{
+    return !(job->x_bf16 || job->x_rows || job->parts->interleaved || in_panels(job->num_rows));
+}
+
+long quire_linear_rows(const LinearJob *job)
+{
+    long panel = job->parts->interleaved ? PANEL : in_panels(job->num_rows) ? STEP : 1, rows = job->num_rows;
+    return is_read_as_it_is(job) ? 0 : rows > panel ? (rows + panel - 1) / panel * panel : rows;
 }
 
 /* Rows of x of a task: much the same for all tasks, whole panels. */
@@ -429,15 +440,15 @@ static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *pr
 #endif
     int panels = in_panels(job->num_rows);
     Rows x = {(const float *)job->x + row * job->x_stride, job->x_stride, row_end - row, panels};
-    if (panels || job->x_bf16) {
+    if (!is_read_as_it_is(job)) {
         x.stride = panels ? panel_columns(part->columns) : part->columns;
         x.x = (const float *)prepared + row * x.stride;
     }
     float_task(job, part, &x, at, row, unit * TILE, at_most(end * TILE, part->rows));
 }
 
-/* How a part is divided: units of rows of the weight, so many of them in one task. */
-INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *each)
+/* How a part is divided: units of rows of the weight, so many of them in one task. Returns the number of tasks. */
+INLINE long divide(const LinearJob *job, const Matrix *part, long *units, long *each)
 {
     long size = part->interleaved ? UNIT_GROUPS * GROUP : TILE, work = size * part->row_bytes * (job->num_rows + !job->num_rows);
     *units = (part->rows + size - 1) / size;
@@ -449,40 +460,42 @@ INLINE void divide(const LinearJob *job, const Matrix *part, long *units, long *
         tasks *= row_tasks(job);
     *each = at_most(wanted > least ? wanted : least, tasks / (SHARES * threads));
     *each += !*each;
+    return (*units + *each - 1) / *each * row_tasks(job);
+}
+
+long quire_linear_tasks(const LinearJob *job)
+{
+    long tasks = 0, units, each;
+    for (long p = 0; p < job->num_parts; p++)
+        tasks += divide(job, job->parts + p, &units, &each);
+    return tasks;
+}
+
+void quire_linear_task(const LinearJob *job, const uint8_t *prepared, long task)
+{
+    const Matrix *part = job->parts;
+    long at = 0, units, each, rows_of_tasks = row_tasks(job);
+    for (long mine; task >= (mine = divide(job, part, &units, &each)); part++) {
+        task -= mine;
+        at += part->rows;
+    }
+    long unit = task / rows_of_tasks * each;
+    run_task(job, part, prepared, at, unit, at_most(unit + each, units), task % rows_of_tasks * task_rows(job));
 }
 
 void quire_linear(const LinearJob *job)
 {
     uint8_t *prepared = job->scratch;
-    int needed = job->x_bf16 || job->parts->interleaved || in_panels(job->num_rows);
-    if (needed && job->num_rows == 1 && omp_get_num_threads() <= job->scratch_copies) {
+    long rows = quire_linear_rows(job), tasks = quire_linear_tasks(job);
+    if (rows == 1 && omp_get_num_threads() <= job->scratch_copies) {
         prepared += omp_get_thread_num() * job->scratch_bytes;
-        prepare_row(job, 0, prepared);
-    } else if (needed) {
-        long panel = job->parts->interleaved ? PANEL : in_panels(job->num_rows) ? STEP : 1;
-        long rows = job->num_rows > panel ? (job->num_rows + panel - 1) / panel * panel : job->num_rows;
+        quire_linear_prepare(job, 0, prepared);
+    } else if (rows) {
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++)
-            prepare_row(job, row, prepared);
-    }
-    long rows_of_tasks = row_tasks(job), tasks = 0, units, each;
-    for (long p = 0; p < job->num_parts; p++) {
-        divide(job, job->parts + p, &units, &each);
-        tasks += (units + each - 1) / each * rows_of_tasks;
+            quire_linear_prepare(job, row, prepared);
     }
 #pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < tasks; task++) {
-        const Matrix *part = job->parts;
-        long at = 0, left = task;
-        for (;; part++) {
-            divide(job, part, &units, &each);
-            long mine = (units + each - 1) / each * rows_of_tasks;
-            if (left < mine)
-                break;
-            left -= mine;
-            at += part->rows;
-        }
-        long unit = left / rows_of_tasks * each;
-        run_task(job, part, prepared, at, unit, at_most(unit + each, units), left % rows_of_tasks * task_rows(job));
-    }
+    for (long task = 0; task < tasks; task++)
+        quire_linear_task(job, prepared, task);
 }

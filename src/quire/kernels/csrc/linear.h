@@ -59,11 +59,21 @@ typedef struct {
 typedef struct {
     void *out, *scratch;
     const void *x;
-    const float *bias;   /* or NULL */
-    const Matrix *parts; /* their outputs lie side by side */
+    const float *bias;     /* or NULL */
+    const Matrix *parts;   /* their outputs lie side by side */
+    const int32_t *x_rows; /* where the rows of x are; NULL: one after the other */
     int64_t num_parts, num_rows, x_stride, out_stride, x_bf16, out_bf16;
     int64_t scratch_copies, scratch_bytes; /* copies: threads that have scratch of their own */
 } LinearJob;
+
+/* The pieces of quire_linear, for kernels that share several products among their threads. */
+
+/* Rows of x to prepare, those that fill up the last panel included; 0: x is read as it is. */
+long quire_linear_rows(const LinearJob *job);
+/* A row of x as the product reads it, at its place in `into`. Behind the last row comes the last again. */
+void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into);
+long quire_linear_tasks(const LinearJob *job);
+void quire_linear_task(const LinearJob *job, const uint8_t *prepared, long task);
 
 INLINE float from_half(const uint8_t *at)
 {
