@@ -11,12 +11,18 @@ TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
 """As in fused.c."""
 
+ACTIVATIONS = {
+    name: number
+    for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"))
+}
+"""Numbers of the activations, as in activations.h."""
+
 _embed = Kernel("quire_embed")
 _EmbedJob = structure("out ids table", "num_rows row_bytes")
 _norm = Kernel("quire_norm")
 _NormJob = structure("out x weight residual", "num_rows size bf16", "eps")
-_silu_mul = Kernel("quire_silu_mul")
-_SiluMulJob = structure("out gate_up", "num_rows size stride bf16")
+_activate = Kernel("quire_activate")
+_ActivateJob = structure("out x", "num_rows size stride activation gated bf16")
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
@@ -67,20 +73,25 @@ class CPUOps(Reference):
         return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        if activation != "silu":
-            return super().gated(gate_up, activation)
-        gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
-        num_rows, size = len(gate_up), gate_up.shape[1] // 2
-        out = torch.empty(num_rows, size, dtype=gate_up.dtype)
-        job = _SiluMulJob(
+        return self._activated(gate_up, activation, gate_up.shape[1] // 2)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        return self._activated(x, activation, x.shape[1])
+
+    def _activated(self, x: Tensor, activation: str, size: int) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        out = torch.empty(len(x), size, dtype=x.dtype)
+        job = _ActivateJob(
             out.data_ptr(),
-            gate_up.data_ptr(),
-            num_rows,
+            x.data_ptr(),
+            len(x),
             size,
-            gate_up.stride(0),
-            gate_up.dtype == torch.bfloat16,
+            x.stride(0),
+            ACTIVATIONS[activation],
+            size < x.shape[1],
+            x.dtype == torch.bfloat16,
         )
-        _silu_mul(job, out, gate_up)
+        _activate(job, out, x)
         return out
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:

@@ -5,7 +5,7 @@
 #include <math.h>
 
 #define ALL_LANES
-#include "simd.h"
+#include "activations.h"
 
 #define MAX_HEAD_DIM 1024
 #define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
@@ -76,46 +76,28 @@ void quire_norm(const NormJob *job)
 
 typedef struct {
     void *out;
-    const void *gate_up;
-    int64_t num_rows, size, stride, bf16;
-} SiluMulJob;
+    const void *x; /* gated: what is activated and what it is multiplied with, side by side */
+    int64_t num_rows, size, stride, activation, gated, bf16;
+} ActivateJob;
 
-/* `count` vectors from `at` on; only the last may have less than LANES `left`. */
-INLINE void silu_mul_lanes(const SiluMulJob *job, int count, long row, long at, long left, int bf16)
-{
-    vf gate[SIDE], e[SIDE];
-    for (int i = 0; i < count; i++) {
-        gate[i] = take(job->gate_up, bf16, row * job->stride + at + i * LANES, left - i * LANES);
-        e[i] = smaller(splat(88.0f), -gate[i]);
-    }
-    e_to(count, e);
-    for (int i = 0; i < count; i++) {
-        vf up = take(job->gate_up, bf16, row * job->stride + job->size + at + i * LANES, left - i * LANES);
-        vf x = rounded(gate[i] / (e[i] + 1.0f), bf16) * up;
-        put(job->out, bf16, row * job->size + at + i * LANES, left - i * LANES, x);
-    }
-}
-
-INLINE void silu_mul(const SiluMulJob *job, int bf16)
+INLINE void activate_rows(const ActivateJob *job, int bf16)
 {
     long pieces = (job->size + COLUMNS - 1) / COLUMNS;
+    const void *up = job->gated ? job->x : NULL;
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++) {
-        long row = task / pieces, i = task % pieces * COLUMNS;
-        long end = i + COLUMNS < job->size ? i + COLUMNS : job->size;
-        for (; i + SIDE * LANES <= end; i += SIDE * LANES)
-            silu_mul_lanes(job, SIDE, row, i, SIDE * LANES, bf16);
-        for (; i < end; i += LANES)
-            silu_mul_lanes(job, 1, row, i, end - i, bf16);
+        long row = task / pieces, i = task % pieces * COLUMNS, left = job->size - i, at = row * job->stride + i;
+        activate((int)job->activation, job->x, at, up, at + job->size, job->out, row * job->size + i,
+                 left < COLUMNS ? left : COLUMNS, bf16);
     }
 }
 
-void quire_silu_mul(const SiluMulJob *job)
+void quire_activate(const ActivateJob *job)
 {
     if (job->bf16)
-        silu_mul(job, 1);
+        activate_rows(job, 1);
     else
-        silu_mul(job, 0);
+        activate_rows(job, 0);
 }
 
 typedef struct {

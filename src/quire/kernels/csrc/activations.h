@@ -1,0 +1,99 @@
+/* Activations, alone and gated. */
+#ifndef QUIRE_ACTIVATIONS_H
+#define QUIRE_ACTIVATIONS_H
+
+#include "simd.h"
+
+/* The same numbers as in cpu.py. */
+enum { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
+
+#define CLAMP 7.0f /* of CLAMPED_SWIGLU */
+#define SLOPE 1.702f
+
+/* x[i] / (1 + e^by[i]); `by` is lost. */
+INLINE void damp(int count, vf *x, vf *by)
+{
+    for (int i = 0; i < count; i++)
+        by[i] = smaller(splat(88.0f), by[i]);
+    e_to(count, by);
+    for (int i = 0; i < count; i++)
+        x[i] = x[i] / (by[i] + 1.0f);
+}
+
+/* x[i] = x[i] * (1 + erf(x[i] / sqrt(2))) / 2, with the error function of Abramowitz and Stegun 7.1.26: to 2e-7. */
+INLINE void gelu(int count, vf *x)
+{
+    static const float factors_of[5] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    vf e[SIDE];
+    for (int i = 0; i < count; i++)
+        e[i] = x[i] * x[i] * -0.5f;
+    e_to(count, e);
+    for (int i = 0; i < count; i++) {
+        vf size = pick(x[i] < 0.0f, -x[i], x[i]), t = 1.0f / fused(size, splat(0.3275911f * 0.70710678f), splat(1.0f)), sum = {0};
+        for (int j = 0; j < 5; j++)
+            sum = fused(sum, t, splat(factors_of[j]));
+        vf tail = x[i] * (0.5f * (sum * t * e[i]));
+        x[i] = pick(x[i] < 0.0f, tail, x[i] - tail);
+    }
+}
+
+INLINE void activate_lanes(int kind, int count, vf *x)
+{
+    vf by[SIDE];
+    switch (kind) {
+    case SILU:
+        for (int i = 0; i < count; i++)
+            by[i] = -x[i];
+        damp(count, x, by);
+        break;
+    case GELU: gelu(count, x); break;
+    case GELU_TANH: /* (1 + tanh(u)) / 2 is 1 / (1 + e^-2u) */
+        for (int i = 0; i < count; i++)
+            by[i] = x[i] * -1.59576912f * fused(x[i] * x[i], splat(0.044715f), splat(1.0f));
+        damp(count, x, by);
+        break;
+    case CLAMPED_SWIGLU:
+        for (int i = 0; i < count; i++) {
+            x[i] = smaller(splat(CLAMP), x[i]);
+            by[i] = x[i] * -SLOPE;
+        }
+        damp(count, x, by);
+        break;
+    default:
+        for (int i = 0; i < count; i++) {
+            x[i] = larger(splat(0), x[i]);
+            x[i] *= kind == RELU2 ? x[i] : splat(1.0f);
+        }
+    }
+}
+
+/* `count` vectors: out = act(x), times `up` if there is one. Only the last may have less than LANES `left`. `out` may be `x`. */
+INLINE void activate_some(int kind, int count, const void *x, long at, const void *up, long up_at, void *out, long out_at,
+                          long left, int bf16)
+{
+    vf values[SIDE];
+    for (int i = 0; i < count; i++)
+        values[i] = take(x, bf16, at + i * LANES, left - i * LANES);
+    activate_lanes(kind, count, values);
+    for (int i = 0; i < count; i++) {
+        if (up) {
+            vf by = take(up, bf16, up_at + i * LANES, left - i * LANES);
+            if (kind == CLAMPED_SWIGLU)
+                by = smaller(splat(CLAMP), larger(splat(-CLAMP), by)) + 1.0f;
+            values[i] = rounded(values[i], bf16) * by;
+        }
+        put(out, bf16, out_at + i * LANES, left - i * LANES, values[i]);
+    }
+}
+
+/* The same for `size` columns. */
+INLINE void activate(int kind, const void *x, long at, const void *up, long up_at, void *out, long out_at, long size, int bf16)
+{
+    long i = 0;
+    for (; i + SIDE * LANES <= size; i += SIDE * LANES)
+        activate_some(kind, SIDE, x, at + i, up, up_at + i, out, out_at + i, SIDE * LANES, bf16);
+    for (; i < size; i += LANES)
+        activate_some(kind, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
+}
+
+#endif
