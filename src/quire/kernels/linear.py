@@ -15,7 +15,7 @@ FORMS = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the plain forms, as in linear.h."""
 _ROUNDED_BYTES = 80
 """Of a block of a row of x, in scratch."""
-_PANEL = 6
+PANEL = 6
 """Rows of x that lie side by side in scratch, at most."""
 _LANES = 16
 """Columns of plain rows that lie side by side there, at most."""
@@ -81,7 +81,7 @@ class Product:
         out = x.new_empty(num_rows, self._size_out)
         row_bytes = self.parts[0].prepared_bytes
         copies = torch.get_num_threads() if num_rows == 1 else 1
-        kept_rows = max(num_rows, copies) + _PANEL - 1
+        kept_rows = max(num_rows, copies) + PANEL - 1
         scratch = torch.empty(kept_rows * row_bytes, dtype=torch.uint8)
         job = _Job(
             out.data_ptr(),
