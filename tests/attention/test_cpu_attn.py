@@ -58,6 +58,15 @@ def test_an_own_scale_and_a_soft_cap_are_used() -> None:
     check(CPUAttention(), [(4, 0), (1, 80)], AttentionSpec(2, 2, 8, torch.float32, scale=3.0, softcap=2.0))
 
 
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(dtype: torch.dtype, window: int | None) -> None:
+    """A sink counted once for each tile; in other units than the scores; that of another head; padding that
+    sees nothing else."""
+    chunks = [(150, 101), (1, 300), (3, 62), (1, 0), (1, -1)]
+    check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, dtype, window), sinks=True)
+
+
 def test_scores_far_below_the_largest_weigh_nothing() -> None:
     """An exponent that wraps around below the least number: a huge weight, or a negative one."""
     check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=20.0))

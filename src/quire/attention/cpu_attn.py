@@ -36,7 +36,6 @@ class CPUAttention:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "sinks are not built here yet"
         return attention.attend(
             q,
             k_cache,
@@ -50,4 +49,5 @@ class CPUAttention:
             scale=spec.score_scale,
             window=spec.window,
             softcap=spec.softcap,
+            sinks=sinks,
         )

@@ -21,10 +21,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
-        *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens", "sinks")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kv_bf16")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kv_bf16", "sinks_bf16")),
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
         ("memory", ctypes.c_void_p),
@@ -67,9 +67,12 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches as the backends have them."""
+    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches and sinks as the backends have
+    them."""
     assert q.dtype in _TYPES and k_cache.dtype in _TYPES and k_cache.is_contiguous()
+    assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
     q = _rows(q)
     out = q.new_empty(q.shape)
     job = _Job(
@@ -81,6 +84,7 @@ def attend(
         block_tables.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         q.stride(0),
         block_tables.shape[1],
         len(seq_lens),
@@ -91,6 +95,7 @@ def attend(
         window or 0,
         q.dtype == torch.bfloat16,
         k_cache.dtype == torch.bfloat16,
+        sinks is not None and sinks.dtype == torch.bfloat16,
         scale,
         softcap or 0.0,
     )
@@ -98,7 +103,8 @@ def attend(
         max_seq_len = block_tables.shape[1] * k_cache.shape[1]
     scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
-    _attention(job, out, q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens, scratch)
+    read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
+    _attention(job, out, scratch, *read, *(() if sinks is None else (sinks,)))
     return out
 
 

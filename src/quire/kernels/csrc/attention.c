@@ -27,10 +27,11 @@ typedef struct {
     const int32_t *block_tables; /* [rows, table_width] */
     const int32_t *query_starts;
     const int32_t *seq_lens;
-    int64_t q_stride; /* between tokens */
+    const void *sinks; /* [heads]: logits without a value; or NULL */
+    int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
     int64_t window;               /* 0: all */
-    int64_t q_bf16, kv_bf16;
+    int64_t q_bf16, kv_bf16, sinks_bf16;
     double scale, softcap;        /* softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
     void *memory;                 /* scratch of as many bytes as quire_attention_room says */
@@ -268,12 +269,28 @@ static long token_of(const Job *job, const Task *task, long row, long *head)
     return job->query_starts[task->seq] + task->first_query + row % each / group;
 }
 
+/* What the summed values of a row are multiplied with at the end. */
+static float share_of(const Job *job, const Sums *sums, long row, long head)
+{
+    float sum = sums->sum[row], most = sums->most[row], sink;
+    if (sum == 0) /* padding sees nothing */
+        return 0;
+    if (!job->sinks)
+        return 1.0f / sum;
+    widen(job->sinks, (int)job->sinks_bf16, head, 1, (float)LOG2_E, &sink);
+    float top = most > sink ? most : sink;
+    vf parts = splat(sink - top);
+    parts[0] = most - top;
+    two_to(1, &parts);
+    return parts[0] / (sum * parts[0] + parts[1]);
+}
+
 static void write_out(const Job *job, const Task *task, Sums *sums)
 {
     long dim = dim_of(job), head;
     for (long row = 0; row < rows_of(job, task); row++) {
         long token = token_of(job, task, row, &head);
-        float share = sums->sum[row] == 0 ? 0 : 1.0f / sums->sum[row]; /* padding sees nothing */
+        float share = share_of(job, sums, row, head);
         for (long d = row * dim; d < (row + 1) * dim; d += LANES)
             store(sums->out + d, load(sums->out + d) * share);
         narrow(sums->out + row * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * job->head_dim, job->head_dim);
