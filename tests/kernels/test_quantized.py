@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import HALVES, stored
 from torch import Tensor
 
 from quire.kernels import native
@@ -23,13 +23,6 @@ MANY, COLUMNS = 1101, 1024
 needs_interleaving = pytest.mark.skipif(
     not interleaves(), reason="this CPU multiplies no interleaved weights"
 )
-HALVES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-}
-"""Where the float16 numbers of a block lie, if not only at its start."""
 
 
 @contextmanager
@@ -44,17 +37,6 @@ def threads(number: int) -> Iterator[None]:
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
-    """Random bytes, with scales of a sensible size: every code and every small scale occurs."""
-    form, rng = TYPES[kind], np.random.default_rng(seed)
-    blocks = columns // form.stored_columns
-    content = rng.integers(0, 256, (rows, blocks, form.stored_bytes), dtype=np.uint8)
-    for at in HALVES.get(kind, (0,)):
-        scales = (rng.standard_normal((rows, blocks, 1)) * 0.05).astype(np.float16)
-        content[:, :, at : at + 2] = scales.view(np.uint8)
-    return torch.from_numpy(content.reshape(rows, -1))
 
 
 def relative_error(ours: Tensor, expected: Tensor) -> float:
