@@ -1,4 +1,4 @@
-"""Routing and experts in C against those in torch: any weights, other ids on a tape, bits that stay the same."""
+"""Routing and experts in C against those in torch: any weights, other ids on a tape, the same bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from packed import stored
 from torch import Tensor
 
 from quire.kernels import cpu_experts, experts, native
-from quire.kernels.cpu import ACTIVATIONS
+from quire.kernels.activations import NUMBERS
 from quire.kernels.cpu_experts import Experts, route
 from quire.kernels.experts import ExpertWeights, Routing
 from quire.kernels.linear import Matrix
@@ -123,7 +123,7 @@ def make(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NUMBERS)
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_plain_weights(dtype: torch.dtype, activation: str, biased: bool) -> None:
     """Rows of another expert, gate and up swapped, a bias left out or of another expert, weights that do not
@@ -145,8 +145,8 @@ def test_packed_weights(kind: str, interleaved: bool) -> None:
 def test_the_same_bits_alone_in_a_batch_and_with_other_threads(
     kind: str | torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that another kernel computes where its expert has many; scratch of one row that the next overwrites;
-    tokens that begin at the wrong row where they are taken in pieces."""
+    """A row that another kernel computes where its expert has many; scratch of one row that the next
+    overwrites; tokens that begin at the wrong row where they are taken in pieces."""
     layer = Layer(kind, interleaved=True, biased=True, sizes=(7, 256, 256))
     x, ids, weights = layer.inputs(150, 4)
     together = layer.experts(x, ids, weights)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import native, ops
+from quire.kernels.activations import ACTIVATIONS, NUMBERS
 from quire.kernels.cpu import CPUOps
 from quire.kernels.ops import HeadNorms
 from quire.kernels.reference import Reference
@@ -38,34 +39,97 @@ def near(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-@given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS, seed=SEEDS)
-@settings(max_examples=40)
-def test_norms(rows: int, size: int, dtype: torch.dtype, threads: int, seed: int) -> None:
-    """A tail that is left out or read beyond the row; the residual not kept, or not rounded."""
-    torch.manual_seed(seed)
-    x, weight = (torch.randn(rows, size) * 3).to(dtype), torch.randn(size).to(dtype)
-    residual, twin = torch.randn(rows, size).to(dtype).repeat(2, 1).chunk(2)
+class Rows:
+    """Random rows, which may lie apart, and what norms and activations are made with."""
+
+    def __init__(
+        self, rows: int, size: int, dtype: torch.dtype, wide_weight: bool, gap: int, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.x = (torch.randn(rows, size + gap) * 3 + 1).to(dtype)[:, :size]
+        self.weight, self.bias = torch.randn(2, size).to(torch.float32 if wide_weight else dtype)
+        self.residual = torch.randn(rows, size).to(dtype)
+
+
+@st.composite
+def some_rows(draw: st.DrawFn) -> Rows:
+    gap = st.integers(0, 3)
+    return Rows(draw(ROWS), draw(SIZES), draw(TYPES), draw(st.booleans()), draw(gap), draw(SEEDS))
+
+
+@given(case=some_rows(), threads=THREADS)
+@settings(max_examples=60)
+def test_norms(case: Rows, threads: int) -> None:
+    """A tail that is left out, counted or read beyond the row; the residual not kept, or not rounded; a wide
+    weight read as a narrow one, or what it multiplies rounded before."""
+    x, weight, bias = case.x, case.weight, case.bias
+    residual, twin = case.residual.clone(), case.residual.clone()
     with on_threads(threads):
         near(OURS.norm(x, weight, 1e-5), EXPECTED.norm(x, weight, 1e-5))
         near(OURS.add_norm(x, residual, weight, 1e-5), EXPECTED.add_norm(x, twin, weight, 1e-5))
+        if x.shape[1] > 3:  # a few numbers may all be much the same
+            for of in (None, bias):
+                near(OURS.layer_norm(x, weight, of, 1e-5), EXPECTED.layer_norm(x, weight, of, 1e-5))
+                ours = OURS.add_layer_norm(x, residual, weight, of, 1e-5)
+                near(ours, EXPECTED.add_layer_norm(x, twin, weight, of, 1e-5))
     assert torch.equal(residual, twin)
 
 
-@given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS, gap=st.integers(0, 3), seed=SEEDS)
-@settings(max_examples=40)
-def test_gated(rows: int, size: int, dtype: torch.dtype, threads: int, gap: int, seed: int) -> None:
-    """Gate and up swapped; a stride ignored."""
-    torch.manual_seed(seed)
-    gate_up = (torch.randn(rows, 2 * size + gap) * 20).to(dtype)[:, : 2 * size]
+@given(case=some_rows(), threads=THREADS, extra=st.integers(0, 5))
+@settings(max_examples=30)
+def test_parts_of_rows_are_normed_where_they_are(case: Rows, threads: int, extra: int) -> None:
+    """What lies behind the parts, or another part, changed; the weight of another part."""
+    x = torch.cat((case.x, case.x * 0.1, case.x[:, :extra]), 1)
+    twin, weights = x.clone(), (case.weight, case.bias)
     with on_threads(threads):
-        near(OURS.gated(gate_up, "silu"), EXPECTED.gated(gate_up, "silu"))
+        ours = OURS.norm_parts(x, weights, 1e-5)
+    near(ours, EXPECTED.norm_parts(twin, weights, 1e-5))
+    assert ours.data_ptr() == x.data_ptr()
 
 
-def test_silu_at_the_ends() -> None:
+@given(case=some_rows(), threads=THREADS, activation=st.sampled_from([*NUMBERS]))
+@settings(max_examples=80)
+def test_activations(case: Rows, threads: int, activation: str) -> None:
+    """Gate and up swapped; a stride ignored; a number in C that is another activation's."""
+    gate_up = torch.cat((case.x * 3, case.residual * 5, case.x), 1)[:, : 2 * case.x.shape[1]]
+    with on_threads(threads):
+        near(OURS.gated(gate_up, activation), EXPECTED.gated(gate_up, activation))
+        if activation in ACTIVATIONS:
+            near(OURS.activate(case.x, activation), EXPECTED.activate(case.x, activation))
+
+
+@given(case=some_rows(), threads=THREADS)
+@settings(max_examples=40)
+def test_changes_in_place(case: Rows, threads: int) -> None:
+    """What lies between rows changed; the gate of another row."""
+    y = case.residual
+    changes: list[Callable[[ops.Ops, Tensor], Tensor]] = [
+        lambda by, x: by.scale(x, 11.3),
+        lambda by, x: by.softcap(x, 2.0),
+        lambda by, x: by.add(x, y),
+        lambda by, x: by.weigh(x, y),
+        lambda by, x: by.weigh(x, y[:, :1]),
+    ]
+    for change in changes:
+        around, twin = (torch.cat((case.x, y), 1) for _ in range(2))
+        with on_threads(threads):
+            change(OURS, around[:, : y.shape[1]])
+        change(EXPECTED, twin[:, : y.shape[1]])
+        near(around, twin)
+
+
+def test_the_ends_of_soft_caps_and_gates() -> None:
+    ends = torch.tensor([[-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30, torch.nan, torch.inf]])
+    near(OURS.softcap(ends.clone(), 30.0), EXPECTED.softcap(ends.clone(), 30.0))
+    near(OURS.weigh(torch.ones_like(ends), ends), EXPECTED.weigh(torch.ones_like(ends), ends))
+
+
+@pytest.mark.parametrize("activation", NUMBERS)
+def test_activations_at_the_ends(activation: str) -> None:
     """An exponential that overflows."""
     gate = torch.tensor([[-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30, torch.nan, torch.inf]])
     gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
-    near(OURS.gated(gate_up, "silu"), EXPECTED.gated(gate_up, "silu"))
+    near(OURS.gated(gate_up, activation), EXPECTED.gated(gate_up, activation))
 
 
 @given(rows=ROWS, size=SIZES, dtype=TYPES, threads=THREADS)
@@ -85,7 +149,7 @@ class Heads:
         heads: tuple[int, int],
         dims: tuple[int, int],
         dtypes: tuple[torch.dtype, torch.dtype],
-        normed: bool,
+        norm_dtype: torch.dtype | None,
         seed: int,
     ) -> None:
         torch.manual_seed(seed)
@@ -96,8 +160,9 @@ class Heads:
         self.positions = torch.randint(100, (tokens,))
         self.slots = torch.randperm(4 * tokens)[:tokens]
         self.slots[torch.rand(tokens) < 0.2] = -1
-        q_norm, k_norm = torch.randn(2, dim).to(dtype)
-        self.norms = HeadNorms(q_norm, k_norm, 1e-6) if normed else None
+        self.norms = None
+        if norm_dtype is not None:
+            self.norms = HeadNorms(*torch.randn(2, dim).to(norm_dtype), 1e-6)
         self.shape, self.cache_dtype = (tokens, 4, kv_heads, dim), cache_dtype
 
     def run(self, by: ops.Ops, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +181,7 @@ def some_heads(draw: st.DrawFn) -> Heads:
         draw(st.sampled_from([(1, 1), (3, 1), (6, 2)])),
         draw(st.sampled_from([(8, 8), (64, 64), (80, 32), (12, 6), (20, 20)])),
         (dtype, draw(st.sampled_from([dtype, torch.bfloat16]))),
-        draw(st.booleans()),
+        draw(st.sampled_from([None, dtype, torch.float32])),
         draw(SEEDS),
     )
 
@@ -143,7 +208,9 @@ def test_a_row_has_the_same_bits_in_any_batch(
     operations: list[Callable[[Tensor], Tensor]] = [
         lambda x: OURS.norm(x, weight, 1e-5),
         lambda x: OURS.add_norm(x, x.clone(), weight, 1e-5),
+        lambda x: OURS.layer_norm(x, weight, weight, 1e-5),
         lambda x: OURS.gated(x, "silu"),
+        lambda x: OURS.activate(x, "gelu"),
     ]
     together = [operation(x) for operation in operations]
     queries = case.run(OURS, slice(None))[0]
@@ -154,7 +221,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 
 def test_an_8_bit_cache_is_left_to_torch() -> None:
-    case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), False, 0)
+    case = Heads(5, (4, 2), (16, 16), (torch.float32, torch.float8_e4m3fn), None, 0)
     for ours, expected in zip(case.run(OURS, slice(None)), case.run(EXPECTED, slice(None)), strict=True):
         assert torch.equal(ours.float(), expected.float())
 

@@ -12,6 +12,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
+NUMBERS = {name: number for number, name in enumerate((*ACTIVATIONS, "clamped_swiglu"))}
+"""In C, as in csrc/activations.h."""
 _CLAMP, _SLOPE = 7.0, 1.702
 """Of gpt-oss."""
 

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from quire.kernels import cpu_experts
+from quire.kernels.activations import NUMBERS
+from quire.kernels.experts import Routing
 from quire.kernels.native import Kernel, structure
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
@@ -11,22 +14,22 @@ TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
 """As in fused.c."""
 
-ACTIVATIONS = {
-    name: number
-    for number, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"))
-}
-"""Numbers of the activations, as in activations.h."""
-
 _embed = Kernel("quire_embed")
 _EmbedJob = structure("out ids table", "num_rows row_bytes")
 _norm = Kernel("quire_norm")
-_NormJob = structure("out x weight residual", "num_rows size bf16", "eps")
+_NormJob = structure(
+    "out x weight bias residual", "num_rows size stride out_stride centred bf16 weight_bf16", "eps"
+)
 _activate = Kernel("quire_activate")
 _ActivateJob = structure("out x", "num_rows size stride activation gated bf16")
+_change = Kernel("quire_change")
+_ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
+_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS = range(5)
+"""As in fused.c."""
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
-    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 cache_bf16",
+    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 cache_bf16 norm_bf16",
     "eps",
 )
 
@@ -48,28 +51,59 @@ class CPUOps(Reference):
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normed(x, None, weight, eps)
+        return self._normed(x, weight, None, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert residual.is_contiguous() and residual.dtype == x.dtype
-        return self._normed(x, residual, weight, eps)
+        return self._normed(x, weight, None, eps, residual=residual)
 
-    def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != weight.dtype:
-            return super().norm(x if residual is None else residual.add_(x), weight, eps)
-        x = x.contiguous()
-        out, size = x.new_empty(x.shape), x.shape[-1]
+    def norm_parts(self, x: Tensor, weights: tuple[Tensor, ...], eps: float) -> Tensor:
+        start = 0
+        for weight in weights:
+            part = x[:, start : start + len(weight)]
+            self._normed(part, weight, None, eps, out=part)
+            start += len(weight)
+        return x
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._normed(x, weight, bias, eps, centred=True)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self._normed(x, weight, bias, eps, centred=True, residual=residual)
+
+    def _normed(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centred: bool = False,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert weight.dtype in (x.dtype, torch.float32) and (bias is None or bias.dtype == weight.dtype)
+        assert residual is None or (residual.is_contiguous() and residual.dtype == x.dtype)
+        x = _in_rows(x)
+        out = x.new_empty(x.shape) if out is None else out
+        size = x.shape[-1]
         job = _NormJob(
             out.data_ptr(),
             x.data_ptr(),
             weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
             x.numel() // size,
             size,
+            size if x.is_contiguous() else x.stride(0),
+            size if out.is_contiguous() else out.stride(0),
+            centred,
             x.dtype == torch.bfloat16,
+            weight.dtype == torch.bfloat16,
             eps,
         )
-        _norm(job, out, x, weight, *(() if residual is None else (residual,)))
+        _norm(job, out, x, weight, *(held for held in (bias, residual) if held is not None))
         return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -79,7 +113,7 @@ class CPUOps(Reference):
         return self._activated(x, activation, x.shape[1])
 
     def _activated(self, x: Tensor, activation: str, size: int) -> Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        x = _in_rows(x)
         out = torch.empty(len(x), size, dtype=x.dtype)
         job = _ActivateJob(
             out.data_ptr(),
@@ -87,12 +121,44 @@ class CPUOps(Reference):
             len(x),
             size,
             x.stride(0),
-            ACTIVATIONS[activation],
+            NUMBERS[activation],
             size < x.shape[1],
             x.dtype == torch.bfloat16,
         )
         _activate(job, out, x)
         return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return self._changed(x, _SCALE, by=factor)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return self._changed(x, _SOFTCAP, by=cap)
+
+    def weigh(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._changed(x, _WEIGH if gate.shape == x.shape else _WEIGH_ROWS, gate)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._changed(x, _ADD, y)
+
+    def _changed(self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0) -> Tensor:
+        """x [T, n] in place."""
+        assert x.dim() == 2 and x.stride(1) == 1
+        assert other is None or (other.dtype == x.dtype and other.stride(1) == 1)
+        job = _ChangeJob(
+            x.data_ptr(),
+            None if other is None else other.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            0 if other is None else other.stride(0),
+            change,
+            x.dtype == torch.bfloat16,
+            by,
+        )
+        _change(job, x, *(() if other is None else (other,)))
+        return x
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return cpu_experts.route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
         heads, table, positions, slots, k_cache, v_cache, norms, *_ = entry
@@ -119,8 +185,14 @@ class CPUOps(Reference):
             table.shape[1],
             qkv.dtype == torch.bfloat16,
             k_cache.dtype == torch.bfloat16,
+            norms is not None and norms.q.dtype == torch.bfloat16,
             0.0 if norms is None else norms.eps,
         )
         weights = () if norms is None else (norms.q, norms.k)
         _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
         return out
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """`x` with its rows at one distance."""
+    return x if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()

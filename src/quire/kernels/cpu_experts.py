@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu import ACTIVATIONS
+from quire.kernels.activations import NUMBERS
 from quire.kernels.experts import Routing
 from quire.kernels.linear import FORMS, PANEL, Matrix
 from quire.kernels.native import Kernel, structure
@@ -62,8 +62,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 class Experts:
     """The experts of a layer: the weighted sum of what the chosen ones make of each token.
 
-    Each has the parts of its gate and up projections, stacked along the output, and its down projection. A row
-    of the result has the same bits alone and in any batch, with any number of threads.
+    Each has the parts of its gate and up projections, stacked along the output, and its down projection. A
+    row of the result has the same bits alone and in any batch, with any number of threads.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Experts:
         assert len(gate_up) == len(down) and len(parts) == len(down) * len(gate_up[0])
         assert len({(part.columns, part.interleaved) for part in parts}) == 1
         assert len({(part.rows, part.columns, part.interleaved) for part in down}) == 1
-        self.activation = ACTIVATIONS[activation]
+        self.activation = NUMBERS[activation]
         self._first, self._last, self._num_parts = parts[0], down[0], len(gate_up[0])
         self._num_experts, self._hidden, self._size = len(down), down[0].rows, down[0].columns
         assert sum(part.rows for part in gate_up[0]) == 2 * self._size

@@ -29,16 +29,26 @@ void quire_embed(const EmbedJob *job)
 }
 
 typedef struct {
-    void *out;
-    const void *x, *weight;
-    void *residual; /* NULL: there is none */
-    int64_t num_rows, size, bf16;
+    void *out; /* may be x */
+    const void *x, *weight, *bias; /* bias, of the type of the weight, may be NULL */
+    void *residual;                /* NULL: there is none */
+    int64_t num_rows, size, stride, out_stride, centred, bf16, weight_bf16;
     double eps;
 } NormJob;
 
-/* `from` is rounded to the type of the model, so that it does not matter whether it was stored in between. */
-INLINE void norm_row(const void *from, long from_at, const void *weight, void *into, long into_at, long size, float eps,
-                     int bf16)
+/* LANES numbers without `mean`, zeros behind the last. */
+INLINE vf take_from(const void *from, int bf16, long at, long left, float mean)
+{
+    vf x = take(from, bf16, at, left) - mean;
+    for (long i = left; i < LANES; i++)
+        x[i] = 0;
+    return x;
+}
+
+/* `from` is rounded to the type of the model, so that it does not matter whether it was stored in between. A weight of the same
+ * type multiplies what is rounded again. */
+INLINE void norm_row(const void *from, long from_at, const void *weight, int weight_bf16, void *into, long into_at, long size,
+                     float eps, int bf16)
 {
     vf squares = {0};
     for (long i = 0; i < size; i += LANES) {
@@ -47,31 +57,57 @@ INLINE void norm_row(const void *from, long from_at, const void *weight, void *i
     }
     float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
     for (long i = 0; i < size; i += LANES) {
-        vf x = rounded(take(from, bf16, from_at + i, size - i) * factor, bf16);
-        put(into, bf16, into_at + i, size - i, x * take(weight, bf16, i, size - i));
+        vf x = rounded(take(from, bf16, from_at + i, size - i) * factor, bf16 && weight_bf16);
+        put(into, bf16, into_at + i, size - i, x * take(weight, weight_bf16, i, size - i));
     }
 }
 
-INLINE void norm(const NormJob *job, int bf16)
+INLINE void centre_row(const NormJob *job, const void *from, long from_at, long into_at, int bf16, int weight_bf16)
+{
+    vf sum = {0}, squares = {0};
+    long size = job->size;
+    for (long i = 0; i < size; i += LANES)
+        sum += take(from, bf16, from_at + i, size - i);
+    float mean = lanes_sum(sum) / (float)size;
+    for (long i = 0; i < size; i += LANES) {
+        vf x = take_from(from, bf16, from_at + i, size - i, mean);
+        squares = fused(x, x, squares);
+    }
+    float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + (float)job->eps);
+    for (long i = 0; i < size; i += LANES) {
+        vf x = (take(from, bf16, from_at + i, size - i) - mean) * factor;
+        vf bias = job->bias ? take(job->bias, weight_bf16, i, size - i) : splat(0);
+        put(job->out, bf16, into_at + i, size - i, fused(x, take(job->weight, weight_bf16, i, size - i), bias));
+    }
+}
+
+INLINE void norm(const NormJob *job, int bf16, int weight_bf16)
 {
     long size = job->size;
 #pragma omp for schedule(static)
-    for (long at = 0; at < job->num_rows * size; at += size) {
+    for (long row = 0; row < job->num_rows; row++) {
+        const void *from = job->residual ? job->residual : job->x;
+        long at = row * job->stride, from_at = job->residual ? row * size : at;
         if (job->residual)
             for (long i = 0; i < size; i += LANES) {
-                vf x = take(job->x, bf16, at + i, size - i), sum = take(job->residual, bf16, at + i, size - i);
-                put(job->residual, bf16, at + i, size - i, sum + x);
+                vf x = take(job->x, bf16, at + i, size - i), sum = take(job->residual, bf16, from_at + i, size - i);
+                put(job->residual, bf16, from_at + i, size - i, sum + x);
             }
-        norm_row(job->residual ? job->residual : job->x, at, job->weight, job->out, at, size, (float)job->eps, bf16);
+        if (job->centred)
+            centre_row(job, from, from_at, row * job->out_stride, bf16, weight_bf16);
+        else
+            norm_row(from, from_at, job->weight, weight_bf16, job->out, row * job->out_stride, size, (float)job->eps, bf16);
     }
 }
 
 void quire_norm(const NormJob *job)
 {
-    if (job->bf16)
-        norm(job, 1);
+    if (job->bf16 && job->weight_bf16)
+        norm(job, 1, 1);
+    else if (job->bf16)
+        norm(job, 1, 0);
     else
-        norm(job, 0);
+        norm(job, 0, 0);
 }
 
 typedef struct {
@@ -100,12 +136,56 @@ void quire_activate(const ActivateJob *job)
         activate_rows(job, 0);
 }
 
+/* The same numbers as in cpu.py. */
+enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS };
+
+typedef struct {
+    void *x;
+    const void *other; /* what is added, or what weighs: as large as x, or a number for each row */
+    int64_t num_rows, size, stride, other_stride, change, bf16;
+    double by;
+} ChangeJob;
+
+INLINE vf sigmoid(vf x) { return 1.0f / (exp_lanes(smaller(splat(88.0f), -x)) + 1.0f); }
+
+INLINE void change_rows(const ChangeJob *job, int change, int bf16)
+{
+    long pieces = (job->size + COLUMNS - 1) / COLUMNS;
+    float by = (float)job->by;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * pieces; task++) {
+        long row = task / pieces, start = task % pieces * COLUMNS, other_at = row * job->other_stride;
+        long end = start + COLUMNS < job->size ? start + COLUMNS : job->size;
+        vf other = change == WEIGH_ROWS ? splat(take(job->other, bf16, other_at, 1)[0]) : splat(0);
+        for (long i = start; i < end; i += LANES) {
+            vf x = take(job->x, bf16, row * job->stride + i, end - i);
+            if (change == ADD || change == WEIGH)
+                other = take(job->other, bf16, other_at + i, end - i);
+            switch (change) {
+            case SCALE: x = x * by; break;
+            case SOFTCAP: x = by - 2.0f * by / (exp_lanes(smaller(splat(44.0f), x / by) * 2.0f) + 1.0f); break;
+            case ADD: x = x + other; break;
+            default: x = x * rounded(sigmoid(other), bf16);
+            }
+            put(job->x, bf16, row * job->stride + i, end - i, x);
+        }
+    }
+}
+
+void quire_change(const ChangeJob *job)
+{
+    if (job->bf16)
+        change_rows(job, (int)job->change, 1);
+    else
+        change_rows(job, (int)job->change, 0);
+}
+
 typedef struct {
     void *out; /* [tokens, heads, head_dim] */
     const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *positions, *slots;
     void *k_cache, *v_cache;
-    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, cache_bf16;
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, cache_bf16, norm_bf16;
     double eps;
 } RotateJob;
 
@@ -133,7 +213,8 @@ INLINE void rotate_and_write(const RotateJob *job, int bf16)
         const void *weight = head < heads ? job->q_norm : job->k_norm;
         if (weight && head < heads + kv_heads) {
             uint16_t narrow_x[MAX_HEAD_DIM];
-            norm_row(job->qkv, from, weight, bf16 ? (void *)narrow_x : (void *)x, 0, dim, (float)job->eps, bf16);
+            void *into = bf16 ? (void *)narrow_x : (void *)x;
+            norm_row(job->qkv, from, weight, (int)job->norm_bf16, into, 0, dim, (float)job->eps, bf16);
             if (bf16)
                 widen(narrow_x, 1, 0, dim, 1.0f, x);
         } else
