@@ -5,7 +5,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import native
+from quire.kernels.cpu_experts import Experts
 from quire.kernels.experts import ExpertWeights, mix
+from quire.kernels.linear import FORMS, Matrix
 
 
 class ExpertShape(NamedTuple):
@@ -63,7 +66,14 @@ class PlainExperts:
         return parts | {"gate": gate, "up": up}
 
     def finish(self, layer: nn.Module, shape: ExpertShape) -> None:
-        """The weights are used as they were loaded."""
+        """The weights are used as they were loaded, on a CPU by our own kernels."""
+        gate_up, down, *biases = layer.parameters()
+        if gate_up.device.type == "cpu" and gate_up.dtype in FORMS and native.library() is not None:
+            gates, downs = ([Matrix.plain(weight) for weight in of] for of in (gate_up, down))
+            layer.__dict__["mix"] = Experts([[part] for part in gates], downs, shape.activation, *biases)
 
     def apply(self, layer: nn.Module, shape: ExpertShape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts: Experts | None = layer.__dict__.get("mix")
+        if experts is not None:
+            return experts(x, ids, weights)
         return mix(x, ids, weights, ExpertWeights(**dict(layer.named_parameters())), shape.activation)
