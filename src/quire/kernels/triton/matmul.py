@@ -111,13 +111,13 @@ def _tiles(
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
     follow(OVERLAP)
-    acc, up = _empty(NUM, ROWS), _empty(NUM, ROWS)
+    acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
-        acc = _times(a, weight.load([first_n, at]), acc)
+        acc = times(a, weight.load([first_n, at]), acc)
         if GATED:
-            up = _times(a, weight.load([first_n + size_out, at]), up)
-    acc, up = _upright(acc, NUM), _upright(up, NUM)
+            up = times(a, weight.load([first_n + size_out, at]), up)
+    acc, up = upright(acc, NUM), upright(up, NUM)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
@@ -144,17 +144,19 @@ def _tiles(
 # The tensor cores take 64 rows of their first factor: with fewer, x is the second one, and sums lie on their
 # side.
 @triton.jit
-def _empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     return tl.zeros([ROWS, NUM] if NUM < 64 else [NUM, ROWS], tl.float32)
 
 
 @triton.jit
-def _times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    return tl.dot(w, tl.trans(x), acc) if x.shape[0] < 64 else tl.dot(x, tl.trans(w), acc)
+def times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    if x.shape[0] < 64:
+        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
 
 
 @triton.jit
-def _upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
     return tl.trans(acc) if NUM < 64 else acc
 
 
@@ -192,20 +194,20 @@ def multiply(
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
-        out, _tiled(x, plan.num, plan.length), _tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, _arrivals(x.device), num, size_in, size_out, GATED=gated,
+        out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
+        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, GATED=gated,
         BIASED=biased, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
 
-def _tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
+def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> Tensor:
+def arrivals_of(device: torch.device) -> Tensor:
     """Counters of the splits of a product; one product at a time uses them."""
     return torch.zeros(2**16, dtype=torch.int32, device=device)
 
@@ -214,17 +216,17 @@ def _plan(x: Tensor, weight: Tensor, parts: int) -> Plan:
     if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return None
     plan = choose(len(x), len(weight), weight.shape[1], parts)
-    return plan if isinstance(plan, Rows) or (_aligned(x) and _aligned(weight) and _has_room()) else None
+    return plan if isinstance(plan, Rows) or (aligned(x) and aligned(weight) and has_room()) else None
 
 
 @functools.cache
-def _has_room() -> bool:
+def has_room() -> bool:
     """The tiles under way take up to 197 KB of a multiprocessor's own memory: those of Hopper and of the
     large Blackwells have it."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
-def _aligned(matrix: Tensor) -> bool:
+def aligned(matrix: Tensor) -> bool:
     """As the copy engine wants it: tiles begin at multiples of 16 bytes."""
     return matrix.stride(0) % 8 == 0 and matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0
 
