@@ -152,7 +152,8 @@ def empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
 def times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
     if x.shape[0] < 64:
         return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
 
 
 @triton.jit

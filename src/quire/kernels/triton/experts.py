@@ -1,0 +1,470 @@
+"""Mixtures of experts on a GPU: `mix` of `kernels/experts.py`.
+
+A pair is a token and one of its experts. For few tokens programs hold whole rows of the weights of each
+pair's expert in registers. For more, pairs are sorted by expert, and tiles of pairs with one expert multiply
+its weights on the tensor cores: each chosen expert is read once. Nothing here waits for the device, and what
+is launched depends on the number of tokens alone, so that all of it can be captured. Sums are made in a fixed
+order: the same input gives the same bits.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.matmul import aligned, empty, has_room, tiled, times, upright
+from quire.kernels.triton.ops import silu_times
+from quire.kernels.triton.routing import choose, route
+
+__all__ = ["choose", "mix", "route"]
+
+_CHUNK = 4096
+"""Pairs that a program sorts."""
+_SUMMED = 1024
+"""Numbers of a token that a program sums."""
+
+
+class Rows(NamedTuple):
+    """So many rows of gate and up, and of each expert's down, per program."""
+
+    up: int
+    down: int
+    up_warps: int
+    down_warps: int
+
+
+class Tile(NamedTuple):
+    """So many rows of the weight, and so many numbers of each at a time."""
+
+    rows: int
+    length: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Tiles of so many pairs: those of gate and up, and those of down."""
+
+    num: int
+    up: Tile
+    down: Tile
+
+
+Plan = Rows | Tiles
+
+
+@triton.jit
+def _up_rows(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (pairs * size_out / ROWS). Where the next kernel begins, `ids` are there."""
+    stripes = tl.cdiv(size_out, ROWS)
+    pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, LENGTH)
+    exist = (n < size_out)[:, None] & (k < size_in)[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    expert = tl.load(ids + pair).to(tl.int64)
+    at = weight + (expert * 2 * size_out + n)[:, None] * size_in + k[None, :]
+    gate = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
+    at += size_out.to(tl.int64) * size_in
+    up = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
+    row = tl.load(x + pair // TOP * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    gate = tl.sum(gate.to(tl.float32) * row, 1)
+    up = tl.sum(up.to(tl.float32) * row, 1)
+    if BIASED:
+        gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
+        up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
+    kind = out.dtype.element_ty
+    y = activated(gate.to(kind), up.to(kind), ACTIVATION)
+    tl.store(out + pair * size_out + n, y, mask=n < size_out)
+
+
+@triton.jit
+def _down_rows(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    TOP: tl.constexpr,
+    BIASED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens * size_out / ROWS). `EXPERTS` >= TOP is a power of two.
+
+    `ids` and `weights` are read ahead of the end of `_up_rows`, around the cache of another multiprocessor's.
+    """
+    stripes = tl.cdiv(size_out, ROWS)
+    token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
+    rank, k = tl.arange(0, EXPERTS), tl.arange(0, LENGTH)
+    pair = token.to(tl.int64) * TOP + rank
+    expert = tl.load(ids + pair, mask=rank < TOP, other=0, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(weights + pair, mask=rank < TOP, other=0.0, cache_modifier=".cg")
+    row = expert[:, None] * size_out + n[None, :]
+    known = (rank < TOP)[:, None] & (n < size_out)[None, :]
+    held = known[:, :, None] & (k < size_in)[None, None, :]
+    at = weight + row[:, :, None] * size_in + k[None, None, :]
+    w = tl.load(at, mask=held, other=0.0, eviction_policy="evict_first")
+    follow(OVERLAP)
+    exist = (rank < TOP)[:, None] & (k < size_in)[None, :]
+    values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exist, other=0.0).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * values[:, None, :], 2)
+    if BIASED:
+        y += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)
+    y = y.to(out.dtype.element_ty).to(tl.float32)
+    y = tl.sum(y * share[:, None], 0)
+    place = out + token.to(tl.int64) * size_out + n
+    tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
+
+
+@triton.jit
+def _count(counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr) -> None:
+    """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    found = tl.load(ids + at, mask=at < num, other=0)
+    tl.store(
+        counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num)
+    )
+
+
+@triton.jit(do_not_specialize=["num", "chunks"])
+def _sort(
+    order: tl.tensor,
+    work: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    num: tl.tensor,
+    chunks: tl.tensor,
+    HEIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    ALONE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (experts, chunks): the pairs of an expert in a chunk go to their places, in their order.
+
+    Those of the first chunk also list the tiles of `HEIGHT` pairs: how many there are, and from 4 on of each the
+    expert, the first pair and the end. If `ALONE` there is one chunk, which nobody has counted.
+    """
+    expert, chunk = tl.program_id(0), tl.program_id(1)
+    at, bins = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BINS)
+    follow(OVERLAP)
+    found = tl.load(ids + at, mask=at < num, other=-1)
+    if ALONE:
+        totals = tl.histogram(found, BINS, mask=at < num)
+        earlier = 0
+    else:
+        totals = tl.zeros([BINS], tl.int32)
+        before = tl.zeros([BINS], tl.int32)
+        for i in range(chunks):
+            row = tl.load(counts + i * BINS + bins)
+            totals += row
+            before += tl.where(i < chunk, row, 0)
+        earlier = tl.sum(tl.where(bins == expert, before, 0), 0)
+    first = tl.sum(tl.where(bins < expert, totals, 0), 0)
+    is_own = found == expert
+    place = first + earlier + tl.cumsum(is_own.to(tl.int32), 0) - 1
+    tl.store(order + place, at, mask=is_own)
+    if chunk == 0:
+        tiles = tl.cdiv(totals, HEIGHT)
+        own = tl.sum(tl.where(bins == expert, totals, 0), 0)
+        tile = work + 4 + 4 * tl.sum(tl.where(bins < expert, tiles, 0), 0)
+        for start in range(0, own, HEIGHT):
+            tl.store(tile, expert)
+            tl.store(tile + 1, first + start)
+            tl.store(tile + 2, first + tl.minimum(start + HEIGHT, own))
+            tile += 4
+        if expert == 0:
+            tl.store(work, tl.sum(tiles, 0))
+
+
+@triton.jit
+def _tiles(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    size_in: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATHERED: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+
+    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
+    descriptor `x` of their tiles, to where they were before the sort.
+    """
+    stripes = tl.cdiv(size_out, ROWS)
+    tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
+    follow(OVERLAP)
+    if tile >= tl.load(work):
+        return
+    expert, start, end = tl.load(work + 4 + 4 * tile), tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
+    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
+    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
+    if ACTIVATION != "":
+        row, k = expert * 2 * size_out + first_n, tl.arange(0, LENGTH)
+        if GATHERED:
+            at_x = x + (pair // TOP * x_stride)[:, None] + k[None, :]
+        for at in range(0, size_in, LENGTH):
+            if not GATHERED:
+                a = x.load([start, at])
+            elif EVEN:
+                a = tl.load(at_x + at)
+            else:
+                a = tl.load(at_x + at, mask=(k < size_in - at)[None, :], other=0.0)
+            acc = times(a, weight.load([row, at]), acc)
+            up = times(a, weight.load([row + size_out, at]), up)
+    else:
+        row = expert * size_out + first_n
+        for at in range(0, size_in, LENGTH):
+            acc = times(x.load([start, at]), weight.load([row, at]), acc)
+    kind = out.dtype.element_ty
+    y = upright(_with(acc, bias + row, n - first_n, n < size_out, NUM, BIASED).to(kind), NUM)
+    if ACTIVATION != "":
+        other = _with(up, bias + row + size_out, n - first_n, n < size_out, NUM, BIASED)
+        y = activated(y, upright(other.to(kind), NUM), ACTIVATION)
+        pair = m.to(tl.int64)
+    inside = (m < end)[:, None] & (n < size_out)[None, :]
+    tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
+
+
+@triton.jit
+def _with(
+    acc: tl.tensor,
+    bias: tl.tensor,
+    n: tl.tensor,
+    exist: tl.tensor,
+    NUM: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> tl.tensor:
+    if BIASED:
+        offset = tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)
+        acc += offset[:, None] if NUM < 64 else offset[None, :]
+    return acc
+
+
+@triton.jit
+def _sum(
+    out: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    size: tl.tensor,
+    TOP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens, size / BLOCK). `EXPERTS` >= TOP is a power of two."""
+    token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
+    at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
+    follow(OVERLAP)
+    exist = (rank < TOP)[:, None] & (at < size)[None, :]
+    values = tl.load(x + pair[:, None] * size + at[None, :], mask=exist, other=0.0).to(tl.float32)
+    share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
+    total = tl.sum(values * share[:, None], 0)
+    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """`gated` of `kernels/activations.py`."""
+    if KIND == "silu":
+        return silu_times(gate, up)
+    else:
+        return _wide(gate.to(tl.float32), up.to(tl.float32), KIND).to(gate.dtype)
+
+
+@triton.jit
+def _wide(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    if KIND == "clamped_swiglu":
+        gate, up = tl.minimum(gate, 7.0), tl.clamp(up, -7.0, 7.0) + 1
+        gate /= 1 + tl.exp(-1.702 * gate)
+    elif KIND == "gelu_tanh":
+        gate /= 1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif KIND == "gelu":
+        gate *= 0.5 + 0.5 * tl.erf(0.7071067811865476 * gate)
+    else:
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
+        gate = tl.maximum(gate, 0.0)
+        if KIND == "relu2":
+            gate *= gate
+    return gate * up
+
+
+def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    if not len(x):
+        return torch.empty_like(x)
+    num_experts, _, intermediate = experts.down.shape
+    plan = plan_of(ids.numel(), ids.shape[1], num_experts, x.shape[1], intermediate, x.dtype)
+    return mixed(x, ids, weights, experts, activation, plan)
+
+
+def mixed(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str, plan: Plan
+) -> Tensor:
+    """`mix` by a plan."""
+    num, hidden = x.shape
+    top, inner = ids.shape[1], experts.down.shape[2]
+    ahead = overlap(num, hidden)
+    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    if isinstance(plan, Rows):
+        up_rows(between, x, ids, experts, activation, plan)
+        down_rows(out, between, ids, weights, experts, plan)
+        return out
+    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
+    pairs = sort(ids, len(experts.down), plan.num, ahead=ahead)
+    multiply(between, x, experts.gate_up, experts.gate_up_bias, pairs, plan, top, activation, ahead=ahead)
+    multiply(apart, between, experts.down, experts.down_bias, pairs, plan, top, ahead=ahead)
+    add(out, apart, weights, ahead=ahead)
+    return out
+
+
+def up_rows(out: Tensor, x: Tensor, ids: Tensor, experts: ExpertWeights, activation: str, plan: Rows) -> None:
+    num, hidden = x.shape
+    inner, ahead = out.shape[1], overlap(num, hidden)
+    launch(_up_rows, ids.numel() * triton.cdiv(inner, plan.up))(
+        out, x, experts.gate_up, _or(experts.gate_up_bias, x), ids, hidden, inner, x.stride(0),
+        TOP=ids.shape[1], ACTIVATION=activation, BIASED=experts.gate_up_bias is not None, ROWS=plan.up,
+        LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
+    )  # fmt: skip
+
+
+def down_rows(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, plan: Rows
+) -> None:
+    num, hidden = out.shape
+    inner, top, ahead = x.shape[1], ids.shape[1], overlap(num, hidden)
+    launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
+        out, x, experts.down, _or(experts.down_bias, x), ids, weights, inner, hidden, TOP=top,
+        BIASED=experts.down_bias is not None, EXPERTS=triton.next_power_of_2(top), ROWS=plan.down,
+        LENGTH=triton.next_power_of_2(inner), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
+    )  # fmt: skip
+
+
+def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
+    num, hidden = out.shape
+    top = weights.shape[1]
+    launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
+        out, x, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
+        launch_pdl=ahead,
+    )  # fmt: skip
+
+
+def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Tensor, Tensor]:
+    """Pairs by expert [pairs]; how many tiles of `height` pairs of one expert there are, and from 4 on for each
+    its expert, its first pair and its end."""
+    num, bins = ids.numel(), triton.next_power_of_2(num_experts)
+    chunk = min(_CHUNK, max(triton.next_power_of_2(num), 32))
+    chunks = triton.cdiv(num, chunk)
+    order = torch.empty(num, dtype=torch.int32, device=ids.device)
+    work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
+    counts = order
+    if chunks > 1:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+        launch(_count, chunks)(counts, ids, num, CHUNK=chunk, BINS=bins, num_warps=8)
+    launch(_sort, num_experts, chunks)(
+        order, work, counts, ids, num, chunks, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(chunk // 256, 1), 8),
+    )  # fmt: skip
+    return order, work
+
+
+def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
+    """However the pairs fall."""
+    touched = min(num_pairs, num_experts)
+    return touched + (num_pairs - touched) // height
+
+
+def multiply(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pairs: tuple[Tensor, Tensor],
+    plan: Tiles,
+    top: int,
+    activation: str = "",
+    *,
+    ahead: bool,
+    gathered: bool = True,
+) -> None:
+    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    (num, size_out), size_in = out.shape, x.shape[1]
+    tile = plan.up if activation else plan.down
+    rows: Tensor | TensorDescriptor = x if activation and gathered else tiled(x, plan.num, tile.length)
+    launch(_tiles, most_tiles(num, len(weight), plan.num) * triton.cdiv(size_out, tile.rows))(
+        out, rows, tiled(weight.flatten(0, 1), tile.rows, tile.length), _or(bias, out), *pairs,
+        size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation, BIASED=bias is not None,
+        GATHERED=gathered, EVEN=size_in % tile.length == 0, NUM=plan.num, ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _or(bias: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel wants some tensor."""
+    return other if bias is None else bias
+
+
+@functools.cache
+def plan_of(
+    num_pairs: int, top: int, num_experts: int, hidden: int, inner: int, dtype: torch.dtype
+) -> Plan:
+    """How to multiply so many pairs, `top` of them a token's.
+
+    As measured on an H200 in graphs of layers with different weights: docs/performance.md has the table.
+    """
+    long, short = triton.next_power_of_2(hidden), triton.next_power_of_2(inner)
+    held = triton.next_power_of_2(top) * short
+    if num_pairs <= 2 * top and long <= 16384 and held <= 2**15 or hidden % 8 or inner % 8:
+        return Rows(max(8192 // long, 1), max(2**14 // held, 1), 8, 4)
+    if dtype == torch.float32:
+        return Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+    mean = num_pairs / num_experts
+    if mean > 64:
+        return Tiles(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))
+    if mean > 24:
+        return Tiles(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+    height = 16 if mean <= 10 else 32
+    return Tiles(height, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))

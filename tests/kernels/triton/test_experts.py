@@ -1,0 +1,204 @@
+"""Routing and experts against plain torch."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import experts as reference
+from quire.kernels.activations import ACTIVATIONS
+from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.triton.experts import (
+    Plan,
+    Rows,
+    Tile,
+    Tiles,
+    choose,
+    mix,
+    mixed,
+    most_tiles,
+    plan_of,
+    route,
+    sort,
+)
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+SMALL = Tile(32, 32, 4, 2)
+PLANS: list[Plan] = [
+    Rows(4, 2, 4, 4),
+    Tiles(16, SMALL, Tile(16, 64, 4, 3)),
+    Tiles(64, Tile(16, 32, 4, 3), SMALL),
+]
+ROUTINGS = [
+    (12, Routing(3)),
+    (128, Routing(8, renormalized=True)),
+    (512, Routing(10, renormalized=True, scale=2.5)),
+    (5, Routing(1, scoring="sigmoid")),
+    (48, Routing(5, scoring="sigmoid", renormalized=True, scale=2.5, num_groups=6, top_groups=3, group_best=2)),
+    (160, Routing(6, scale=16.0, num_groups=8, top_groups=3)),
+]
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    made = torch.randn(*shape, device=DEVICE).to(dtype)
+    if CUDA:
+        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+    return made
+
+
+def layer(
+    experts: int, hidden: int, inner: int, *, biased: bool = False, dtype: torch.dtype = DTYPE
+) -> ExpertWeights:
+    return ExpertWeights(
+        random(experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5,
+        random(experts, hidden, inner, dtype=dtype) / inner**0.5,
+        random(experts, 2 * inner, dtype=dtype) if biased else None,
+        random(experts, hidden, dtype=dtype) if biased else None,
+    )
+
+
+def pairs(num: int, top: int, experts: int) -> tuple[Tensor, Tensor]:
+    ids = torch.rand(num, experts, device=DEVICE).topk(top).indices.to(torch.int32)
+    weights = torch.rand(num, top, device=DEVICE)
+    if CUDA:
+        torch.cuda.synchronize()
+    return ids, weights
+
+
+def close(ours: Tensor, expected: Tensor, most: float = 8e-3) -> None:
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+    assert error < most, error
+
+
+def expected_of(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str
+) -> Tensor:
+    wide = ExpertWeights(*(each if each is None else each.float() for each in experts))
+    return reference.mix(x.float(), ids, weights, wide, activation).to(x.dtype)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("experts", "routing"), ROUTINGS)
+def test_routes(experts: int, routing: Routing, biased: bool) -> None:
+    logits, bias = random(7, experts + 3, dtype=torch.float32)[:, :experts], None
+    if biased:
+        bias = 0.1 * random(experts, dtype=torch.float32)
+    ids, weights = route(logits, routing, bias)
+    expected_ids, expected_weights = reference.route(logits, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights)
+
+
+def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
+    """Rows that pad a batch may hold anything."""
+    logits = torch.full((2, 12), torch.nan, device=DEVICE)
+    ids, _ = route(logits, Routing(4, renormalized=True))
+    assert 0 <= ids.min() and ids.max() < 12
+
+
+@pytest.mark.parametrize("num", [1, 3, 9])
+def test_product_and_route_in_one(num: int) -> None:
+    x, router, bias = random(num, 112)[:, 8:], random(20, 104), random(20)
+    routing = Routing(3, scoring="sigmoid", renormalized=True)
+    for router_bias, choice_bias in itertools.product([None, random(20)], [None, bias]):
+        for _ in range(2):  # the counter is zero again
+            ids, weights = choose(x, router, routing, choice_bias, router_bias)
+            logits = x.double() @ router.double().T
+            logits = logits if router_bias is None else logits + router_bias.double()
+            expected_ids, expected_weights = reference.route(logits.to(DTYPE), routing, choice_bias)
+            assert torch.equal(ids.sort().values, expected_ids.sort().values)
+            close(weights.sort().values, expected_weights.sort().values, 2e-3)
+
+
+@pytest.mark.parametrize("num", [1, 5, 37])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_mixes_of_odd_sizes(plan: Plan, biased: bool, num: int) -> None:
+    x, experts = random(num, 120)[:, 8:], layer(6, 112, 40, biased=biased)
+    ids, weights = pairs(num, 3, 6)
+    close(mixed(x, ids, weights, experts, "silu", plan), expected_of(x, ids, weights, experts, "silu"))
+
+
+@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
+def test_every_activation(activation: str, plan: Plan) -> None:
+    x, experts = 4 * random(3, 64), layer(4, 64, 32)
+    ids, weights = pairs(3, 2, 4)
+    expected = expected_of(x, ids, weights, experts, activation)
+    close(mixed(x, ids, weights, experts, activation, plan), expected)
+
+
+@pytest.mark.parametrize("num", [1, 4, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize("inner", [36, 64])
+def test_what_is_planned_mixes(inner: int, dtype: torch.dtype, num: int) -> None:
+    x, experts = random(num, 64, dtype=dtype), layer(8, 64, inner, dtype=dtype)
+    ids, weights = pairs(num, 4, 8)
+    ours = mix(x, ids, weights, experts, "silu")
+    close(ours, expected_of(x, ids, weights, experts, "silu"), 1e-5 if dtype == torch.float32 else 8e-3)
+    assert torch.equal(mix(x, ids, weights, experts, "silu"), ours)
+
+
+def test_an_expert_that_all_want_and_no_token_at_all() -> None:
+    x, experts = random(40, 64), layer(8, 64, 32)
+    ids, weights = torch.full((40, 1), 7, dtype=torch.int32, device=DEVICE), pairs(40, 1, 8)[1]
+    for plan in PLANS:
+        close(mixed(x, ids, weights, experts, "silu", plan), expected_of(x, ids, weights, experts, "silu"))
+    assert mix(x[:0], ids[:0], weights[:0], experts, "silu").shape == (0, 64)
+
+
+@pytest.mark.parametrize(("num", "top", "experts"), [(1, 1, 1), (11, 3, 7), (300, 4, 20), (2100, 4, 9)])
+def test_sorting(num: int, top: int, experts: int) -> None:
+    """The last of these in chunks."""
+    ids, _ = pairs(num, top, experts)
+    order, work = sort(ids, experts, 16, ahead=False)
+    assert torch.equal(order.long(), ids.flatten().sort(stable=True).indices)
+    in_order, most = ids.flatten()[order.long()].tolist(), most_tiles(ids.numel(), experts, 16)
+    num_tiles = int(work[0])
+    assert num_tiles <= most
+    covered = 0
+    for expert, start, end, _ in work[4:].view(-1, 4)[:num_tiles].tolist():
+        assert start == covered and start < end <= start + 16
+        assert set(in_order[start:end]) == {expert}
+        covered = end
+    assert covered == ids.numel()
+
+
+def test_the_most_tiles() -> None:
+    assert [most_tiles(*sizes) for sizes in [(8, 128, 16), (128, 128, 16), (160, 128, 16)]] == [8, 128, 130]
+
+
+@gpu
+@pytest.mark.parametrize("num", [1, 2, 3, 8, 33, 128, 256, 700, 2048])
+@pytest.mark.parametrize(
+    ("experts", "top", "hidden", "inner", "activation"),
+    [(128, 8, 2048, 768, "silu"), (32, 4, 2880, 2880, "clamped_swiglu"), (8, 2, 4096, 14336, "silu")],
+)
+def test_real_shapes(experts: int, top: int, hidden: int, inner: int, activation: str, num: int) -> None:
+    x, weights_of = random(num, hidden), layer(experts, hidden, inner, biased=activation != "silu")
+    ids, weights = pairs(num, top, experts)
+    ours = mix(x, ids, weights, weights_of, activation)
+    close(ours, reference.mix(x, ids, weights, weights_of, activation))
+    assert torch.equal(mix(x, ids, weights, weights_of, activation), ours)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 40, 130, 256, 2048, 16384])
+def test_every_shape_has_a_plan_that_fits(num: int) -> None:
+    for top, experts, hidden, inner in [(8, 128, 2048, 768), (4, 32, 2880, 2880), (16, 512, 100, 90)]:
+        for dtype in (torch.bfloat16, torch.float32):
+            plan = plan_of(num * top, top, experts, hidden, inner, dtype)
+            if isinstance(plan, Tiles):
+                assert hidden % 8 == inner % 8 == 0
+                held = max(plan.up.stages * plan.up.length * (plan.num + 2 * plan.up.rows),
+                           plan.down.stages * plan.down.length * (plan.num + plan.down.rows))  # fmt: skip
+                assert held * dtype.itemsize <= 227 * 1024
