@@ -57,7 +57,7 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
         yield "up", each(lambda at: kernels.up_rows(between, at.x, at.ids, at.experts, "silu", plan))
         yield "down", each(lambda at: kernels.down_rows(out, between, at.ids, at.weights, at.experts, plan))
     else:
-        ahead = overlap(num, HIDDEN)
+        ahead = num <= 256 and overlap(1)
         yield "sort", each(lambda layer: kernels.sort(layer.ids, EXPERTS, plan.num, ahead=ahead))
         pairs = [kernels.sort(layer.ids, EXPERTS, plan.num, ahead=ahead) for layer in of]
         multiply = functools.partial(kernels.multiply, plan=plan, top=TOP, ahead=ahead)

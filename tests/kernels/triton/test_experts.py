@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
 SMALL = Tile(32, 32, 4, 2)
 PLANS: list[Plan] = [
-    Rows(4, 2, 4, 4),
+    Rows(16, 32, 4, 4),
     Tiles(16, SMALL, Tile(16, 64, 4, 3)),
     Tiles(64, Tile(16, 32, 4, 3), SMALL),
 ]
@@ -101,14 +101,17 @@ def test_routes(experts: int, routing: Routing, biased: bool) -> None:
 
 def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
     """Rows that pad a batch may hold anything."""
-    logits = torch.full((2, 12), torch.nan, device=DEVICE)
+    logits = torch.full((3, 12), torch.nan, device=DEVICE)
+    logits[1], logits[2, 5] = torch.inf, torch.inf
     ids, _ = route(logits, Routing(4, renormalized=True))
-    assert 0 <= ids.min() and ids.max() < 12
+    for row in ids.tolist():
+        assert len(set(row)) == 4 and set(row) <= set(range(12))
 
 
-@pytest.mark.parametrize("num", [1, 3, 9])
+@pytest.mark.parametrize("num", [1, 19])
 def test_product_and_route_in_one(num: int) -> None:
-    x, router, bias = random(num, 112)[:, 8:], random(20, 104), random(20)
+    """Of more numbers than a split has."""
+    x, router, bias = random(num, 1112)[:, 8:] / 33, random(20, 1104), random(20)
     routing = Routing(3, scoring="sigmoid", renormalized=True)
     for router_bias, choice_bias in itertools.product([None, random(20)], [None, bias]):
         for _ in range(2):  # the counter is zero again
@@ -120,41 +123,39 @@ def test_product_and_route_in_one(num: int) -> None:
             close(weights.sort().values, expected_weights.sort().values, 2e-3)
 
 
-@pytest.mark.parametrize("num", [1, 5, 37])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_mixes_of_odd_sizes(plan: Plan, biased: bool, num: int) -> None:
-    x, experts = random(num, 120)[:, 8:], layer(6, 112, 40, biased=biased)
-    ids, weights = pairs(num, 3, 6)
+@pytest.mark.parametrize(("plan", "num"), zip([PLANS[0], *PLANS], [1, 3, 5, 40], strict=True), ids=str)
+def test_mixes_of_odd_sizes(plan: Plan, num: int, biased: bool) -> None:
+    x, experts = random(num, 80)[:, 8:], layer(5, 72, 40, biased=biased)
+    ids, weights = pairs(num, 3, 5)
     close(mixed(x, ids, weights, experts, "silu", plan), expected_of(x, ids, weights, experts, "silu"))
 
 
 @pytest.mark.parametrize("plan", PLANS[:2], ids=str)
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
 def test_every_activation(activation: str, plan: Plan) -> None:
-    x, experts = 4 * random(3, 64), layer(4, 64, 32)
-    ids, weights = pairs(3, 2, 4)
+    x, experts = 4 * random(2, 32), layer(4, 32, 32)
+    ids, weights = pairs(2, 2, 4)
     expected = expected_of(x, ids, weights, experts, activation)
     close(mixed(x, ids, weights, experts, activation, plan), expected)
 
 
-@pytest.mark.parametrize("num", [1, 4, 50])
-@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
-@pytest.mark.parametrize("inner", [36, 64])
+@pytest.mark.parametrize("num", [1, 3, 30])
+@pytest.mark.parametrize(("inner", "dtype"), [(36, DTYPE), (64, torch.float32), (64, DTYPE)])
 def test_what_is_planned_mixes(inner: int, dtype: torch.dtype, num: int) -> None:
-    x, experts = random(num, 64, dtype=dtype), layer(8, 64, inner, dtype=dtype)
-    ids, weights = pairs(num, 4, 8)
+    x, experts = random(num, 32, dtype=dtype), layer(6, 32, inner, dtype=dtype)
+    ids, weights = pairs(num, 2, 6)
     ours = mix(x, ids, weights, experts, "silu")
     close(ours, expected_of(x, ids, weights, experts, "silu"), 1e-5 if dtype == torch.float32 else 8e-3)
     assert torch.equal(mix(x, ids, weights, experts, "silu"), ours)
 
 
 def test_an_expert_that_all_want_and_no_token_at_all() -> None:
-    x, experts = random(40, 64), layer(8, 64, 32)
-    ids, weights = torch.full((40, 1), 7, dtype=torch.int32, device=DEVICE), pairs(40, 1, 8)[1]
+    x, experts = random(20, 32), layer(8, 32, 32)
+    ids, weights = torch.full((20, 1), 7, dtype=torch.int32, device=DEVICE), pairs(20, 1, 8)[1]
     for plan in PLANS:
         close(mixed(x, ids, weights, experts, "silu", plan), expected_of(x, ids, weights, experts, "silu"))
-    assert mix(x[:0], ids[:0], weights[:0], experts, "silu").shape == (0, 64)
+    assert mix(x[:0], ids[:0], weights[:0], experts, "silu").shape == (0, 32)
 
 
 @pytest.mark.parametrize(("num", "top", "experts"), [(1, 1, 1), (11, 3, 7), (300, 4, 20), (2100, 4, 9)])

@@ -24,10 +24,12 @@ from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "route"]
 
-_CHUNK = 4096
-"""Pairs that a program sorts."""
+_FEW, _CHUNK = 512, 4096
+"""Pairs that a program sorts, where there are few and where there are more."""
 _SUMMED = 1024
 """Numbers of a token that a program sums."""
+_MOST_AHEAD = 256
+"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
 
 
 class Rows(NamedTuple):
@@ -57,6 +59,13 @@ class Tiles(NamedTuple):
 
 
 Plan = Rows | Tiles
+_TILES = {
+    16: (Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+    32: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 3)),
+    64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+    128: (Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
+}
+"""Of gate and up, and of down, by the pairs in a tile."""
 
 
 @triton.jit
@@ -136,16 +145,14 @@ def _down_rows(
     follow(OVERLAP)
     exist = (rank < TOP)[:, None] & (k < size_in)[None, :]
     values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exist, other=0.0).to(tl.float32)
-    y = tl.sum(w.to(tl.float32) * values[:, None, :], 2)
+    y = tl.sum(tl.sum(w.to(tl.float32) * (values * share[:, None])[:, None, :], 0), 1)
     if BIASED:
-        y += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)
-    y = y.to(out.dtype.element_ty).to(tl.float32)
-    y = tl.sum(y * share[:, None], 0)
+        y += tl.sum(tl.load(bias + row, mask=known, other=0.0).to(tl.float32) * share[:, None], 0)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _count(counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr) -> None:
     """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -184,10 +191,11 @@ def _sort(
     else:
         totals = tl.zeros([BINS], tl.int32)
         before = tl.zeros([BINS], tl.int32)
-        for i in range(chunks):
-            row = tl.load(counts + i * BINS + bins)
-            totals += row
-            before += tl.where(i < chunk, row, 0)
+        for i in range(0, chunks, 16):
+            some = i + tl.arange(0, 16)[:, None]
+            rows = tl.load(counts + some * BINS + bins[None, :], mask=some < chunks, other=0)
+            totals += tl.sum(rows, 0)
+            before += tl.sum(tl.where(some < chunk, rows, 0), 0)
         earlier = tl.sum(tl.where(bins == expert, before, 0), 0)
     first = tl.sum(tl.where(bins < expert, totals, 0), 0)
     is_own = found == expert
@@ -220,7 +228,6 @@ def _tiles(
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
-    GATHERED: tl.constexpr,
     EVEN: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -243,12 +250,9 @@ def _tiles(
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     if ACTIVATION != "":
         row, k = expert * 2 * size_out + first_n, tl.arange(0, LENGTH)
-        if GATHERED:
-            at_x = x + (pair // TOP * x_stride)[:, None] + k[None, :]
+        at_x = x + (pair // TOP * x_stride)[:, None] + k[None, :]
         for at in range(0, size_in, LENGTH):
-            if not GATHERED:
-                a = x.load([start, at])
-            elif EVEN:
+            if EVEN:
                 a = tl.load(at_x + at)
             else:
                 a = tl.load(at_x + at, mask=(k < size_in - at)[None, :], other=0.0)
@@ -346,7 +350,7 @@ def mixed(
     """`mix` by a plan."""
     num, hidden = x.shape
     top, inner = ids.shape[1], experts.down.shape[2]
-    ahead = overlap(num, hidden)
+    ahead = num <= _MOST_AHEAD and overlap(1)
     between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
     if isinstance(plan, Rows):
@@ -396,7 +400,7 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Te
     """Pairs by expert [pairs]; how many tiles of `height` pairs of one expert there are, and from 4 on for each
     its expert, its first pair and its end."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
-    chunk = min(_CHUNK, max(triton.next_power_of_2(num), 32))
+    chunk = _FEW if num <= _FEW else _CHUNK
     chunks = triton.cdiv(num, chunk)
     order = torch.empty(num, dtype=torch.int32, device=ids.device)
     work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
@@ -406,7 +410,7 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Te
         launch(_count, chunks)(counts, ids, num, CHUNK=chunk, BINS=bins, num_warps=8)
     launch(_sort, num_experts, chunks)(
         order, work, counts, ids, num, chunks, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
-        OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(chunk // 256, 1), 8),
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=chunk // 512,
     )  # fmt: skip
     return order, work
 
@@ -428,16 +432,15 @@ def multiply(
     activation: str = "",
     *,
     ahead: bool,
-    gathered: bool = True,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""
     (num, size_out), size_in = out.shape, x.shape[1]
     tile = plan.up if activation else plan.down
-    rows: Tensor | TensorDescriptor = x if activation and gathered else tiled(x, plan.num, tile.length)
+    rows: Tensor | TensorDescriptor = x if activation else tiled(x, plan.num, tile.length)
     launch(_tiles, most_tiles(num, len(weight), plan.num) * triton.cdiv(size_out, tile.rows))(
         out, rows, tiled(weight.flatten(0, 1), tile.rows, tile.length), _or(bias, out), *pairs,
         size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation, BIASED=bias is not None,
-        GATHERED=gathered, EVEN=size_in % tile.length == 0, NUM=plan.num, ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead,
+        EVEN=size_in % tile.length == 0, NUM=plan.num, ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -459,12 +462,10 @@ def plan_of(
     held = triton.next_power_of_2(top) * short
     if num_pairs <= 2 * top and long <= 16384 and held <= 2**15 or hidden % 8 or inner % 8:
         return Rows(max(8192 // long, 1), max(2**14 // held, 1), 8, 4)
+    mean = num_pairs / num_experts
+    height = 16 if mean <= 10 else 32 if mean <= 24 else 64 if mean <= 96 else 128
     if dtype == torch.float32:
         return Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-    mean = num_pairs / num_experts
-    if mean > 64:
-        return Tiles(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))
-    if mean > 24:
-        return Tiles(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
-    height = 16 if mean <= 10 else 32
-    return Tiles(height, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))
+    if not has_room():
+        return Tiles(min(height, 64), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+    return Tiles(height, *_TILES[height])
