@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts, MoeFacts
 from quire.kernels.experts import Routing
-from quire.layers.linear import ColumnLinear
+from quire.layers.linear import ColumnLinear, Linear
 from quire.layers.mlp import MLP
 from quire.layers.scope import Scope
 from quire.quant.experts import ExpertShape
@@ -104,6 +104,28 @@ class Experts(nn.Module):
         self.method.finish(self, self.shape)
 
 
+class Router(Linear):
+    """Which experts a token is given to, and how much each of them counts."""
+
+    def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
+        super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
+        self.ops = scope.ops
+        self.routing = Routing(
+            per_token=moe.per_token,
+            scoring=moe.scoring,
+            renormalized=moe.renormalized,
+            scale=moe.scale,
+            num_groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            group_best=moe.group_best,
+        )
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Ids and weights, [T, per_token] each; `bias` counts in the choice alone."""
+        chosen = self.method.chosen(self, x, self.routing, bias)
+        return self.ops.route(self.multiply(x), self.routing, bias) if chosen is None else chosen
+
+
 class MoE(nn.Module):
     """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
     the layer's."""
@@ -115,18 +137,9 @@ class MoE(nn.Module):
         names = NAMES[moe.names]
         layer, scope = scope, scope / names.block
         self.ops = scope.ops
-        self.routing = Routing(
-            per_token=moe.per_token,
-            scoring=moe.scoring,
-            renormalized=moe.renormalized,
-            scale=moe.scale,
-            num_groups=moe.num_groups,
-            top_groups=moe.top_groups,
-            group_best=moe.group_best,
-        )
         self.weighs_input = moe.weighs_input
-        self.router = ColumnLinear(facts.hidden, moe.experts, scope / names.router, bias=moe.router_bias)
         self.choice = ChoiceBias(moe.experts, scope / names.choice_bias) if moe.choice_bias else None
+        self.router = Router(facts.hidden, moe, scope / names.router)
         self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
@@ -137,8 +150,7 @@ class MoE(nn.Module):
                 self.shared_gate = ColumnLinear(facts.hidden, 1, scope / names.shared_gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.choice is None else self.choice.bias
-        ids, weights = self.ops.route(self.router(x), self.routing, bias)
+        ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
         if self.weighs_input:
             out: Tensor = self.experts(x * weights.to(x.dtype), ids, torch.ones_like(weights))
         else:

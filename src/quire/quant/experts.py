@@ -1,5 +1,7 @@
 """ExpertMethod: the format of a layer's experts, and the unquantized one."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,14 +68,19 @@ class PlainExperts:
         return parts | {"gate": gate, "up": up}
 
     def finish(self, layer: nn.Module, shape: ExpertShape) -> None:
-        """The weights are used as they were loaded, on a CPU by our own kernels."""
+        """The weights are used as they were loaded, by our own kernels."""
         gate_up, down, *biases = layer.parameters()
+        if gate_up.is_cuda:
+            from quire.kernels.triton.experts import mix as mix_on_gpu
+
+            weights, activation = ExpertWeights(gate_up, down, *biases), shape.activation
+            layer.__dict__["mix"] = functools.partial(mix_on_gpu, experts=weights, activation=activation)
         if gate_up.device.type == "cpu" and gate_up.dtype in FORMS and native.library() is not None:
             gates, downs = ([Matrix.plain(weight) for weight in of] for of in (gate_up, down))
             layer.__dict__["mix"] = Experts([[part] for part in gates], downs, shape.activation, *biases)
 
     def apply(self, layer: nn.Module, shape: ExpertShape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts: Experts | None = layer.__dict__.get("mix")
+        experts: Callable[[Tensor, Tensor, Tensor], Tensor] | None = layer.__dict__.get("mix")
         if experts is not None:
             return experts(x, ids, weights)
         return mix(x, ids, weights, ExpertWeights(**dict(layer.named_parameters())), shape.activation)

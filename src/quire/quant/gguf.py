@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels import native
+from quire.kernels.experts import Routing
 from quire.kernels.linear import Product
 from quire.kernels.ops import Entry
 from quire.kernels.quantized import TYPES, Lookup, interleaves, pack
@@ -82,6 +83,11 @@ class Packed:
         return None
 
     def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
+        return None
+
+    def chosen(
+        self, layer: nn.Module, x: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         return None
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.experts import Routing
 from quire.kernels.ops import Entry
 
 
@@ -48,6 +49,12 @@ class LinearMethod(Protocol):
     def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
         """For a layer of query, key and value: `Ops.rotate_and_write` of the product, where one kernel does
         both; else None."""
+        ...
+
+    def chosen(
+        self, layer: nn.Module, x: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """For a router: `Ops.route` of the product, where one kernel does both; else None."""
         ...
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.kernels import native
+from quire.kernels.experts import Routing
 from quire.kernels.linear import FORMS, Matrix, Product
 from quire.kernels.ops import Entry, choose
 from quire.kernels.quantized import Lookup
@@ -46,10 +47,12 @@ class Plain:
         if weight.is_cuda:
             from quire.kernels.triton.matmul import gated, linear
             from quire.kernels.triton.qkv import enter
+            from quire.kernels.triton.routing import choose as choose_experts
 
             layer.__dict__["product"] = functools.partial(linear, weight=weight, bias=bias)
             layer.__dict__["gated"] = functools.partial(gated, weight=weight) if bias is None else None
             layer.__dict__["entered"] = functools.partial(enter, weight=weight, bias=bias)
+            layer.__dict__["chosen"] = functools.partial(choose_experts, router=weight, router_bias=bias)
         if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
             layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
             layer.__dict__["lookup"] = Lookup(Matrix.plain(weight))
@@ -67,6 +70,12 @@ class Plain:
     def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
         product: Callable[[Tensor, Entry], Tensor | None] | None = layer.__dict__.get("entered")
         return None if product is None else product(x, entry)
+
+    def chosen(
+        self, layer: nn.Module, x: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        choose: Callable[..., tuple[Tensor, Tensor]] | None = layer.__dict__.get("chosen")
+        return None if choose is None else choose(x, routing=routing, bias=bias)
 
     def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.get_parameter("weight")

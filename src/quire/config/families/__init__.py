@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import quire.config.families.dense as dense
+import quire.config.families.gguf as gguf
+import quire.config.families.moe as moe
+import quire.config.families.windows as windows
 from quire.config.facts import ArchFacts
-from quire.config.families import dense, gguf, moe, windows
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
 

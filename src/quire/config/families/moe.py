@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
-from quire.config.families import dense
 from quire.config.families.decoder import decoder, everywhere, sliding_window
+from quire.config.families.dense import granite, qwen2, qwen3
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
 
@@ -19,12 +19,12 @@ def qwen2_moe(keys: Keys) -> ArchFacts:
     shared = keys.size("shared_expert_intermediate_size")
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
     moe = replace(moe, shared_intermediate=shared, shared_gate=True)
-    return mixed(dense.qwen2(keys), moe, _sparse(keys))
+    return mixed(qwen2(keys), moe, _sparse(keys))
 
 
 def qwen3_moe(keys: Keys) -> ArchFacts:
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
-    return mixed(dense.qwen3(keys), moe, _sparse(keys))
+    return mixed(qwen3(keys), moe, _sparse(keys))
 
 
 def olmoe(keys: Keys) -> ArchFacts:
@@ -39,7 +39,7 @@ def granite_moe(keys: Keys) -> ArchFacts:
     moe = _experts(keys, "intermediate_size", True, names="granite")
     if shared:
         moe = replace(moe, shared_intermediate=keys.size("shared_intermediate_size"))
-    return mixed(dense.granite(keys), moe)
+    return mixed(granite(keys), moe)
 
 
 def glm4_moe(keys: Keys) -> ArchFacts:

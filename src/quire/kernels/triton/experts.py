@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.experts import ExpertWeights
+from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import aligned, empty, has_room, tiled, times, upright
-from quire.kernels.triton.ops import silu_times
+from quire.kernels.triton.matmul import empty, has_room, tiled, times, upright
 from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "route"]
@@ -106,7 +106,7 @@ def _up_rows(
         gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
         up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
     kind = out.dtype.element_ty
-    y = activated(gate.to(kind), up.to(kind), ACTIVATION)
+    y = gate_times(gate.to(kind), up.to(kind), ACTIVATION)
     tl.store(out + pair * size_out + n, y, mask=n < size_out)
 
 
@@ -153,13 +153,13 @@ def _down_rows(
 
 
 @triton.jit(do_not_specialize=["num"])
-def _count(counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr) -> None:
+def _count(
+    counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr
+) -> None:
     """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     found = tl.load(ids + at, mask=at < num, other=0)
-    tl.store(
-        counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num)
-    )
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num))
 
 
 @triton.jit(do_not_specialize=["num", "chunks"])
@@ -244,7 +244,11 @@ def _tiles(
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert, start, end = tl.load(work + 4 + 4 * tile), tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
+    expert, start, end = (
+        tl.load(work + 4 + 4 * tile),
+        tl.load(work + 5 + 4 * tile),
+        tl.load(work + 6 + 4 * tile),
+    )
     m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
@@ -266,7 +270,7 @@ def _tiles(
     y = upright(_with(acc, bias + row, n - first_n, n < size_out, NUM, BIASED).to(kind), NUM)
     if ACTIVATION != "":
         other = _with(up, bias + row + size_out, n - first_n, n < size_out, NUM, BIASED)
-        y = activated(y, upright(other.to(kind), NUM), ACTIVATION)
+        y = gate_times(y, upright(other.to(kind), NUM), ACTIVATION)
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
@@ -307,32 +311,6 @@ def _sum(
     share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
     total = tl.sum(values * share[:, None], 0)
     tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)
-
-
-@triton.jit
-def activated(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """`gated` of `kernels/activations.py`."""
-    if KIND == "silu":
-        return silu_times(gate, up)
-    else:
-        return _wide(gate.to(tl.float32), up.to(tl.float32), KIND).to(gate.dtype)
-
-
-@triton.jit
-def _wide(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    if KIND == "clamped_swiglu":
-        gate, up = tl.minimum(gate, 7.0), tl.clamp(up, -7.0, 7.0) + 1
-        gate /= 1 + tl.exp(-1.702 * gate)
-    elif KIND == "gelu_tanh":
-        gate /= 1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    elif KIND == "gelu":
-        gate *= 0.5 + 0.5 * tl.erf(0.7071067811865476 * gate)
-    else:
-        tl.static_assert(KIND == "relu" or KIND == "relu2")
-        gate = tl.maximum(gate, 0.0)
-        if KIND == "relu2":
-            gate *= gate
-    return gate * up
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
@@ -451,9 +429,7 @@ def _or(bias: Tensor | None, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def plan_of(
-    num_pairs: int, top: int, num_experts: int, hidden: int, inner: int, dtype: torch.dtype
-) -> Plan:
+def plan_of(num_pairs: int, top: int, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Plan:
     """How to multiply so many pairs, `top` of them a token's.
 
     As measured on an H200 in graphs of layers with different weights: docs/performance.md has the table.

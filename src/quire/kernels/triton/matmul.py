@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.triton.activations import gated as gated_of
+from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
-from quire.kernels.triton.ops import TritonOps, silu_times
 
 LONGEST = 16384
 """Numbers of a weight's row that a program can hold."""
-_OPS = TritonOps()
 
 
 class Rows(NamedTuple):
@@ -171,9 +171,7 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
     plan = _plan(x, weight, 2) if len(x) <= 2 * MOST_ROWS else None
     return (
-        _OPS.gated(F.linear(x, weight), "silu")
-        if plan is None
-        else multiply(x, weight, None, plan, gated=True)
+        gated_of(F.linear(x, weight), "silu") if plan is None else multiply(x, weight, None, plan, gated=True)
     )
 
 

@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import Routing, route
+from quire.kernels.experts import Routing
 from quire.kernels.ops import Entry
+from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.routing import route
 
 _GATHERED = 2048
 """Numbers per program where rows are only copied or multiplied."""
@@ -95,24 +97,6 @@ def _norm_part(
 
 
 @triton.jit
-def _gated(
-    out: tl.tensor,
-    x: tl.tensor,
-    size: tl.tensor,
-    stride: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(0).to(tl.int64)
-    follow(OVERLAP)
-    gate = tl.load(x + row * stride + at, mask=at < size, other=0.0)
-    up = tl.load(x + row * stride + size + at, mask=at < size, other=0.0)
-    tl.store(out + row * size + at, times(gate, up, ACTIVATION), mask=at < size)
-
-
-@triton.jit
 def _each(
     out: tl.tensor,
     x: tl.tensor,
@@ -140,49 +124,6 @@ def _each(
     else:
         wide = activated(wide, KIND)
     tl.store(out + at, wide.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tanh(x: tl.tensor) -> tl.tensor:
-    return 2 * tl.sigmoid(2 * x) - 1
-
-
-@triton.jit
-def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """`kernels/activations.py`, in float32."""
-    if ACTIVATION == "silu":
-        y = x / (1 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        y = 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif ACTIVATION == "relu":
-        y = tl.maximum(x, 0.0)
-    else:
-        tl.static_assert(ACTIVATION == "relu2", "unknown activation")
-        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
-    return y
-
-
-@triton.jit
-def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """act(gate) * up."""
-    if ACTIVATION == "silu":
-        y = silu_times(gate, up)
-    elif ACTIVATION == "clamped_swiglu":
-        g = tl.minimum(gate.to(tl.float32), 7.0)
-        u = tl.clamp(up.to(tl.float32), -7.0, 7.0)
-        y = (g * tl.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
-    else:
-        y = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype) * up
-    return y
-
-
-@triton.jit
-def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, each step rounded as torch does."""
-    wide = gate.to(tl.float32)
-    return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up
 
 
 @triton.jit
@@ -337,15 +278,7 @@ class TritonOps:
         return _normed(x, residual, weight, eps, add=True, bias=bias, centred=True)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        size = gate_up.shape[1] // 2
-        out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
-        if len(gate_up):
-            ahead = overlap(len(gate_up), size)
-            launch(_gated, len(gate_up), triton.cdiv(size, _GATHERED))(
-                out, gate_up, size, gate_up.stride(0), ACTIVATION=activation, BLOCK=_GATHERED, OVERLAP=ahead,
-                launch_pdl=ahead,
-            )  # fmt: skip
-        return out
+        return gated(gate_up, activation)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         return _on_each(torch.empty_like(x), x, x, 0.0, activation)
