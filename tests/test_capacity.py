@@ -13,10 +13,10 @@ from quire.capacity import (
     CacheSize,
     activation_bytes,
     human,
-    kv_bytes_per_block,
     size_cache,
 )
 from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
+from quire.config.layout import cache_specs, layout
 from quire.errors import ConfigError
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
@@ -28,13 +28,19 @@ GIB = 1 << 30
 def size(kv_bytes: int = 0, **settings: Any) -> CacheSize:
     of_room = {field.name for field in dataclasses.fields(CacheRoom)} & settings.keys()
     room = {"other_bytes": 0, "total_bytes": GIB} | {name: settings.pop(name) for name in of_room}
-    asked = {"max_model_len": 64, "auto_fit": False, "useful_tokens": 10**9, "block_size": 16} | settings
-    return size_cache(FACTS, kv_dtype="bfloat16", room=CacheRoom(kv_bytes=kv_bytes, **room), **asked)
+    asked = {"max_model_len": 64, "auto_fit": False, "num_rows": 10**6, "block_size": 16, "max_chunk": 32}
+    asked |= {"layout": layout(cache_specs(FACTS), 1 << 20)} | settings
+    return size_cache(kv_dtype="bfloat16", room=CacheRoom(kv_bytes=kv_bytes, **room), **asked)
+
+
+def blocks_and_len(size: CacheSize) -> tuple[int, int]:
+    return size.num_blocks, size.max_model_len
 
 
 def test_bytes_of_a_block() -> None:
-    assert kv_bytes_per_block(FACTS, "bfloat16", 16) == BLOCK
-    assert kv_bytes_per_block(FACTS, "float32", 1) == BLOCK // 8
+    made = layout(cache_specs(FACTS), 64)
+    assert made.block_bytes(16, 2) == BLOCK and made.block_bytes(1, 4) == BLOCK // 8
+    assert size(5 * BLOCK + 7).num_bytes == 5 * BLOCK
 
 
 def test_activations_grow_with_tokens_and_sequences() -> None:
@@ -45,7 +51,7 @@ def test_activations_grow_with_tokens_and_sequences() -> None:
 
 @pytest.mark.parametrize(("spare", "blocks"), [(0, 5), (BLOCK - 1, 5), (BLOCK, 6)])
 def test_as_many_blocks_as_fit(spare: int, blocks: int) -> None:
-    assert size(5 * BLOCK + spare) == CacheSize(blocks, 64)
+    assert blocks_and_len(size(5 * BLOCK + spare)) == (blocks, 64)
 
 
 def test_the_empty_block_is_counted() -> None:
@@ -57,17 +63,17 @@ def test_the_empty_block_is_counted() -> None:
 
 
 def test_an_override_stands_whatever_is_free() -> None:
-    assert size(-5, num_blocks_override=7) == CacheSize(7, 64)
+    assert blocks_and_len(size(-5, num_blocks_override=7)) == (7, 64)
 
 
 def test_a_default_is_cut_to_what_rows_can_fill_and_a_wish_is_not() -> None:
-    assert size(1000 * BLOCK, soft=True, useful_tokens=100).num_blocks == 8
-    assert size(1000 * BLOCK, soft=False, useful_tokens=100).num_blocks == 1000
+    assert size(1000 * BLOCK, soft=True, num_rows=2).num_blocks == 9
+    assert size(1000 * BLOCK, soft=False, num_rows=2).num_blocks == 1000
 
 
 def test_auto_fit_shortens_only_what_does_not_fit() -> None:
-    assert size(4 * BLOCK, auto_fit=True) == CacheSize(4, 48)
-    assert size(9 * BLOCK, auto_fit=True) == CacheSize(9, 64)
+    assert blocks_and_len(size(4 * BLOCK, auto_fit=True)) == (4, 48)
+    assert blocks_and_len(size(9 * BLOCK, auto_fit=True)) == (9, 64)
     with pytest.raises(ConfigError, match="maximum model length is 0"):
         size(BLOCK, auto_fit=True)
 

@@ -57,7 +57,9 @@ def make_engine(
         seed=model.seed + index,
         max_prompt_len=config.scheduler.max_prompt_len,
     )
-    named = EngineMetrics(metrics, model_name=facts.model_names[0], cache_info=cache_info(config, 0))
+    named = EngineMetrics(
+        metrics, model_name=facts.model_names[0], cache_info=cache_info(config, num_blocks=0, num_tokens=0)
+    )
     return AsyncEngine(
         facts=facts,
         inputs=inputs,

@@ -1,8 +1,10 @@
 """Bytes: what activations and cache take, and how many blocks fit. Pure arithmetic, no device."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from quire.config.facts import ArchFacts
+from quire.config.layout import CacheLayout
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
@@ -15,11 +17,6 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 def human(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if abs(num_bytes) >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
-
-
-def kv_bytes_per_block(facts: ArchFacts, dtype: str, block_size: int) -> int:
-    """Keys and values of one block, all layers."""
-    return 2 * len(facts.layers) * facts.kv_heads * facts.head_dim * DTYPE_BYTES[dtype] * block_size
 
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
@@ -42,6 +39,11 @@ class CacheSize:
     num_blocks: int
     """Block 0, which holds nothing, counted in."""
     max_model_len: int
+    num_tokens: int
+    """Of requests of `max_model_len`, all together."""
+    windows: tuple[int | None, ...] = (None,)
+    """How far back each group of layers looks."""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +63,42 @@ class CacheRoom:
 
 
 def size_cache(
-    facts: ArchFacts,
+    layout: CacheLayout,
     *,
     kv_dtype: str,
     block_size: int,
     max_model_len: int,
+    max_chunk: int,
+    num_rows: int,
     auto_fit: bool,
     room: CacheRoom,
-    useful_tokens: int,
 ) -> CacheSize:
-    """As many blocks as fit. They must hold one request of `max_model_len`; with `auto_fit` that length
-    gives way."""
-    per_block = kv_bytes_per_block(facts, kv_dtype, block_size)
+    """As many blocks as fit beside the states of all rows. They must hold one request of `max_model_len`;
+    with `auto_fit` that length gives way."""
+
+    def blocks_of(num_tokens: int) -> int:
+        return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=max_chunk)
+
+    per_block = layout.block_bytes(block_size, DTYPE_BYTES[kv_dtype])
+    states = layout.bytes_per_row * (num_rows + 1)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
-        num_blocks = max(room.kv_bytes, 0) // per_block
+        most = num_rows * blocks_of(max_model_len) + 1
+        num_blocks = max(room.kv_bytes - states, 0) // per_block if per_block else most
         if room.soft:
-            num_blocks = min(num_blocks, -(-useful_tokens // block_size) + 1)
-    longest = max(num_blocks - 1, 0) * block_size
-    if max_model_len <= longest:
-        return CacheSize(num_blocks, max_model_len)
-    if auto_fit and longest > 0:
-        return CacheSize(num_blocks, longest)
-    needed_blocks = -(-max_model_len // block_size) + 1
-    raise ConfigError(_too_small(room, needed_blocks, per_block, max_model_len, longest))
+            num_blocks = min(num_blocks, most)
+    usable = max(num_blocks - 1, 0)
+    longest = bisect_right(range(1, max_model_len + 1), usable, key=blocks_of)
+    if longest < max_model_len and not (auto_fit and longest > 0):
+        needed_blocks = blocks_of(max_model_len) + 1
+        needed = states + needed_blocks * per_block
+        raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest))
+    # As many blocks hold more tokens where layers keep only their window.
+    num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest)
+    return CacheSize(num_blocks, longest, num_tokens, layout.windows, states + num_blocks * per_block)
 
 
-def _too_small(room: CacheRoom, needed_blocks: int, per_block: int, max_model_len: int, longest: int) -> str:
-    needed = needed_blocks * per_block
+def _too_small(room: CacheRoom, needed_blocks: int, needed: int, max_model_len: int, longest: int) -> str:
     shorter = f"--max-model-len {longest} or --max-model-len auto" if longest else ""
     if room.num_blocks_override is not None:
         return (

@@ -76,7 +76,7 @@ def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...
     return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
 
 
-def cache_info(config: EngineConfig, num_blocks: int) -> dict[str, Any]:
+def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:
     """The labels of `vllm:cache_config_info`."""
     cache = config.cache
     return {
@@ -85,5 +85,5 @@ def cache_info(config: EngineConfig, num_blocks: int) -> dict[str, Any]:
         "enable_prefix_caching": cache.enable_prefix_caching,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "num_gpu_blocks": num_blocks,
-        "kv_cache_size_tokens": (num_blocks - 1) * cache.block_size,
+        "kv_cache_size_tokens": num_tokens,
     }

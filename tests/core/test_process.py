@@ -72,7 +72,7 @@ class Bench:
         self.address = f"ipc://{folder}/core"
         self.engine = Engine(**limits)
         pages = MetricsPages(Layout(4096))
-        ready = Ready(pid=1, max_model_len=4096, num_blocks=64)
+        ready = Ready(pid=1, max_model_len=4096, num_blocks=64, num_tokens=63 * 16)
         stats_log = StatsLog(3600, pages, quiet=True)
         self.server = CoreServer(self.engine.core, self.address, ready, pages, stats_log)
         self.clients: list[Client] = []

@@ -64,7 +64,7 @@ class FastCore:
         match message:
             case Hello():
                 self.clients.add(client)
-                self.send(client, Ready(os.getpid(), self.max_model_len, 1000))
+                self.send(client, Ready(os.getpid(), self.max_model_len, 1000, 999 * 16))
             case Add():
                 now = time.monotonic()
                 for request in message.all():

@@ -1,16 +1,18 @@
-"""A worker without a model: its cache holds, for every token, a fingerprint of the whole prefix up to it.
+"""A worker without a model: its cache holds, for every token and group of layers, a fingerprint of the whole
+prefix up to it.
 
-Computing a token reads the fingerprint before it through the block table, so a wrong block, a stale prefix
-or a forgotten token shows at once; the next token is a function of the fingerprint, so outputs depend on
-nothing else.
+Computing tokens reads the fingerprints of all that they see through the block tables, so a wrong block, a
+stale prefix, a forgotten token or one that was given back too early shows at once; the next token is a
+function of the fingerprint, so outputs depend on nothing else.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from quire.config.layout import CacheLayout, CacheSpec, has_states, layout
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, RowLogprobs, StepOutput, StepPlan, StepResult
@@ -20,6 +22,20 @@ from quire.executor import Pending
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
+FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
+NARROW, WIDE = (CacheSpec("window", numbers=8, window=window) for window in (6, 13))
+LAYOUTS: dict[str, CacheLayout] = {
+    name: layout(specs, 4096)
+    for name, specs in {
+        "full": [FULL] * 2,
+        "window": [NARROW] * 2,
+        "full and window": [NARROW, FULL] * 2,
+        "more windows": [NARROW, NARROW, FULL],
+        "two windows": [FULL, NARROW, WIDE],
+        "latent": [LATENT] * 3,
+        "state": [CacheSpec("state", bytes_per_row=64), FULL],
+    }.items()
+}
 VOCAB = 97
 START = 0x9E3779B97F4A7C15
 
@@ -50,26 +66,41 @@ def logprobs_of(token_ids: list[int], position: int) -> RowLogprobs:
 
 @dataclass
 class Row:
+    number: int
     tokens: list[int]
     num_computed: int
-    blocks: list[int]
+    blocks: list[list[int]]
+    """By group."""
     prompt_len: int
     params: SamplingParams
+    prints: list[int] = field(default_factory=list)
+    """The fingerprints of its first tokens."""
 
     @classmethod
     def of(cls, new: Admission) -> "Row":
-        return cls(list(new.token_ids), new.num_computed, list(new.block_ids), new.prompt_len, new.params)
+        blocks = [list(ids) for ids in new.block_ids]
+        return cls(new.row, list(new.token_ids), new.num_computed, blocks, new.prompt_len, new.params)
+
+    def print_at(self, position: int) -> int:
+        while len(self.prints) <= position:
+            before = self.prints[-1] if self.prints else START
+            self.prints.append(extend(before, self.tokens[len(self.prints)]))
+        return self.prints[position]
 
 
 @dataclass
 class SymbolicWorker:
     num_blocks: int
     block_size: int
+    layout: CacheLayout = LAYOUTS["full"]
     rows: dict[int, Row] = field(default_factory=dict)
     num_computed: int = 0
 
     def __post_init__(self) -> None:
-        self.cache: list[int | None] = [None] * (self.num_blocks * self.block_size)
+        self.cache: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
+        """Group and fingerprint, by slot."""
+        self.states: dict[int, int] = {}
+        """By row."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for number in plan.released:
@@ -77,8 +108,9 @@ class SymbolicWorker:
         for new in plan.admitted:
             assert new.row not in self.rows, f"row {new.row} given to two requests"
             self.rows[new.row] = Row.of(new)
-        for number, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
-            self.rows[number].blocks.append(block)
+        for group, ids in enumerate(plan.block_ids.tolist()):
+            for number, block in zip(plan.block_rows.tolist(), ids, strict=True):
+                self.rows[number].blocks[group].append(block)
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one plan"
         result = StepResult(token_ids=np.empty(0, np.int32), logprobs={}, prompt_logprobs={})
         sampled = []
@@ -97,24 +129,43 @@ class SymbolicWorker:
         result.token_ids = np.array(sampled, np.int32)
         return result
 
-    def _slot(self, row: Row, position: int) -> int:
-        block = row.blocks[position // self.block_size]
-        assert block != 0, "block 0 was handed out"
+    def _slot(self, row: Row, group: int, position: int) -> int:
+        block = row.blocks[group][position // self.block_size]
+        assert block != 0, "block 0 was handed out, or one looked at that was given back"
         return block * self.block_size + position % self.block_size
 
     def _compute(self, row: Row, count: int) -> int:
-        before = START
-        if row.num_computed:
-            cached = self.cache[self._slot(row, row.num_computed - 1)]
-            expected = fingerprint_of(row.tokens[: row.num_computed])
-            assert cached == expected, f"the cache does not hold the prefix of {row}"
-            before = expected
-        for position in range(row.num_computed, row.num_computed + count):
-            before = extend(before, row.tokens[position])
-            self.cache[self._slot(row, position)] = before
-        row.num_computed += count
+        start, end = row.num_computed, row.num_computed + count
+        for group, window in enumerate(self.layout.windows):
+            for position in range(0 if window is None else max(start - window + 1, 0), start):
+                found = self.cache[self._slot(row, group, position)]
+                assert found == (group, row.print_at(position)), (
+                    f"the cache does not hold {position} of {row}"
+                )
+            for position in range(start, end):
+                self.cache[self._slot(row, group, position)] = group, row.print_at(position)
+        if has_states(self.layout.specs):
+            assert not start or self.states[row.number] == row.print_at(start - 1), f"not the state of {row}"
+            self.states[row.number] = row.print_at(end - 1)
+        row.num_computed = end
         self.num_computed += count
-        return before
+        return row.print_at(end - 1)
+
+
+W = TypeVar("W", bound=SymbolicWorker)
+
+
+def max_chunk(limits: dict[str, Any]) -> int:
+    bounds = limits["max_num_batched_tokens"], limits.get("long_prefill_token_threshold", 0)
+    return min(bound for bound in bounds if bound)
+
+
+def widened(limits: dict[str, Any], longest: int) -> dict[str, Any]:
+    """The limits, with blocks for one request of `longest` tokens in their layout, and as many more as they
+    had before."""
+    groups, sizes = LAYOUTS[limits["layout"]], {"block_size": 4, "max_chunk": max_chunk(limits)}
+    least = groups.blocks_of(longest, **sizes) - LAYOUTS["full"].blocks_of(longest, **sizes)
+    return limits | {"num_blocks": limits["num_blocks"] + least}
 
 
 class Done:
@@ -213,6 +264,7 @@ class Engine:
         share: bool = True,
         depth: int = 1,
         lazy: bool = False,
+        layout: str = "full",
         **limits: Any,
     ) -> None:
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
@@ -220,17 +272,24 @@ class Engine:
             num_blocks=num_blocks,
             block_size=block_size,
             max_rows=limits["max_num_seqs"],
-            share_prefixes=share,
+            share_prefixes=share and not has_states(LAYOUTS[layout].specs),
+            windows=LAYOUTS[layout].windows,
+            max_chunk=max_chunk(limits),
         )
         self.scheduler = Scheduler(kv=self.kv, **limits)
         self.device = Device(self, lazy=lazy)
         self.core = EngineCore(self.device, self.scheduler, depth=depth)
-        self.worker = SymbolicWorker(num_blocks, block_size)
+        self.worker = SymbolicWorker(num_blocks, block_size, LAYOUTS[layout])
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.plans: list[StepPlan] = []
         self.steps: list[StepOutput] = []
         self.seen: list[Request] = []
+
+    def use(self, kind: type[W]) -> W:
+        """Another worker in its place."""
+        worker = self.worker = kind(self.worker.num_blocks, self.worker.block_size, self.worker.layout)
+        return worker
 
     def add(self, id: str, prompt: list[int], count: int = 4, **fields: Any) -> Request:
         params = fields.pop("params", None) or SamplingParams(max_tokens=count)
@@ -281,17 +340,28 @@ class Engine:
         assert len(scheduler.running) <= scheduler.limits.max_rows
         assert len(scheduler.in_flight) <= self.core.pipeline.depth
         users: dict[int, int] = {}
+        chunks = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
         for row in scheduler.running.order.tolist():
-            for block in kv.tables[row]:
-                users[block.id] = users.get(block.id, 0) + 1
-            reach = int(scheduler.running.num_computed[row])
-            held = len(kv.tables[row]) * kv.block_size
-            assert held >= reach, "tokens without a block"
-            assert held - reach < kv.block_size, "more than one partly filled block"
+            for tables, window in zip(kv.tables, kv.windows, strict=True):
+                self.check_table(row, tables[row], window, chunks.get(row, 0))
+                for block in tables[row]:
+                    if block is not None:
+                        users[block.id] = users.get(block.id, 0) + 1
             self.check_row(row, row in plan.rows)
         for block in kv.pool.blocks[1:]:
             assert block.num_users == users.get(block.id, 0), f"{block} has {users.get(block.id, 0)} users"
         assert kv.pool.num_free == kv.pool.num_usable - len(users)
+
+    def check_table(self, row: int, table: list[Any], window: int | None, chunk: int) -> None:
+        """A group holds what its chunk needs, and with a window nothing else."""
+        size, reach = self.kv.block_size, int(self.scheduler.running.num_computed[row])
+        assert len(table) * size >= reach, "tokens without a block"
+        assert len(table) * size - reach < size, "more than one partly filled block"
+        held = [place for place, block in enumerate(table) if block is not None]
+        first_seen = 0 if window is None else max(reach - chunk - window + 1, 0)
+        assert held == list(range(first_seen // size, len(table))), "more than is seen, or less"
+        if window is not None:
+            assert len(held) * size < window - 1 + chunk + 2 * size
 
     def check_row(self, row: int, planned: bool) -> None:
         running = self.scheduler.running
@@ -312,11 +382,13 @@ class Engine:
             for token_id in tokens:
                 prints.append(extend(prints[-1], token_id))
             for n, key in enumerate(request.block_keys):
-                block = kv.pool.find(key)
-                if block is not None:
-                    first = n * kv.block_size
-                    written = worker.cache[block.id * kv.block_size : (block.id + 1) * kv.block_size]
-                    assert written == prints[first + 1 : first + 1 + kv.block_size], f"{block} holds a lie"
+                first = n * kv.block_size
+                for group, mark in enumerate(kv.marks):
+                    block = kv.pool.find(key + mark)
+                    if block is not None:
+                        written = worker.cache[block.id * kv.block_size : (block.id + 1) * kv.block_size]
+                        true = [(group, one) for one in prints[first + 1 : first + 1 + kv.block_size]]
+                        assert written == true, f"{block} holds a lie"
 
     def check_empty(self) -> None:
         """Nobody is here, and nothing was left behind."""

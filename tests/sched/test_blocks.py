@@ -129,7 +129,7 @@ def test_a_filled_block_is_indexed_once() -> None:
         id="a", tokens=list(range(10)), params=SamplingParams(), prompt_len=10, limit=20, seed=0
     )
     row = np.array([running.admit(request, 0)])
-    table = kv.admit(int(row[0]), [], 10)
+    (table,) = kv.admit(int(row[0]), kv.lookup(request), 10)
     found = []
     for num_filled in (4, 6, 8, 10):
         kv.index(running, row, np.array([num_filled], np.int32))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import Engine, Row, SymbolicWorker, continuation
+from symbolic import LAYOUTS, Engine, Row, SymbolicWorker, continuation, widened
 
 from quire.data.plan import StepPlan, StepResult
 from quire.sched import limits as step_limits
@@ -59,8 +59,7 @@ class CrampedWorker(BreakableWorker):
 
 def make_engine(writes_first: bool, **limits: Any) -> Engine:
     engine = Engine(**limits)
-    engine.worker = FragileWorker(engine.worker.num_blocks, engine.worker.block_size)
-    engine.worker.writes_first = writes_first
+    engine.use(FragileWorker).writes_first = writes_first
     return engine
 
 
@@ -77,6 +76,7 @@ def clean(prompt: list[int], count: int) -> int:
 REQUESTS = st.lists(st.tuples(st.integers(1, 25), st.integers(1, 8), st.booleans()), min_size=1, max_size=9)
 LIMITS = st.fixed_dictionaries(
     {
+        "layout": st.sampled_from(["full", *LAYOUTS]),
         "num_blocks": st.sampled_from([14, 20, 60]),
         "max_num_seqs": st.integers(2, 5),
         "max_num_batched_tokens": st.integers(5, 40),
@@ -84,7 +84,7 @@ LIMITS = st.fixed_dictionaries(
         "depth": st.sampled_from([1, 2, 2, 3]),
         "lazy": st.booleans(),
     }
-)
+).map(lambda limits: widened(limits, 34))
 
 
 @settings(max_examples=200)
@@ -135,7 +135,7 @@ def test_aborts_between_failures_leave_no_lie_in_the_cache(
 
 def cramped_engine(max_rows: int = 10_000, max_tokens: int = 10_000, **limits: Any) -> Engine:
     engine = Engine(**limits)
-    engine.worker = worker = CrampedWorker(engine.worker.num_blocks, engine.worker.block_size)
+    worker = engine.use(CrampedWorker)
     worker.max_rows, worker.max_tokens = max_rows, max_tokens
     return engine
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import Engine, continuation, logprobs_of
+from symbolic import LAYOUTS, Engine, continuation, logprobs_of, widened
 
 from quire.data.params import SamplingParams
 
@@ -44,7 +44,9 @@ TRAFFIC = st.lists(
     min_size=1,
     max_size=14,
 )
+LONGEST = 30 + 12
 LIMITS: dict[str, st.SearchStrategy[Any]] = {
+    "layout": st.sampled_from(["full", *LAYOUTS]),
     "num_blocks": st.integers(13, 40),
     "max_num_seqs": st.integers(1, 6),
     "max_num_batched_tokens": st.integers(6, 40),
@@ -55,8 +57,9 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "reserve_full_prompt": st.booleans(),
     "watermark": st.sampled_from([0.0, 0.1]),
 }
-ONE_BY_ONE = st.fixed_dictionaries(LIMITS)
-OVERLAPPED = st.fixed_dictionaries(LIMITS | {"depth": st.sampled_from([2, 2, 3]), "lazy": st.booleans()})
+ONE_BY_ONE = st.fixed_dictionaries(LIMITS).map(lambda limits: widened(limits, LONGEST))
+IN_FLIGHT = {"depth": st.sampled_from([2, 2, 3]), "lazy": st.booleans()}
+OVERLAPPED = st.fixed_dictionaries(LIMITS | IN_FLIGHT).map(lambda limits: widened(limits, LONGEST))
 
 
 def make_prompt(number: int, arrival: Arrival) -> list[int]:

@@ -120,7 +120,7 @@ def started(kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.Monkey
 
 def admission(row: int, token_ids: list[int], block_ids: list[int], **params: Any) -> Admission:
     asked = SamplingParams(**({"temperature": 0} | params))
-    return Admission(row, str(row), token_ids, len(token_ids), 0, block_ids, asked, seed=0)
+    return Admission(row, str(row), token_ids, len(token_ids), 0, [block_ids], asked, seed=0)
 
 
 def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
@@ -131,7 +131,7 @@ def plan(step: int, counts: dict[int, int], **changes: Any) -> StepPlan:
 
 
 def grown(row: int, block: int) -> dict[str, Any]:
-    return {"block_rows": np.array([row], np.int32), "block_ids": np.array([block], np.int32)}
+    return {"block_rows": np.array([row], np.int32), "block_ids": np.array([[block]], np.int32)}
 
 
 def greedy(hf: Any, prompt: list[int], count: int) -> list[int]:
@@ -286,7 +286,7 @@ def test_a_blank_step_stays_within_the_block_tables(worker: Worker, num_tokens: 
     device = worker._runner.device
     assert isinstance(device, Cuda)
     batch, sheet = device._blank(device._split(num_tokens, num_seqs))
-    longest = device.block_tables.shape[1] * 4
+    longest = device.block_tables.shape[2] * 4
     assert batch.seq_lens.max() <= longest and int(batch.seq_lens.sum()) == num_tokens
     assert int(batch.query_starts[-1]) == num_tokens and (sheet["slots"] == -1).all()
     assert len(batch.logit_tokens) == len(batch.seq_lens)

@@ -33,7 +33,7 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     """A graph that was never captured."""
     graph = object.__new__(Graph)
     graph.sizes = Sizes(size, size, size, 2 * size)
-    graph.pad_row, graph._pad_place = ROWS, ROWS * block_tables.shape[1]
+    graph.pad_row, graph._pad_place = ROWS, ROWS * block_tables.shape[2]
     memory = torch.full((IN_FLIGHT, bytes_of(graph.sizes)), 7, dtype=torch.uint8)
     graph._pages = cycle([Page(part, graph.sizes) for part in memory])
     graph._memory = torch.zeros(bytes_of(graph.sizes), dtype=torch.uint8)
@@ -56,7 +56,7 @@ class Traffic:
         self.all_rows = Rows(
             max_rows=ROWS, max_len=MAX_LEN, block_size=BLOCK, sampling=SamplingRows(ROWS, VOCAB, CPU)
         )
-        self.tables = torch.zeros(ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
+        self.tables = torch.zeros(1, ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
         sizes = [1, 2, 4, 8]
         self.graphs = Graphs(lambda batch, sheet: None, self.tables)  # type: ignore[arg-type,return-value]
         self.graphs._by_size, self.graphs._sizes = {n: stand_in(n, self.tables) for n in sizes}, sizes
@@ -145,7 +145,7 @@ def test_the_last_token_of_a_chunk_is_no_decode() -> None:
 
 
 def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
-    graph = stand_in(8, torch.zeros(ROWS + 1, 4, dtype=torch.int32))
+    graph = stand_in(8, torch.zeros(1, ROWS + 1, 4, dtype=torch.int32))
     for count in (3, 8, 3):
         done = graph.replay(count)
         assert done.token_ids is not None and done.asked is not None

@@ -60,7 +60,7 @@ class Traffic:
                 token_ids=self.rng.integers(3, 90, length).tolist(),
                 prompt_len=length,
                 num_computed=0,
-                block_ids=list(range(1 + row * WIDTH, 1 + (row + 1) * WIDTH)),
+                block_ids=[list(range(1 + row * WIDTH, 1 + (row + 1) * WIDTH))],
                 params=SamplingParams(temperature=float(row % 2), top_k=row % 3),
                 seed=row,
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import Engine, Row, SymbolicWorker
+from symbolic import LAYOUTS, Engine, Row, SymbolicWorker
 
 from quire.attention.batch import Batch
 from quire.data.params import SamplingParams
@@ -21,13 +21,14 @@ CPU = torch.device("cpu")
 MAX_LEN = 96
 
 
-def make_rows(block_size: int, max_rows: int = 8) -> Rows:
-    sampling = SamplingRows(max_rows, 97, CPU)
-    return Rows(max_rows=max_rows, max_len=MAX_LEN, block_size=block_size, sampling=sampling)
+def make_rows(block_size: int, num_groups: int = 1) -> Rows:
+    sampling = SamplingRows(8, 97, CPU)
+    sizes = {"max_rows": 8, "max_len": MAX_LEN, "block_size": block_size, "num_groups": num_groups}
+    return Rows(**sizes, sampling=sampling)
 
 
 def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
-    sizes = sizes_of(plan, 0)
+    sizes = sizes_of(plan, 0, len(all_rows.block_tables))
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     page = Page(memory, sizes)
     page.write(plan, all_rows)
@@ -38,9 +39,9 @@ def prepare(plan: StepPlan, all_rows: Rows) -> Batch:
 class SideBySide(SymbolicWorker):
     """A symbolic worker that holds the real rows and the real batch against its own in every step."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.all_rows = make_rows(block_size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.all_rows = make_rows(self.block_size, num_groups=len(self.layout.groups))
         self.most_blocks_at_once = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -62,34 +63,37 @@ class SideBySide(SymbolicWorker):
         all_rows = self.all_rows
         assert all_rows.num_computed[row] == state.num_computed
         assert all_rows.tokens[row, : all_rows.num_tokens[row]].tolist() == state.tokens
-        assert all_rows.block_tables[row, : all_rows.num_blocks[row]].tolist() == state.blocks
+        assert all_rows.block_tables[:, row, : all_rows.num_blocks[row]].tolist() == state.blocks
 
     def check_batch(self, plan: StepPlan, batch: Batch, before: dict[int, int]) -> None:
-        token_ids, positions, places, starts, logit_tokens = [], [], [], [0], []
+        token_ids, positions, starts, logit_tokens = [], [], [0], []
+        places: list[list[int]] = [[] for _ in batch.groups]
         for at, row in enumerate(plan.rows.tolist()):
             state, first, count = self.rows[row], before[row], int(plan.num_tokens[at])
             for position in range(first, first + count):
                 token_ids.append(state.tokens[position])
                 positions.append(position)
-                block = state.blocks[position // self.block_size]
-                places.append(block * self.block_size + position % self.block_size)
+                for slots, blocks in zip(places, state.blocks, strict=True):
+                    block = blocks[position // self.block_size]
+                    slots.append(block * self.block_size + position % self.block_size)
             starts.append(len(token_ids))
             if plan.samples[at]:
                 logit_tokens.append(len(token_ids) - 1)
             needed = -(-(first + count) // self.block_size)
-            assert batch.block_tables[row, :needed].tolist() == state.blocks[:needed]
+            for group, blocks in zip(batch.groups, state.blocks, strict=True):
+                assert group.block_tables[row, :needed].tolist() == blocks[:needed]
             assert batch.seq_lens[at] == batch.seq_lens_host[at] == first + count
             assert batch.query_lens_host[at] == count
         assert batch.token_ids.tolist() == token_ids and batch.positions.tolist() == positions
-        assert batch.slots.tolist() == places and batch.query_starts.tolist() == starts
+        assert [group.slots.tolist() for group in batch.groups] == places
+        assert batch.query_starts.tolist() == starts
         assert batch.logit_tokens.tolist() == logit_tokens
         assert batch.rows.tolist() == plan.rows.tolist()
 
 
 def side_by_side(block_size: int, **settings: Any) -> tuple[Engine, SideBySide]:
     engine = Engine(block_size=block_size, max_model_len=MAX_LEN, **settings)
-    worker = engine.worker = SideBySide(engine.worker.num_blocks, block_size)
-    return engine, worker
+    return engine, engine.use(SideBySide)
 
 
 requests = st.tuples(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5))
@@ -107,8 +111,11 @@ def test_rows_and_batches_are_those_of_the_reference(
     wanted: list[tuple[int, int, int]], block_size: int, budget: int, data: Any
 ) -> None:
     """Chunks, prefix hits, preemptions, rows used again: nothing may differ in any step."""
-    num_blocks = data.draw(st.integers(-(-80 // block_size) + 1, 200))
-    engine, _ = side_by_side(block_size, num_blocks=num_blocks, max_num_batched_tokens=budget)
+    layout = data.draw(st.sampled_from([*LAYOUTS]))
+    least = LAYOUTS[layout].blocks_of(80, block_size=block_size, max_chunk=budget) + 1
+    num_blocks = data.draw(st.integers(least, least + 120))
+    limits = {"num_blocks": num_blocks, "max_num_batched_tokens": budget, "layout": layout}
+    engine, _ = side_by_side(block_size, **limits)
     number = 0
     for tick in range(6):
         for length, count, arrival in wanted:
@@ -133,23 +140,23 @@ def test_blocks_are_appended_in_order_to_each_row() -> None:
     all_rows = make_rows(4)
     all_rows.num_blocks[[2, 5]] = 1, 3
     all_rows._append_blocks(
-        np.array([5, 5, 2, 2, 2, 7], np.int32), np.array([10, 11, 20, 21, 22, 30], np.int32)
+        np.array([5, 5, 2, 2, 2, 7], np.int32), np.array([[10, 11, 20, 21, 22, 30]], np.int32)
     )
     assert all_rows.num_blocks[[2, 5, 7]].tolist() == [4, 5, 1]
-    assert all_rows.block_tables[5, 3:5].tolist() == [10, 11]
-    assert all_rows.block_tables[2, 1:4].tolist() == [20, 21, 22] and all_rows.block_tables[7, 0] == 30
+    assert all_rows.block_tables[0, 5, 3:5].tolist() == [10, 11]
+    assert all_rows.block_tables[0, 2, 1:4].tolist() == [20, 21, 22] and all_rows.block_tables[0, 7, 0] == 30
 
 
 def test_row_zero_can_grow_first() -> None:
     """The mark of a first group must not be taken for row 0."""
     all_rows = make_rows(4)
-    all_rows._append_blocks(np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.int32))
-    assert all_rows.block_tables[0, :2].tolist() == [7, 8] and all_rows.block_tables[1, 0] == 9
+    all_rows._append_blocks(np.array([0, 0, 1], np.int32), np.array([[7, 8, 9]], np.int32))
+    assert all_rows.block_tables[0, 0, :2].tolist() == [7, 8] and all_rows.block_tables[0, 1, 0] == 9
 
 
 def admission(row: int, token_ids: list[int], block_ids: list[int], **fields: Any) -> Admission:
     rest: dict[str, Any] = {"prompt_len": len(token_ids), "num_computed": 0, "params": SamplingParams()}
-    named = {"row": row, "request_id": str(row), "token_ids": token_ids, "block_ids": block_ids, "seed": 0}
+    named = {"row": row, "request_id": str(row), "token_ids": token_ids, "block_ids": [block_ids], "seed": 0}
     return Admission(**(rest | named | fields))
 
 

@@ -37,7 +37,7 @@ def admission(row: int, token_ids: list[int], block_ids: list[int], **fields: An
         token_ids=token_ids,
         prompt_len=length,
         num_computed=0,
-        block_ids=block_ids,
+        block_ids=[block_ids],
         params=params,
         seed=0,
     )
@@ -70,7 +70,7 @@ def test_prompts_chunks_and_decodes_in_one_step(tiny: tuple[Path, Any]) -> None:
     expected = {row: int(run_hf(hf, prompts[row])[-1].argmax()) for row in prompts}
     assert first.token_ids.tolist() == [expected[3], expected[1]]
     assert sorted(first.logprobs) == [1, 3]
-    grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([61], np.int32)}
+    grown = {"block_rows": np.array([0], np.int32), "block_ids": np.array([[61]], np.int32)}
     second = worker.submit(plan([3, 1, 0], [1, 1, 4], [True, True, True], **grown)).wait()
     after = [int(run_hf(hf, [*prompts[row], expected[row]])[-1].argmax()) for row in (3, 1)]
     assert second.token_ids.tolist() == [*after, expected[0]]

@@ -32,6 +32,14 @@ class Batch:
     seq_lens_host: NDArray[np.int32]
     attention: Any = None
     """What the attention backend's `plan(batch)` made of all this, once per step."""
+    others: "tuple[Batch, ...]" = ()
+    """The same batch as groups of layers see it that have blocks of their own: slots, block tables and
+    attention differ."""
+
+    @property
+    def groups(self) -> "tuple[Batch, ...]":
+        """By group of layers; the first one's is the batch itself."""
+        return (self, *self.others)
 
     @property
     def max_query_len(self) -> int:

@@ -166,10 +166,15 @@ class SchedulerSection:
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
 
     @property
+    def max_chunk(self) -> int:
+        """The most tokens that one request gets in a step."""
+        bounds = (self.max_num_scheduled_tokens, self.long_prefill_token_threshold)
+        return min(bound for bound in bounds if bound)
+
+    @property
     def max_prompt_len(self) -> int | None:
         """The longest prompt that a step can hold; None where prompts are spread over several."""
-        bounds = (self.max_num_scheduled_tokens, self.long_prefill_token_threshold)
-        return None if self.enable_chunked_prefill else min(bound for bound in bounds if bound)
+        return None if self.enable_chunked_prefill else self.max_chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,8 @@ def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
         block_size=config.cache.block_size,
         max_rows=limits.max_num_seqs,
         share_prefixes=config.cache.enable_prefix_caching,
+        windows=cache.windows,
+        max_chunk=limits.max_chunk,
     )
     return Scheduler(
         kv=kv,

@@ -43,7 +43,7 @@ class LocalEngine:
             self.metrics = EngineMetrics(
                 MetricsPages(Layout(config.model.max_model_len)),
                 model_name=config.model.served_model_name[0],
-                cache_info=cache_info(config, cache.num_blocks),
+                cache_info=cache_info(config, num_blocks=cache.num_blocks, num_tokens=cache.num_tokens),
             )
             self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
 

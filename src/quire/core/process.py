@@ -42,7 +42,7 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
         parent.send(str(error))
         sys.exit(1)
     metrics = MetricsPages(Layout(config.model.max_model_len), metrics_file, page=0)
-    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks)
+    ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens)
     env = Env.read(os.environ)
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=config.observability.disable_log_stats)
     server = CoreServer(core, address, ready, metrics, stats_log)

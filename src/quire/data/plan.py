@@ -23,7 +23,8 @@ class Admission(msgspec.Struct):
     prompt_len: int
     num_computed: int
     """How many of them the prefix cache already holds."""
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """By group of layers, as many in each; 0 is none: no token will look there."""
     params: SamplingParams
     seed: int
     """The request's own random stream; every sample is a function of (seed, position)."""
@@ -42,8 +43,9 @@ class StepPlan(msgspec.Struct):
     released: list[int]
     admitted: list[Admission]
     block_rows: Ints
-    """Row of each entry of `block_ids`, grouped by row and in order of position."""
+    """Row of each new block, grouped by row and in order of position."""
     block_ids: Ints
+    """[groups of layers, len(block_rows)]"""
     rows: Ints
     """The rows that compute in this step, in batch order."""
     num_tokens: Ints

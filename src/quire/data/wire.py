@@ -61,6 +61,8 @@ class Ready(msgspec.Struct, tag="ready"):
     pid: int
     max_model_len: int
     num_blocks: int
+    num_tokens: int
+    """That fit into the cache."""
 
 
 class Stepped(msgspec.Struct, tag="stepped"):

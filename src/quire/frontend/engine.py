@@ -281,10 +281,9 @@ class AsyncEngine:
             case Ready():
                 self._core = message
                 self.inputs.max_model_len = message.max_model_len
-                num_tokens = (message.num_blocks - 1) * self.facts.block_size
                 self.metrics.cache_info |= {
                     "num_gpu_blocks": message.num_blocks,
-                    "kv_cache_size_tokens": num_tokens,
+                    "kv_cache_size_tokens": message.num_tokens,
                 }
                 self._ready.set()
 

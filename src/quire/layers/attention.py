@@ -1,14 +1,29 @@
 """PagedAttention: one layer's attention over its part of the cache."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
+from quire.config.layout import CacheSpec
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """A layer that keeps something of the tokens that it has seen."""
+
+    @property
+    def keeps(self) -> CacheSpec: ...
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        """Use these bytes from now on: a plane after the other, each with a page for each block, or for a
+        state [rows, bytes_per_row]. `group` is the one whose blocks are this layer's."""
 
 
 class PagedAttention(nn.Module):
@@ -30,16 +45,28 @@ class PagedAttention(nn.Module):
         self.sinks_name = f"{scope.name}.sinks"
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
+        self.group = 0
 
-    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
+    @property
+    def keeps(self) -> CacheSpec:
+        window = self.spec.window
+        numbers = self.spec.kv_heads * self.spec.head_dim
+        return CacheSpec("full" if window is None else "window", numbers=numbers, window=window)
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        shape = (2, -1, block_size, self.spec.kv_heads, self.spec.head_dim)
+        k_cache, v_cache = memory.view(kept_as).view(shape)
+        self.bind(k_cache, v_cache, group)
+
+    def bind(self, k_cache: Tensor, v_cache: Tensor, group: int = 0) -> None:
         """Use these caches from now on: [num_blocks, block_size, kv_heads, head_dim] each."""
         assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
-        self.k_cache, self.v_cache = k_cache, v_cache
+        self.k_cache, self.v_cache, self.group = k_cache, v_cache, group
 
     def forward(self, x: Tensor, qkv: Callable[[Tensor, Entry], Tensor], batch: Batch) -> Tensor:
         """[T, size_in] -> [T, heads * head_dim]; `qkv` makes queries, keys and values of it."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
-        spec, caches = self.spec, (self.k_cache, self.v_cache)
+        spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         entry = Entry(
             spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self.norms, *spec.scales
         )
@@ -54,5 +81,10 @@ class PagedAttention(nn.Module):
 
 
 def attention_layers(modules: Iterable[nn.Module]) -> list[PagedAttention]:
-    """Those of a model's modules that want a cache, in its order."""
+    """Those of a model's modules that attend, in its order."""
     return [module for module in modules if isinstance(module, PagedAttention)]
+
+
+def caching_layers(modules: Iterable[nn.Module]) -> list[Caching]:
+    """Those that keep something, in the model's order."""
+    return [module for module in modules if isinstance(module, Caching)]

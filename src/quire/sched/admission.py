@@ -6,9 +6,8 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun
 from quire.data.request import Request
-from quire.sched.blocks import Block
 from quire.sched.in_flight import Notes
-from quire.sched.kv_manager import KVManager
+from quire.sched.kv_manager import Hit, KVManager
 from quire.sched.limits import Limits
 from quire.sched.queues import LINES, WaitingLine
 from quire.sched.running import Running
@@ -44,22 +43,18 @@ class Admitter:
         if self.trial:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
-        promised = self._promised_blocks() if len(self.waiting) else 0
         while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_rows:
             request = self.waiting.peek()
-            hits = self.kv.lookup(request)
-            num_computed = len(hits) * self.kv.block_size
-            pending = len(request.tokens) - num_computed
+            hit = self.kv.lookup(request)
+            pending = len(request.tokens) - hit.num_tokens
             chunk = min(pending, self.limits.max_chunk, budget)
             if chunk < pending and not self._may_split(pending):
                 break
-            reach = len(request.tokens) if self.reserve_full_prompt else num_computed + chunk
-            needed = self.kv.blocks_for(reach) - len(hits)
-            if needed + promised > self.kv.num_takable(hits):
+            reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
+            if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
                 break
             self.waiting.pop()
-            admitted.append((self._admit(request, hits, chunk, notes), chunk))
-            promised = self._promised_blocks()
+            admitted.append((self._admit(request, hit, chunk, notes), chunk))
             budget -= chunk
         return admitted
 
@@ -74,28 +69,20 @@ class Admitter:
             return []
         request = self.trial.first
         self.waiting.remove(request)
-        hits = self.kv.lookup(request)
-        chunk = min(len(request.tokens) - len(hits) * self.kv.block_size, self.limits.max_chunk)
-        return [(self._admit(request, hits, chunk, notes), chunk)]
+        hit = self.kv.lookup(request)
+        chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk)
+        return [(self._admit(request, hit, chunk, notes), chunk)]
 
-    def _promised_blocks(self) -> int:
-        """Free blocks that running requests will soon take: for their known tokens, and one more each."""
-        rows = self.running.order
-        if not len(rows):
-            return 0
-        known = -(-self.running.num_tokens[rows] // self.kv.block_size)
-        return int((known - self.kv.num_blocks[rows]).sum()) + len(rows) + self.num_watermark_blocks
-
-    def _admit(self, request: Request, hits: list[Block], chunk: int, notes: Notes) -> Admission:
-        num_computed = len(hits) * self.kv.block_size
+    def _admit(self, request: Request, hit: Hit, chunk: int, notes: Notes) -> Admission:
+        num_computed = hit.num_tokens
         if not request.has_run:
             request.has_run, request.num_cached = True, num_computed
             notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
             notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
             notes.stats.prefix_hits += num_computed
         row = self.running.admit(request, num_computed)
-        block_ids = self.kv.admit(row, hits, num_computed + chunk)
-        self.kv.index(self.running, np.array([row]), np.array([chunk]))
+        block_ids = self.kv.admit(row, hit, num_computed + chunk)
+        self.kv.index(self.running, np.array([row]), np.array([num_computed + chunk]))
         return Admission(
             row=row,
             request_id=request.id,

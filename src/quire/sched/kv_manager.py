@@ -1,16 +1,43 @@
 """KVManager: which blocks each row holds, and which prefixes can be shared."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from quire.config.layout import most_blocks
 from quire.data.plan import Ints
 from quire.data.request import Request
 from quire.sched.blocks import Block, BlockPool
 from quire.sched.running import RowIds, Running
 
 _NONE: Ints = np.empty(0, np.int32)
+_ENDLESS = 1 << 30
+"""Tokens."""
+
+Table = list[Block | None]
+
+
+class Hit(NamedTuple):
+    """A prefix of a request that the cache holds."""
+
+    num_tokens: int
+    blocks: list[Table]
+    """By group; None: nothing of it is seen any more."""
+
+
+class Growth(NamedTuple):
+    """What it takes for rows to have more tokens."""
+
+    reach: Ints
+    """How many tokens each row is to have."""
+    rows: RowIds
+    """Those of the rows that need blocks."""
+    counts: Ints
+    """How many, in each group."""
+    shortage: int
+    """How many blocks are lacking."""
 
 
 def _root_key(request: Request) -> bytes:
@@ -20,86 +47,214 @@ def _root_key(request: Request) -> bytes:
     ).digest()
 
 
-class KVManager:
-    """The blocks of each of the scheduler's rows, in the order of its tokens, and the prefixes they share."""
+def _held(table: Table) -> list[Block]:
+    return [block for block in table if block is not None]
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_rows: int, share_prefixes: bool) -> None:
+
+class KVManager:
+    """The blocks of each of the scheduler's rows, in the order of its tokens, and the prefixes they share.
+
+    Layers that look equally far back are a group, and a row has a table of blocks in each. In one with a
+    window it gives back the blocks that no later token sees.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        share_prefixes: bool,
+        windows: Sequence[int | None] = (None,),
+        max_chunk: int = _ENDLESS,
+    ) -> None:
+        """`windows` by group: how many tokens, itself included, a token sees; None: all before it."""
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.share_prefixes = share_prefixes
-        self.tables: list[list[Block]] = [[] for _ in range(max_rows)]
-        self.num_blocks: Ints = np.zeros(max_rows, np.int32)
+        self.windows = tuple(windows)
+        self.tables: list[list[Table]] = [[[] for _ in range(max_rows)] for _ in windows]
+        """By group and row. They have the same length in all groups; None: given back."""
+        self.room: Ints = np.zeros(max_rows, np.int32)
+        """How many tokens each row's tables reach to."""
         self.num_indexed: Ints = np.zeros(max_rows, np.int32)
+        self._sliding = {window: np.zeros(max_rows, np.int32) for window in windows if window is not None}
+        """By window: how many blocks each row has given back."""
+        sizes = {"block_size": block_size, "max_chunk": max_chunk}
+        self._most = [most_blocks(_ENDLESS, window, **sizes) for window in windows]
+        """What a row can ever hold in each group."""
+        self.marks = [bytes([group] if group else []) for group in range(len(windows))]
+        """What tells the keys of the groups apart."""
+        self._groups = list(zip(self.tables, self.marks, strict=True))
         self._fresh: list[Block] = []
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    # ---- requests come and go
 
     def may_share(self, request: Request) -> bool:
         """Whether a request may read blocks that others have computed."""
         return self.share_prefixes and not request.params.skip_reading_prefix_cache
 
-    def lookup(self, request: Request) -> list[Block]:
-        """The longest indexed prefix. The last token is never part of it: its logits have to be computed."""
+    def lookup(self, request: Request) -> Hit:
+        """The longest prefix that all groups have. The last token is never part of it: its logits have to be
+        computed."""
         if not self.may_share(request):
-            return []
-        hits = []
-        num_full = (len(request.tokens) - 1) // self.block_size
-        if len(request.block_keys) < num_full:
-            self._hash(request, np.array(request.tokens, np.int32), num_full)
-        for key in request.block_keys[:num_full]:
-            block = self.pool.find(key)
+            return Hit(0, [[] for _ in self.windows])
+        length = (len(request.tokens) - 1) // self.block_size
+        if len(request.block_keys) < length:
+            self._hash(request, np.array(request.tokens, np.int32), length)
+        keys, whole = request.block_keys, {}
+        for group, window in enumerate(self.windows):
+            if window is None:
+                whole[group] = self._longest(keys[:length], self.marks[group])
+                length = len(whole[group])
+        before = -1
+        while before != length:
+            before = length
+            for group, window in enumerate(self.windows):
+                if window is not None:
+                    length = self._longest_seen(keys, length, window, self.marks[group])
+        blocks = [
+            whole[group][:length] if window is None else self._seen(keys[:length], window, self.marks[group])
+            for group, window in enumerate(self.windows)
+        ]
+        return Hit(length * self.block_size, blocks)
+
+    def _longest(self, keys: list[bytes], mark: bytes) -> Table:
+        hits: Table = []
+        for key in keys:
+            block = self.pool.find(key + mark)
             if block is None:
                 break
             hits.append(block)
         return hits
 
-    def num_takable(self, hits: list[Block]) -> int:
-        """Free blocks that remain once `hits` are in use."""
-        return self.pool.num_free - sum(block.num_users == 0 for block in hits)
+    def _longest_seen(self, keys: list[bytes], length: int, window: int, mark: bytes) -> int:
+        """The most blocks, up to `length`, of which all are indexed that the token behind them sees."""
+        at = length
+        while at > self._num_unseen(length * self.block_size, window):
+            at -= 1
+            if self.pool.find(keys[at] + mark) is None:
+                length = at
+        return length
 
-    def admit(self, row: int, hits: list[Block], num_tokens: int) -> list[int]:
-        """Give an empty row its shared blocks and new ones up to `num_tokens`; their ids."""
-        assert not self.tables[row], f"row {row} is taken"
-        self.pool.share(hits)
-        table = hits + self.pool.take(self.blocks_for(num_tokens) - len(hits))
-        self.tables[row] = table
-        self.num_blocks[row] = len(table)
-        self.num_indexed[row] = len(hits)
-        return [block.id for block in table]
+    def _seen(self, keys: list[bytes], window: int, mark: bytes) -> Table:
+        unseen = self._num_unseen(len(keys) * self.block_size, window)
+        return [None] * unseen + [self.pool.find(key + mark) for key in keys[unseen:]]
 
-    def grow(self, rows: RowIds, counts: Ints) -> tuple[Ints, Ints]:
-        """Append `counts[i]` new blocks to `rows[i]`. Returns row and id of each new block."""
-        growing = np.flatnonzero(counts)
-        if not len(growing):
-            return _NONE, _NONE
-        rows, counts = rows[growing], counts[growing]
-        self.num_blocks[rows] += counts
+    def _num_unseen(self, num_computed: int, window: int) -> int:
+        """How many blocks the next token does not see."""
+        return max(num_computed - window + 1, 0) // self.block_size
+
+    def fits(self, hit: Hit, num_tokens: int, running: Running, spare: int) -> bool:
+        """Whether a request may come in, with all that it needs for `num_tokens`. Beside what the running
+        ones will soon take: their known tokens, one more block each, and `spare` blocks."""
+        needed = self._promised(running) + spare if len(running) else 0
+        num_blocks = -(-num_tokens // self.block_size)
+        for table, most in zip(hit.blocks, self._most, strict=True):
+            held = _held(table)
+            needed += min(num_blocks - len(table) + len(held), most) - len(held)
+            needed += sum(block.num_users == 0 for block in held)
+        return needed <= self.pool.num_free
+
+    def _promised(self, running: Running) -> int:
+        rows, size, promised = running.order, self.block_size, 0
+        num_blocks, wanted = self.room[rows] // size, -(-running.num_tokens[rows] // size) + 1
+        for window, most in zip(self.windows, self._most, strict=True):
+            slid = 0 if window is None else self._sliding[window][rows]
+            promised += int((np.minimum(wanted - slid, most) - (num_blocks - slid)).clip(0).sum())
+        return promised
+
+    def admit(self, row: int, hit: Hit, num_tokens: int) -> list[list[int]]:
+        """Give an empty row its shared blocks and new ones up to `num_tokens`; their ids by group, 0 where it
+        holds nothing."""
+        for table in hit.blocks:
+            self.pool.share(_held(table))
+        num_blocks = -(-num_tokens // self.block_size)
+        block_ids = []
+        for tables, hits in zip(self.tables, hit.blocks, strict=True):
+            assert not tables[row], f"row {row} is taken"
+            tables[row] = table = [*hits, *self.pool.take(num_blocks - len(hits))]
+            block_ids.append([0 if block is None else block.id for block in table])
+        self.room[row] = num_blocks * self.block_size
+        self.num_indexed[row] = hit.num_tokens // self.block_size
+        for window, num_slid in self._sliding.items():
+            num_slid[row] = self._num_unseen(hit.num_tokens, window)
+        return block_ids
+
+    def free(self, row: int) -> None:
+        for tables in self.tables:
+            self.pool.release(_held(tables[row]))
+            tables[row] = []
+        self.room[row] = self.num_indexed[row] = 0
+        for num_slid in self._sliding.values():
+            num_slid[row] = 0
+
+    # ---- rows go on
+
+    def slide(self, running: Running) -> None:
+        """Give back what the next token of each row does not see. A step in flight may still read it: steps
+        run in order, and whoever gets the block writes to it in a later one."""
+        rows = running.order
+        for window, num_slid in self._sliding.items():
+            unseen = (running.num_computed[rows] - (window - 1)) // self.block_size
+            moved = np.flatnonzero(unseen > num_slid[rows])
+            sliding, ends = rows[moved], unseen[moved]
+            firsts, num_slid[sliding] = num_slid[sliding].tolist(), ends
+            groups = [tables for tables, its in zip(self.tables, self.windows, strict=True) if its == window]
+            for row, first, end in zip(sliding.tolist(), firsts, ends.tolist(), strict=True):
+                for tables in groups:
+                    # What lies further back is reused first.
+                    self.pool.release(_held(tables[row][first:end])[::-1])
+                    tables[row][first:end] = [None] * (end - first)
+
+    def growth(self, rows: RowIds, reach: Ints) -> Growth:
+        """What it takes for `rows[i]` to have `reach[i]` tokens."""
+        growing = np.flatnonzero(reach > self.room[rows])
+        rows = rows[growing]
+        counts = -((self.room[rows] - reach[growing]) // self.block_size)
+        num_new = int(counts.sum()) * len(self.tables)
+        return Growth(reach, rows, counts, max(num_new - self.pool.num_free, 0))
+
+    def grow(self, growth: Growth) -> tuple[Ints, Ints]:
+        """Append the blocks that rows need. Returns the row of each new block, and by group its id."""
+        rows, counts = growth.rows, growth.counts
+        if not len(rows):
+            return _NONE, _NONE.reshape(len(self.tables), 0)
+        self.room[rows] += counts * self.block_size
         block_rows = np.repeat(rows.astype(np.int32), counts)
-        taken = self.pool.take(len(block_rows))
-        for row, block in zip(block_rows.tolist(), taken, strict=True):
-            self.tables[row].append(block)
-        return block_rows, np.array([block.id for block in taken], np.int32)
+        owners, count = block_rows.tolist(), len(block_rows)
+        taken = self.pool.take(count * len(self.tables))
+        for group, tables in enumerate(self.tables):
+            for row, block in zip(owners, taken[group * count : (group + 1) * count], strict=True):
+                tables[row].append(block)
+        return block_rows, np.array([block.id for block in taken], np.int32).reshape(-1, count)
 
-    def index(self, running: Running, rows: RowIds, chunks: Ints) -> None:
-        """Make the blocks findable that the next `chunks[i]` tokens of `rows[i]` fill, if it is known with
+    # ---- what can be found
+
+    def index(self, running: Running, rows: RowIds, reach: Ints) -> None:
+        """Make the blocks findable that `rows[i]` fills with its tokens up to `reach[i]`, if it is known with
         what. That is before they are filled: who shares them reads after the write."""
         if not self.share_prefixes:
             return
-        reach = np.minimum(running.num_computed[rows] + chunks, running.num_known[rows])
+        reach = np.minimum(reach, running.num_known[rows])
         num_full, num_indexed = reach // self.block_size, self.num_indexed[rows]
         filled = np.flatnonzero(num_full > num_indexed)
         if not len(filled):
             return
         rows, num_indexed, num_full = rows[filled], num_indexed[filled], num_full[filled]
+        remember, fresh = self.pool.remember, self._fresh
         for row, first, end in zip(rows.tolist(), num_indexed.tolist(), num_full.tolist(), strict=True):
-            request, table = running.request(row), self.tables[row]
+            request = running.request(row)
             keys = request.block_keys
             if len(keys) < end:
                 self._hash(request, running.tokens[row], end)
-            for at in range(first, end):
-                self.pool.remember(table[at], keys[at])
-                self._fresh.append(table[at])
+            for tables, mark in self._groups:
+                table = tables[row]
+                for at in range(first, end):
+                    block = table[at]
+                    if block is not None:
+                        remember(block, keys[at] + mark)
+                        fresh.append(block)
         self.num_indexed[rows] = num_full
 
     def take_fresh(self) -> list[Block]:
@@ -111,11 +266,6 @@ class KVManager:
         """These were not written after all."""
         for block in blocks:
             self.pool.forget(block)
-
-    def free(self, row: int) -> None:
-        self.pool.release(self.tables[row])
-        self.tables[row] = []
-        self.num_blocks[row] = self.num_indexed[row] = 0
 
     def _hash(self, request: Request, tokens: Ints, num_full: int) -> None:
         """Extend the request's keys to its first `num_full` blocks; each is hashed once in a request's

@@ -20,7 +20,7 @@ from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.sched.admission import Admitter
 from quire.sched.in_flight import Flight, Landed, Notes
-from quire.sched.kv_manager import KVManager
+from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import Limits
 from quire.sched.running import RowIds, Running
 from quire.sched.stops import why_stopped
@@ -113,9 +113,9 @@ class Scheduler:
         continued = self._continue_running()
         if continued is None:
             return None
-        chunks, new_blocks = continued
-        block_rows, block_ids = self.kv.grow(self.running.order, new_blocks)
-        self.kv.index(self.running, self.running.order, chunks)
+        chunks, growth = continued
+        block_rows, block_ids = self.kv.grow(growth)
+        self.kv.index(self.running, self.running.order, growth.reach)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
             admitted = self.admitter.admit(self.limits.max_tokens - int(chunks.sum()), self._notes)
@@ -143,20 +143,20 @@ class Scheduler:
         self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         return plan
 
-    def _continue_running(self) -> tuple[Ints, Ints] | None:
-        """Tokens and new blocks for each running row; requests are preempted until the blocks suffice. That,
-        and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect runs
-        alone."""
-        running, kv = self.running, self.kv
+    def _continue_running(self) -> tuple[Ints, Growth] | None:
+        """Tokens for each running row, and what they take; requests are preempted until the blocks suffice.
+        That, and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect
+        runs alone."""
+        running = self.running
         if self.trial and self.in_flight:
             return None
+        self.kv.slide(running)
         while True:
             rows = running.order
             chunks = self._share_budget(running.pending())
-            reach = running.num_computed[rows] + chunks
-            new_blocks = np.maximum(-(-reach // kv.block_size) - kv.num_blocks[rows], 0)
-            if new_blocks.sum() <= kv.pool.num_free:
-                return chunks, new_blocks
+            growth = self.kv.growth(rows, running.num_computed[rows] + chunks)
+            if not growth.shortage:
+                return chunks, growth
             if self.in_flight:
                 return None
             self._preempt(choose_victim(running, self.policy))

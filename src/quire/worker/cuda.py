@@ -31,16 +31,17 @@ _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
 
 
 class Cuda:
-    """Block tables and last tokens are by row, on the device; the row behind all others is padding."""
+    """Block tables (by group of layers) and last tokens are by row, on the device; the row behind all others
+    is padding."""
 
     def __init__(
         self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor], device: torch.device
     ) -> None:
-        max_rows, width = all_rows.block_tables.shape
+        max_rows = len(all_rows.num_tokens)
         self.model = model
         self.sample = sample
         self.device = device
-        self.block_tables = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(self.compute, self.block_tables)
@@ -91,8 +92,7 @@ class Cuda:
     @torch.inference_mode()
     def _forward_blank(self, lens: Ints) -> None:
         batch, _ = self._blank(lens)
-        self.model.attention.plan(batch)
-        self.model.head(self.model.forward(batch)[batch.logit_tokens])
+        self.model.head(self.model.hidden(batch)[batch.logit_tokens])
 
     @torch.inference_mode()
     def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
@@ -120,10 +120,11 @@ class Cuda:
 
     def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        sizes = Sizes(int(lens.sum()), len(lens), len(lens), 0)
+        num_groups, num_rows, _ = self.block_tables.shape
+        sizes = Sizes(int(lens.sum()), len(lens), len(lens), 0, num_groups)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         arrays = host_arrays(memory, sizes)
-        blank(arrays, 0, len(self.block_tables) - 1, 0)
+        blank(arrays, 0, num_rows - 1, 0)
         np.cumsum(lens, out=arrays["query_starts"][1:])
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
         arrays["seq_lens"][:] = lens
@@ -158,7 +159,7 @@ class Cuda:
         return run
 
     def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
-        sizes = sizes_of(plan, len(ids))
+        sizes = sizes_of(plan, len(ids), len(self.block_tables))
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
@@ -171,8 +172,7 @@ class Cuda:
         self._set_blocks(sheet["block_places"], sheet["block_ids"])
         sources = sheet["sources"]
         batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
-        self.model.attention.plan(batch)
-        hidden = self.model.forward(batch)
+        hidden = self.model.hidden(batch)
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, asked = self.model.head(wanted), asked_of(sheet)
         token_ids = self._in_passing = self.sample(logits, asked)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
+from quire.worker.sheet import slots_of
 
 
 class Computed(NamedTuple):
@@ -71,6 +72,12 @@ class Model:
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """[T, hidden]"""
+        for group in batch.groups:
+            self.attention.plan(group)
+        return self.forward(batch)
+
 
 class NewTokens(NamedTuple):
     """Which rows get a token in a step, and where it stands."""
@@ -86,10 +93,21 @@ class NewTokens(NamedTuple):
 
 
 def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:
-    names = ("token_ids", "positions", "slots", "query_starts", "seq_lens", "rows", "logit_tokens")
-    return Batch(
-        **{name: sheet[name] for name in names},
-        block_tables=block_tables,
+    """`block_tables` [groups of layers, rows, blocks]"""
+    batch = Batch(
+        token_ids=sheet["token_ids"],
+        positions=sheet["positions"],
+        slots=sheet["slots"],
+        query_starts=sheet["query_starts"],
+        seq_lens=sheet["seq_lens"],
+        rows=sheet["rows"],
+        block_tables=block_tables[0],
+        logit_tokens=sheet["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
     )
+    batch.others = tuple(
+        replace(batch, slots=sheet[slots_of(group)], block_tables=block_tables[group])
+        for group in range(1, len(block_tables))
+    )
+    return batch

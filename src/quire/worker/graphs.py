@@ -68,9 +68,10 @@ class Graph:
     """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
 
     def __init__(self, size: int, compute: Compute, block_tables: Tensor, pool: Any) -> None:
-        self.sizes = Sizes(size, size, size, 2 * size)
-        self.pad_row = len(block_tables) - 1
-        self._pad_place = self.pad_row * block_tables.shape[1]
+        num_groups, num_rows, width = block_tables.shape
+        self.sizes = Sizes(size, size, size, 2 * size * num_groups, num_groups)
+        self.pad_row = num_rows - 1
+        self._pad_place = self.pad_row * width
         self._pages = cycle([Page(part, self.sizes) for part in pinned(IN_FLIGHT, bytes_of(self.sizes))])
         self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.sizes)

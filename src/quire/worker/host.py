@@ -56,7 +56,7 @@ class Host:
             self._max_taped = 0
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
-        num_rows, sizes = len(plan.rows), sizes_of(plan, 0)
+        num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
         taped = plan.is_decode and num_rows <= self._max_taped
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
@@ -67,8 +67,7 @@ class Host:
 
     def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
         model = self.model
-        model.attention.plan(batch)
-        hidden = model.forward(batch)
+        hidden = model.hidden(batch)
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, asked = model.head(wanted), asked_of(sheet)
         token_ids = self.sample(logits, asked) if self.sample is not None and len(logits) else None

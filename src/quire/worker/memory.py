@@ -2,16 +2,20 @@
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import psutil
 import torch
 from torch import Tensor
 
-from quire.capacity import CacheRoom, human
+from quire.capacity import CacheRoom, CacheSize, human
+from quire.config.layout import CacheLayout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
+from quire.layers.attention import Caching
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Needs:
         return self.weights + self.activations + self.graphs + self.counts + self.other
 
 
-def table(needs: Needs, kv_bytes: int, num_tokens: int, longest: int) -> str:
+def table(needs: Needs, cache: CacheSize) -> str:
     """What the memory is used for, one line each."""
     parts = {
         "weights": needs.weights,
@@ -41,9 +45,10 @@ def table(needs: Needs, kv_bytes: int, num_tokens: int, longest: int) -> str:
         "graphs or tapes": needs.graphs,
         "penalty counts": needs.counts,
         "libraries and others": needs.other,
-        "KV cache": kv_bytes,
+        "KV cache": cache.num_bytes,
     }
     lines = [f"  {name:<21}{human(size):>12}" for name, size in parts.items() if size]
+    num_tokens, longest = cache.num_tokens, cache.max_model_len
     fit = f"{num_tokens:,} tokens fit, {num_tokens / longest:.2f} requests of {longest:,}"
     return "Memory:\n" + "\n".join(lines) + f"   {fit}"
 
@@ -79,12 +84,41 @@ def cache_room(cache: CacheSection, machine: Machine, *, other_bytes: int) -> Ca
     )
 
 
+def bind(
+    layers: Sequence[Caching],
+    layout: CacheLayout,
+    *,
+    num_blocks: int,
+    num_rows: int,
+    block_size: int,
+    kept_as: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give every layer its part of a cache of so many blocks: pages in the slab that it shares with one layer
+    of each other group, or a state for each row and one for padding."""
+    per_number = num_blocks * block_size * kept_as.itemsize
+    ends = list(accumulate(layout.slabs, initial=0))
+    pages = reserve((ends[-1] * per_number,), torch.uint8, device)
+    keeping = [number for number, spec in enumerate(layout.specs) if spec is not None]
+    for number, layer in zip(keeping, layers, strict=True):
+        spec = layer.keeps
+        assert spec == layout.specs[number], f"layer {number} keeps {spec}"
+        if spec.kind == "state":
+            memory, group = reserve((num_rows + 1, spec.bytes_per_row), torch.uint8, device), 0
+        else:
+            group, slab = layout.places[number]
+            memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
+        layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group)
+
+
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One piece of memory. On a CPU what is not used takes no room: in pages of their usual size, since an
-    allocator that likes large ones would give each layer's first block two megabytes."""
+    """One piece of memory, full of zeros: kernels may read, and multiply by nothing, what nobody wrote. On a
+    CPU what is not used takes no room: in pages of their usual size, since an allocator that likes large ones
+    would give each layer's first block two megabytes."""
     if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)

@@ -14,12 +14,17 @@ Wide = NDArray[np.int64]
 class Rows:
     """Columns by row. Pages that no request has reached are never touched, so large arrays cost little."""
 
-    def __init__(self, *, max_rows: int, max_len: int, block_size: int, sampling: SamplingRows) -> None:
+    def __init__(
+        self, *, max_rows: int, max_len: int, block_size: int, sampling: SamplingRows, num_groups: int = 1
+    ) -> None:
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
-        self.block_tables: Ints = np.zeros((max_rows, -(-max_len // block_size)), np.int32)
+        width = -(-max_len // block_size)
+        self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
+        """By group of layers; the row behind all others is padding."""
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
+        """In every group."""
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """How many of them have a value here; one that was just sampled may be on the device only."""
@@ -30,7 +35,7 @@ class Rows:
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
-        """What the last plan changed in `block_tables`: places in the flat table, and block ids."""
+        """What the last plan changed in `block_tables`: places in the flat tables, and block ids."""
         self.version = 0
         """Counts the plans by which a row got a request."""
 
@@ -51,12 +56,14 @@ class Rows:
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
-        self._set_blocks(np.full(len(new.block_ids), row), np.arange(len(new.block_ids)), new.block_ids)
-        self.num_blocks[row] = len(new.block_ids)
+        block_ids = np.array(new.block_ids, np.int32)
+        count = block_ids.shape[1]
+        self._set_blocks(np.full(count, row), np.arange(count), block_ids)
+        self.num_blocks[row] = count
         self.sampling.admit(row, new.params, prompt_len=new.prompt_len, seed=new.seed, stop_ids=new.stop_ids)
 
     def _append_blocks(self, rows: Ints, block_ids: Ints) -> None:
-        """`rows` is grouped; each group's blocks go behind those that the row has."""
+        """`rows` is ordered by row; the blocks of each go behind those that it has."""
         if not len(rows):
             return
         if (rows[1:] != rows[:-1]).all():  # one each, as in a decode
@@ -69,9 +76,12 @@ class Rows:
         self._set_blocks(rows, self.num_blocks[rows] + place, block_ids)
         self.num_blocks[rows[starts]] += counts
 
-    def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints | list[int]) -> None:
-        ids = np.asarray(block_ids, np.int32)
-        places = rows.astype(np.int64) * self.block_tables.shape[1] + columns
+    def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
+        """`block_ids` [groups, len(rows)]"""
+        num_groups, num_rows, width = self.block_tables.shape
+        places, ids = rows.astype(np.int64) * width + columns, block_ids.ravel()
+        if num_groups > 1:
+            places = (np.arange(num_groups)[:, None] * (num_rows * width) + places).ravel()
         self.block_tables.reshape(-1)[places] = ids
         self.block_changes.append((places, ids))
 

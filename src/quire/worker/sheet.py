@@ -27,12 +27,20 @@ class Sizes(NamedTuple):
     samples: int
     blocks: int
     """How many entries of the block tables change."""
+    groups: int = 1
+    """Of layers, each with slots of its own."""
+
+
+def slots_of(group: int) -> str:
+    """The name of a group's slots."""
+    return f"slots{group}" if group else "slots"
 
 
 def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
-    tokens, seqs, samples, blocks = sizes
+    tokens, seqs, samples, blocks, groups = sizes
     return [
-        *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions", "slots")),
+        *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
+        *((slots_of(group), np.int64, tokens) for group in range(groups)),
         *((name, np.int64, samples) for name in ("logit_tokens", "logit_rows", "seeds", "sample_at")),
         ("block_places", np.int64, blocks),
         ("top_k", np.int32, samples),
@@ -74,8 +82,8 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
-def sizes_of(plan: StepPlan, num_block_changes: int) -> Sizes:
-    return Sizes(plan.total_tokens, len(plan.rows), len(plan.sampling_rows), num_block_changes)
+def sizes_of(plan: StepPlan, num_block_changes: int, num_groups: int) -> Sizes:
+    return Sizes(plan.total_tokens, len(plan.rows), len(plan.sampling_rows), num_block_changes, num_groups)
 
 
 class Page:
@@ -133,10 +141,10 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
         positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
     blocks, offsets = np.divmod(positions, all_rows.block_size)
     into["positions"][:num_tokens] = positions
-    into["slots"][:num_tokens] = (
-        all_rows.block_tables[row_of_token, blocks].astype(np.int64) * all_rows.block_size
-    )
-    into["slots"][:num_tokens] += offsets
+    for group, tables in enumerate(all_rows.block_tables):
+        slots = into[slots_of(group)][:num_tokens]
+        slots[:] = tables[row_of_token, blocks].astype(np.int64) * all_rows.block_size
+        slots += offsets
     into["token_ids"][:num_tokens] = all_rows.tokens[row_of_token, positions]
     unknown = positions >= all_rows.num_known[row_of_token]
     into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
@@ -147,8 +155,9 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:
     """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks."""
-    for name, nothing in _NOTHING.items():
-        into[name][first:] = nothing
+    for name, array in into.items():
+        if (nothing := _NOTHING.get(name.rstrip("0123456789"))) is not None:
+            array[first:] = nothing
     into["rows"][first:] = into["logit_rows"][first:] = pad_row
     into["block_places"][:] = pad_place
     into["block_ids"][:] = 0

@@ -5,11 +5,12 @@ import time
 import torch
 
 from quire.attention.backend import AttentionSpec, choose
-from quire.capacity import CacheSize, human, kv_bytes_per_block, size_cache
+from quire.capacity import CacheSize, human, size_cache
 from quire.config.engine import EngineConfig
+from quire.config.layout import cache_specs, layout
 from quire.data.plan import Pending, StepPlan
 from quire.kernels import native, sampling
-from quire.layers.attention import attention_layers
+from quire.layers.attention import caching_layers
 from quire.loader import load_model
 from quire.logs import get_logger
 from quire.models.causal_lm import CausalLM
@@ -18,7 +19,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.host import Host
-from quire.worker.memory import cache_room, reserve, table
+from quire.worker.memory import bind, cache_room, table
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
@@ -37,6 +38,7 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
         """The type of the cache."""
+        self.layout = layout(cache_specs(config.checkpoint.facts), max_len=0)
         self._runner: Runner | None = None
 
     def start(self) -> CacheSize:
@@ -67,6 +69,7 @@ class Worker:
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
+            num_groups=len(self.layout.groups),
         )
         device = open_device(Model(model, model.logits, backend), all_rows, self.device)
         counts = None
@@ -85,18 +88,18 @@ class Worker:
             return self._runner.submit(plan)
 
     def _make_cache(self, model: CausalLM, device: Device, sampler: Sampler, weights: int) -> CacheSize:
-        config, facts = self.config, self.config.checkpoint.facts
-        block_size, kv_dtype = config.cache.block_size, config.cache.kv_cache_dtype
+        config = self.config
         self._bind(model, num_blocks=1)
         needs = device.needs(config, weights, sampler)
         size = size_cache(
-            facts,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
+            self.layout,
+            kv_dtype=config.cache.kv_cache_dtype,
+            block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
+            max_chunk=config.scheduler.max_chunk,
+            num_rows=config.scheduler.max_num_seqs,
             auto_fit=config.model.auto_fit,
             room=cache_room(config.cache, config.machine, other_bytes=needs.total),
-            useful_tokens=config.scheduler.max_num_seqs * config.model.max_model_len,
         )
         if size.max_model_len < config.model.max_model_len:
             log.info(
@@ -105,17 +108,20 @@ class Worker:
                 size.max_model_len,
             )
         self._bind(model, size.num_blocks)
-        kv_bytes = size.num_blocks * kv_bytes_per_block(facts, kv_dtype, block_size)
-        log.info("%s", table(needs, kv_bytes, (size.num_blocks - 1) * block_size, size.max_model_len))
+        log.info("%s", table(needs, size))
         return size
 
     def _bind(self, model: CausalLM, num_blocks: int) -> None:
         """Give every layer a cache of this many blocks."""
-        cache, facts = self.config.cache, self.config.checkpoint.facts
-        layers = attention_layers(model.modules())
-        shape = (len(layers), 2, num_blocks, cache.block_size, facts.kv_heads, facts.head_dim)
-        for layer, caches in zip(layers, reserve(shape, self.kept_as, self.device), strict=True):
-            layer.bind(*caches)
+        bind(
+            caching_layers(model.modules()),
+            self.layout,
+            num_blocks=num_blocks,
+            num_rows=self.config.scheduler.max_num_seqs,
+            block_size=self.config.cache.block_size,
+            kept_as=self.kept_as,
+            device=self.device,
+        )
 
 
 def open_device(model: Model, all_rows: Rows, device: torch.device) -> Device:

@@ -1,0 +1,126 @@
+"""The layout of the cache: what each layer keeps, and how all of them share one pool of equal blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.config.facts import ArchFacts
+
+_MAX_WASTE = 1.25
+"""Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one layer keeps of the tokens that it has seen."""
+
+    kind: str
+    """full | window | latent: pages of tokens; state: a fixed size for each row"""
+    planes: int = 2
+    """Tensors of its own that each page lies in: keys and values, or one latent."""
+    numbers: int = 0
+    """Of one token in one plane."""
+    window: int | None = None
+    """How many tokens, itself included, a token sees; None: all before it."""
+    bytes_per_row: int = 0
+    """`state` only."""
+
+    @property
+    def page(self) -> tuple[int, int]:
+        """Layers with equal ones can lie in the same memory."""
+        return self.planes, self.numbers
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose pages come and go together: a block of the group is a page in each of them."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    """Numbers of layers of the model; the j-th lies in slab j."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Groups of layers over one pool of blocks. A block is a page in every slab, and belongs to one group of
+    one request at a time."""
+
+    specs: tuple[CacheSpec | None, ...]
+    """By layer; None: it keeps nothing."""
+    groups: tuple[CacheGroup, ...]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def slabs(self) -> tuple[int, ...]:
+        """Numbers of a token in each piece of memory that a layer of every group lies in."""
+        most = max((group.layers for group in self.groups), key=len)
+        specs = [spec for layer in most if (spec := self.specs[layer]) is not None]
+        return tuple(spec.planes * spec.numbers for spec in specs)
+
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Group and slab of each layer with pages."""
+        return {
+            layer: (number, slab)
+            for number, group in enumerate(self.groups)
+            for slab, layer in enumerate(group.layers)
+        }
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What the states of one row take."""
+        return sum(spec.bytes_per_row for spec in self.specs if spec is not None)
+
+    def block_bytes(self, block_size: int, bytes_per_number: int) -> int:
+        return sum(self.slabs) * block_size * bytes_per_number
+
+    def blocks_of(self, num_tokens: int, *, block_size: int, max_chunk: int) -> int:
+        """The most blocks that a request of so many tokens ever holds."""
+        sizes = {"block_size": block_size, "max_chunk": max_chunk}
+        return sum(most_blocks(num_tokens, group.window, **sizes) for group in self.groups)
+
+
+def most_blocks(num_tokens: int, window: int | None, *, block_size: int, max_chunk: int) -> int:
+    """The same in one group. With a window these are the blocks that a chunk lies in and its first token
+    sees, wherever in a block they begin."""
+    blocks = -(-num_tokens // block_size)
+    return blocks if window is None else min(blocks, (window + max_chunk - 3) // block_size + 2)
+
+
+def has_states(specs: Sequence[CacheSpec | None]) -> bool:
+    return any(spec is not None and spec.kind == "state" for spec in specs)
+
+
+def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
+    """Layers that see as far as each other go into groups of about equal size, since a block of a small group
+    leaves slabs unused. If pages differ, no memory can be shared: then all are one group that keeps all."""
+    paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.kind != "state"}
+    by_window: dict[int | None, list[int]] = {}
+    for layer, spec in paged.items():
+        by_window.setdefault(_useful(spec.window, max_len), []).append(layer)
+    if len({spec.page for spec in paged.values()}) > 1 or not paged:
+        by_window = {None: list(paged)}
+    counts = [len(layers) for layers in by_window.values()]
+    size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
+    groups = [
+        CacheGroup(window, tuple(layers[start : start + size]))
+        for window, layers in sorted(by_window.items(), key=lambda item: item[0] or 0)
+        for start in range(0, max(len(layers), 1), max(size, 1))
+    ]
+    return CacheLayout(tuple(specs), tuple(groups))
+
+
+def _useful(window: int | None, max_len: int) -> int | None:
+    """A window that no sequence outgrows is none."""
+    return None if window is None or window >= max_len else window
+
+
+def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
+    """What each layer of a model keeps."""
+    numbers = facts.kv_heads * facts.head_dim
+    return tuple(
+        CacheSpec("full" if layer.window is None else "window", numbers=numbers, window=layer.window)
+        for layer in facts.layers
+    )
