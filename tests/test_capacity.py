@@ -16,7 +16,7 @@ from quire.capacity import (
     size_cache,
 )
 from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
-from quire.config.layout import cache_specs, layout
+from quire.config.layout import CacheSpec, cache_specs, layout
 from quire.errors import ConfigError
 
 FACTS = ArchFacts("LlamaForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, (LayerFacts(RopeFacts()),) * 2)
@@ -145,3 +145,33 @@ def test_advice_on_an_override_works(max_model_len: int, blocks: int) -> None:
 )
 def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
     assert human(num_bytes) == text
+
+
+def test_windows_leave_room_for_more_tokens() -> None:
+    """Five windows to each full layer, at 32k: three times the tokens in the same memory, and more."""
+    full, narrow = CacheSpec("full", numbers=64), CacheSpec("window", numbers=64, window=1024)
+    found = {}
+    for name, specs in {"full": [full] * 36, "windows": ([narrow] * 5 + [full]) * 6}.items():
+        settings = {"layout": layout(specs, 1 << 17), "max_model_len": 32768, "max_chunk": 8192}
+        found[name] = size(GIB, total_bytes=2 * GIB, **settings)
+        assert found[name].num_bytes <= GIB
+    assert found["full"].num_tokens == (found["full"].num_blocks - 1) * 16
+    assert found["windows"].num_tokens > 5 * found["full"].num_tokens
+    assert found["windows"].windows == (None, *(1024,) * 5)
+
+
+def test_a_window_alone_holds_any_length() -> None:
+    """While a chunk of 32 is computed a window of 32 takes at most 5 blocks of 16."""
+    narrow = {"layout": layout([CacheSpec("window", numbers=64, window=32)], 1 << 20), "max_model_len": 10**5}
+    assert size(num_blocks_override=6, **narrow).max_model_len == 10**5
+    with pytest.raises(ConfigError, match="needs 6 KV cache blocks"):
+        size(num_blocks_override=5, **narrow)
+
+
+def test_states_of_all_rows_and_of_padding_come_first() -> None:
+    specs = [CacheSpec("state", bytes_per_row=BLOCK), *cache_specs(FACTS)]
+    states = {"layout": layout(specs, 64), "num_rows": 3}
+    assert blocks_and_len(size(9 * BLOCK, **states)) == (5, 64)
+    assert size(9 * BLOCK, **states).num_bytes == 9 * BLOCK
+    with pytest.raises(ConfigError, match=f"{BLOCK} bytes are missing"):
+        size(8 * BLOCK, **states)

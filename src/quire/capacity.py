@@ -40,7 +40,8 @@ class CacheSize:
     """Block 0, which holds nothing, counted in."""
     max_model_len: int
     num_tokens: int
-    """Of requests of `max_model_len`, all together."""
+    """Of requests of `max_model_len` that decode, all together. A token takes a slot in each group of layers,
+    for as long as it is seen."""
     windows: tuple[int | None, ...] = (None,)
     """How far back each group of layers looks."""
     num_bytes: int = 0
@@ -73,17 +74,17 @@ def size_cache(
     auto_fit: bool,
     room: CacheRoom,
 ) -> CacheSize:
-    """As many blocks as fit beside the states of all rows. They must hold one request of `max_model_len`;
-    with `auto_fit` that length gives way."""
+    """As many blocks as fit beside the states of all rows. They must hold one request of `max_model_len`,
+    whatever chunks it is computed in; with `auto_fit` that length gives way."""
 
-    def blocks_of(num_tokens: int) -> int:
-        return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=max_chunk)
+    def blocks_of(num_tokens: int, chunk: int = max_chunk) -> int:
+        return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
 
     per_block = layout.block_bytes(block_size, DTYPE_BYTES[kv_dtype])
     states = layout.bytes_per_row * (num_rows + 1)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
-        most = num_rows * blocks_of(max_model_len) + 1
+        most = (num_rows - 1) * blocks_of(max_model_len, 1) + blocks_of(max_model_len) + 1
         num_blocks = max(room.kv_bytes - states, 0) // per_block if per_block else most
         if room.soft:
             num_blocks = min(num_blocks, most)
@@ -93,8 +94,7 @@ def size_cache(
         needed_blocks = blocks_of(max_model_len) + 1
         needed = states + needed_blocks * per_block
         raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest))
-    # As many blocks hold more tokens where layers keep only their window.
-    num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest)
+    num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest, 1)
     return CacheSize(num_blocks, longest, num_tokens, layout.windows, states + num_blocks * per_block)
 
 

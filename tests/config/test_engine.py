@@ -17,6 +17,7 @@ from quire.config.env import Env
 from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.config.foreign import IGNORED_SWITCHES, IGNORED_VALUES, LISTS, MAPPED, SHORT, foreign
 from quire.config.generation import default_sampling
+from quire.config.layout import CacheSpec
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.sections import SECTIONS, options
@@ -489,3 +490,14 @@ def test_config_does_not_pull_in_torch() -> None:
     heavy = {"torch", "transformers", "tokenizers"}
     code = f"import sys, quire.config.engine; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_state_cannot_be_cut_at_a_prefix(warnings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = (CacheSpec("full", numbers=8), CacheSpec("state", bytes_per_row=64))
+    monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
+    assert not make().cache.enable_prefix_caching and not make().cache.enable_prefix_caching
+    (said,) = warnings()
+    assert "Prefix caching is off" in said
+    warn_once.cache_clear()
+    assert not make({"enable_prefix_caching": False}).cache.enable_prefix_caching
+    assert warnings() == [said]

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.triton_attn import TritonAttention
+from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
+from quire.core.engine_core import EngineCore, build_scheduler
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Pending, StepPlan
+from quire.data.request import Request
 from quire.prepare import configure
 from quire.sampling.chance import Asked
 from quire.sampling.rows import (
@@ -107,13 +110,15 @@ def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
     return started(OnCPU, tiny, monkeypatch)
 
 
-def started(kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
+def started(
+    kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80
+) -> Worker:
     def open_device(model: Model, all_rows: Rows, device: torch.device) -> Cuda:
         return kind(model, all_rows, best, device)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     given = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    made = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80}))
+    made = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": num_blocks}))
     made.start()
     return made
 
@@ -189,14 +194,23 @@ def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> No
     assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here")
-def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding that is taken for a sequence, inputs of an earlier step or of a row's earlier request."""
+NEEDS_KERNELS = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here"
+)
+
+
+def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
+
+
+@NEEDS_KERNELS
+def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding that is taken for a sequence, inputs of an earlier step or of a row's earlier request."""
+    pretend_graphs(monkeypatch)
     worker = started(WithGraphs, tiny, monkeypatch)
     prompts = dict(PROMPTS)
     found: dict[int, list[int]] = {row: [] for row in prompts}
@@ -221,6 +235,43 @@ def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.Mo
     for row, tokens in found.items():
         assert tokens == greedy(tiny[1], prompts[row], len(tokens)), row
     assert [len(found[row]) for row in (3, 1, 0, 11)] == [7, 3, 8, 3]
+
+
+@pytest.mark.parametrize("kind", [OnCPU, pytest.param(WithGraphs, marks=NEEDS_KERNELS)])
+def test_each_group_of_layers_has_blocks_of_its_own(
+    kind: type[Cuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks or slots of another group, blocks that were given back while a step was in flight."""
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5}
+    tiny = make_tiny("qwen3", tmp_path, layer_types=layer_types, **windows)
+    if kind is WithGraphs:
+        pretend_graphs(monkeypatch)
+    worker = started(kind, tiny, monkeypatch, num_blocks=200)
+    size = CacheSize(60, 256, 0, worker.layout.windows)
+    core = EngineCore(worker, build_scheduler(worker.config, size), depth=2)  # type: ignore[arg-type]
+    prompts = [list(range(start, start + length)) for start, length in ((5, 9), (40, 14), (40, 2), (60, 11))]
+    for number, tokens in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        core.add(
+            Request(
+                id=str(number),
+                tokens=tokens,
+                params=params,
+                prompt_len=len(tokens),
+                limit=len(tokens) + 12 - number,
+                seed=0,
+            )
+        )
+    found: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    while core.has_work:
+        step = core.step()
+        assert step is not None
+        for id, token in zip(step.request_ids, step.token_ids, strict=True):
+            found[id].append(token)
+    assert core.scheduler.kv.windows == (None, 5, 5)
+    for number, tokens in enumerate(prompts):
+        assert found[str(number)] == greedy(tiny[1], tokens, 12 - number), number
 
 
 class Measured(OnCPU):

@@ -32,7 +32,8 @@ class NoGraph:
 def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     """A graph that was never captured."""
     graph = object.__new__(Graph)
-    graph.sizes = Sizes(size, size, size, 2 * size)
+    num_groups = len(block_tables)
+    graph.sizes = Sizes(size, size, size, 2 * size * num_groups, num_groups)
     graph.pad_row, graph._pad_place = ROWS, ROWS * block_tables.shape[2]
     memory = torch.full((IN_FLIGHT, bytes_of(graph.sizes)), 7, dtype=torch.uint8)
     graph._pages = cycle([Page(part, graph.sizes) for part in memory])
@@ -51,12 +52,17 @@ class Traffic:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        kv = KVManager(num_blocks=60, block_size=BLOCK, max_rows=ROWS, share_prefixes=False)
+        windows = [None, 7][: 1 + seed % 2]
+        kv = KVManager(num_blocks=120, block_size=BLOCK, max_rows=ROWS, share_prefixes=False, windows=windows)
         self.scheduler = Scheduler(kv=kv, max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=MAX_LEN)
         self.all_rows = Rows(
-            max_rows=ROWS, max_len=MAX_LEN, block_size=BLOCK, sampling=SamplingRows(ROWS, VOCAB, CPU)
+            max_rows=ROWS,
+            max_len=MAX_LEN,
+            block_size=BLOCK,
+            sampling=SamplingRows(ROWS, VOCAB, CPU),
+            num_groups=len(windows),
         )
-        self.tables = torch.zeros(1, ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
+        self.tables = torch.zeros(len(windows), ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
         sizes = [1, 2, 4, 8]
         self.graphs = Graphs(lambda batch, sheet: None, self.tables)  # type: ignore[arg-type,return-value]
         self.graphs._by_size, self.graphs._sizes = {n: stand_in(n, self.tables) for n in sizes}, sizes

@@ -1,14 +1,17 @@
-"""What the cache may take of a machine's memory."""
+"""What the cache may take of a machine's memory, and which layer gets which part of it."""
 
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
+from quire.config.layout import CacheSpec, layout
 from quire.config.machine import Machine
 from quire.config.sections import CacheSection
 from quire.errors import ConfigError
-from quire.worker.memory import cache_room
+from quire.worker.memory import bind, cache_room
 
 MACHINE = Machine(device="cpu", name="test", num_devices=1, total_bytes=1000, free_bytes=600, num_cores=1)
 
@@ -53,3 +56,51 @@ def test_exact_bytes_are_taken_as_given_or_refused() -> None:
 def test_an_override_needs_no_bytes() -> None:
     room = cache_room(section(num_gpu_blocks_override=9, kv_cache_memory_bytes=10**9), MACHINE, other_bytes=0)
     assert room.num_blocks_override == 9
+
+
+class Fake:
+    """A layer that only takes its memory."""
+
+    def __init__(self, keeps: CacheSpec) -> None:
+        self.keeps = keeps
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        self.memory, self.group = memory, group
+
+
+FULL, NARROW = CacheSpec("full", numbers=8), CacheSpec("window", numbers=8, window=5)
+LATENT, STATE = CacheSpec("latent", planes=1, numbers=24), CacheSpec("state", bytes_per_row=48)
+BLOCKS, PAGE = 10, 4 * 2 * 8 * 2
+
+
+def bound(specs: list[CacheSpec | None]) -> list[Fake]:
+    layers = [Fake(spec) for spec in specs if spec is not None]
+    cpu = torch.device("cpu")
+    sizes = {"num_blocks": BLOCKS, "num_rows": 3, "block_size": 4, "kept_as": torch.bfloat16, "device": cpu}
+    bind(layers, layout(specs, 100), **sizes)  # type: ignore[arg-type]
+    return layers
+
+
+def test_layers_of_different_groups_lie_in_the_same_memory() -> None:
+    """And those of one group in one piece after the other."""
+    layers = bound([NARROW, FULL, None, NARROW, FULL])
+    assert [layer.group for layer in layers] == [1, 0, 1, 0]
+    first, second = layers[0].memory.data_ptr(), layers[2].memory.data_ptr()
+    assert [layer.memory.data_ptr() for layer in layers] == [first, first, second, second]
+    assert second - first == len(layers[0].memory) == BLOCKS * PAGE
+
+
+def test_pages_of_several_kinds_and_states() -> None:
+    layers = bound([LATENT, STATE, FULL, STATE])
+    assert [layer.group for layer in layers] == [0] * 4
+    assert [len(layers[0].memory), len(layers[2].memory)] == [BLOCKS * 4 * 24 * 2, BLOCKS * PAGE]
+    assert layers[2].memory.data_ptr() == layers[0].memory.data_ptr() + BLOCKS * 4 * 24 * 2
+    assert layers[1].memory.shape == (3 + 1, 48) and not layers[1].memory.any()
+    assert layers[1].memory.data_ptr() != layers[3].memory.data_ptr()
+
+
+def test_a_layer_that_keeps_other_than_was_planned_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="layer 1 keeps"):
+        cpu = torch.device("cpu")
+        sizes = {"num_blocks": 2, "num_rows": 3, "block_size": 4, "kept_as": torch.float32, "device": cpu}
+        bind([Fake(FULL), Fake(NARROW)], layout([FULL, FULL], 100), **sizes)  # type: ignore[arg-type]

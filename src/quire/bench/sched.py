@@ -16,9 +16,19 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
 
-def make_scheduler(num_running: int, *, prefix_caching: bool, max_len: int = 8192) -> Scheduler:
+def make_scheduler(
+    num_running: int,
+    *,
+    prefix_caching: bool,
+    max_len: int = 8192,
+    windows: tuple[int | None, ...] = (None,),
+) -> Scheduler:
     kv = KVManager(
-        num_blocks=num_running * 160, block_size=16, max_rows=num_running, share_prefixes=prefix_caching
+        num_blocks=num_running * 160 * len(windows),
+        block_size=16,
+        max_rows=num_running,
+        share_prefixes=prefix_caching,
+        windows=windows,
     )
     return Scheduler(kv=kv, max_num_seqs=num_running, max_num_batched_tokens=16384, max_model_len=max_len)
 
@@ -38,10 +48,17 @@ def add_requests(scheduler: Scheduler, lengths: list[tuple[int, int]], seed: int
         )
 
 
-def measure(num_running: int, num_steps: int, *, prefix_caching: bool, depth: int = 1) -> np.ndarray:
+def measure(
+    num_running: int,
+    num_steps: int,
+    *,
+    prefix_caching: bool,
+    depth: int = 1,
+    windows: tuple[int | None, ...] = (None,),
+) -> np.ndarray:
     """Seconds of plan() and of update() in each step in which all requests decode: [steps, 2]. With a depth
     of 2 the next step is planned before the last one is updated."""
-    scheduler = make_scheduler(num_running, prefix_caching=prefix_caching)
+    scheduler = make_scheduler(num_running, prefix_caching=prefix_caching, windows=windows)
     draw = random.Random(1)
     add_requests(scheduler, [(draw.randint(100, 1024), 2 * num_steps) for _ in range(num_running)])
     tokens = np.random.default_rng(0)

@@ -7,6 +7,8 @@ from typing import Any
 
 from quire.config.args import checked
 from quire.config.env import Env
+from quire.config.facts import ArchFacts
+from quire.config.layout import cache_specs, has_states
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.sections import (
@@ -80,7 +82,7 @@ def resolve(
     return EngineConfig(
         model=model,
         load=LoadSection(**_of("load", values)),
-        cache=_cache(values, model.dtype, machine, env),
+        cache=_cache(values, model.dtype, machine, env, checkpoint.facts),
         scheduler=scheduler,
         parallel=parallel,
         attention=_attention(values, env),
@@ -155,7 +157,9 @@ def _dtype(asked: str, stored: str, machine: Machine) -> Any:
     return wanted if native[wanted] else "float16"
 
 
-def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) -> CacheSection:
+def _cache(
+    values: Mapping[str, Any], dtype: str, machine: Machine, env: Env, facts: ArchFacts
+) -> CacheSection:
     own = _of("cache", values)
     block_size = own.get("block_size", 16)
     if block_size & (block_size - 1):
@@ -163,6 +167,11 @@ def _cache(values: Mapping[str, Any], dtype: str, machine: Machine, env: Env) ->
     if own.get("prefix_caching_hash_algo") == "sha256_cbor":
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
         own["prefix_caching_hash_algo"] = "sha256"
+    if own.get("enable_prefix_caching", True) and has_states(cache_specs(facts)):
+        warn_once(
+            logger, "Prefix caching is off: this model has layers whose state cannot be cut at a prefix"
+        )
+        own["enable_prefix_caching"] = False
     kv_dtype = own.get("kv_cache_dtype", "auto")
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"

@@ -119,9 +119,8 @@ class BlockPool:
 
     def remember(self, block: Block, key: bytes) -> None:
         """Index a full block. A second block with the same content stays out of the index."""
-        if key not in self._index:
+        if self._index.setdefault(key, block) is block:
             block.key = key
-            self._index[key] = block
 
     def forget(self, block: Block) -> None:
         if block.key is not None:

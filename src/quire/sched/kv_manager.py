@@ -201,11 +201,14 @@ class KVManager:
             sliding, ends = rows[moved], unseen[moved]
             firsts, num_slid[sliding] = num_slid[sliding].tolist(), ends
             groups = [tables for tables, its in zip(self.tables, self.windows, strict=True) if its == window]
+            gone: Table = []
             for row, first, end in zip(sliding.tolist(), firsts, ends.tolist(), strict=True):
                 for tables in groups:
-                    # What lies further back is reused first.
-                    self.pool.release(_held(tables[row][first:end])[::-1])
-                    tables[row][first:end] = [None] * (end - first)
+                    table = tables[row]
+                    for at in range(first, end):
+                        gone.append(table[at])
+                        table[at] = None
+            self.pool.release(_held(gone)[::-1])  # what lies further back is reused first
 
     def growth(self, rows: RowIds, reach: Ints) -> Growth:
         """What it takes for `rows[i]` to have `reach[i]` tokens."""

@@ -98,27 +98,27 @@ def bind(
     of each other group, or a state for each row and one for padding."""
     per_number = num_blocks * block_size * kept_as.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
-    pages = reserve((ends[-1] * per_number,), torch.uint8, device)
+    pages = reserve(ends[-1] * per_number, device=device)
     keeping = [number for number, spec in enumerate(layout.specs) if spec is not None]
     for number, layer in zip(keeping, layers, strict=True):
         spec = layer.keeps
         assert spec == layout.specs[number], f"layer {number} keeps {spec}"
         if spec.kind == "state":
-            memory, group = reserve((num_rows + 1, spec.bytes_per_row), torch.uint8, device), 0
+            memory, group = reserve(num_rows + 1, spec.bytes_per_row, device=device), 0
         else:
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
         layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group)
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One piece of memory, full of zeros: kernels may read, and multiply by nothing, what nobody wrote. On a
+def reserve(*shape: int, device: torch.device) -> Tensor:
+    """Bytes in one piece, all zeros: kernels may read, and multiply by nothing, what nobody wrote. On a
     CPU what is not used takes no room: in pages of their usual size, since an allocator that likes large ones
     would give each layer's first block two megabytes."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    size = math.prod(shape)
     memory = mmap.mmap(-1, max(size, 1))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(shape)

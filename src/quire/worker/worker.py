@@ -38,7 +38,7 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
         """The type of the cache."""
-        self.layout = layout(cache_specs(config.checkpoint.facts), max_len=0)
+        self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
         self._runner: Runner | None = None
 
     def start(self) -> CacheSize:

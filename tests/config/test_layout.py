@@ -1,0 +1,79 @@
+"""Which layers share blocks, and how many blocks a request takes."""
+
+import pytest
+
+from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
+from quire.config.layout import CacheSpec, cache_specs, has_states, layout
+
+FULL, LATENT = CacheSpec("full", numbers=8), CacheSpec("latent", planes=1, numbers=16)
+STATE = CacheSpec("state", bytes_per_row=100)
+
+
+def window(size: int, numbers: int = 8) -> CacheSpec:
+    return CacheSpec("window", numbers=numbers, window=size)
+
+
+def test_layers_that_keep_all_are_one_group() -> None:
+    made = layout([FULL] * 5, 100)
+    assert made.windows == (None,) and made.groups[0].layers == (0, 1, 2, 3, 4)
+    assert made.slabs == (16,) * 5 and made.block_bytes(4, 2) == 5 * 16 * 4 * 2
+
+
+def test_five_windows_to_each_full_layer_are_groups_of_equal_size() -> None:
+    """Gemma-3 4B: 34 layers, each sixth of them full. A block has a page in five slabs, and only in the last
+    group one is idle."""
+    made = layout([FULL if layer % 6 == 5 else window(1024) for layer in range(34)], 1 << 17)
+    assert made.windows == (None, *(1024,) * 6)
+    assert [len(group.layers) for group in made.groups] == [5] * 6 + [4] and len(made.slabs) == 5
+    assert made.groups[0].layers == (5, 11, 17, 23, 29)
+    assert sorted(layer for group in made.groups for layer in group.layers) == list(range(34))
+    assert made.places[5] == (0, 0) and made.places[33] == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("specs", "sizes"),
+    [
+        ([FULL] * 4 + [window(9)] * 5, [4, 4, 1]),
+        ([FULL] * 5 + [window(9)] * 6, [5, 6]),
+        ([window(9)] * 2 + [window(5)] * 2 + [FULL] * 2, [2, 2, 2]),
+    ],
+    ids=["a quarter more is too many", "a fifth more is not", "two windows"],
+)
+def test_how_many_layers_a_group_has(specs: list[CacheSpec], sizes: list[int]) -> None:
+    made = layout(specs, 100)
+    assert [len(group.layers) for group in made.groups] == sizes and len(made.slabs) == max(sizes)
+
+
+@pytest.mark.parametrize("odd", [LATENT, window(9, numbers=4)], ids=["one plane", "fewer heads"])
+def test_layers_with_different_pages_share_no_memory(odd: CacheSpec) -> None:
+    made = layout([FULL, odd, FULL], 100)
+    assert made.windows == (None,) and made.slabs == (16, odd.planes * odd.numbers, 16)
+    assert made.places == {0: (0, 0), 1: (0, 1), 2: (0, 2)}
+
+
+def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+    assert layout([FULL, window(64)], 64).windows == (None,)
+    assert layout([FULL, window(64)], 65).windows == (None, 64)
+
+
+def test_states_have_no_pages() -> None:
+    specs = [STATE, FULL, None, STATE]
+    made = layout(specs, 100)
+    assert made.places == {1: (0, 0)} and made.bytes_per_row == 200
+    assert has_states(specs) and not has_states([FULL, None])
+    assert layout([STATE], 100).slabs == ()
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "blocks"), [(3, 8, 1), (400, 1, 3), (400, 8, 5), (10, 8, 3)])
+def test_a_window_is_all_that_a_request_takes(tokens: int, chunk: int, blocks: int) -> None:
+    """Of 4: the worst of all places where a window of 7 and a chunk can begin."""
+    made = layout([window(7)], 1000)
+    assert made.blocks_of(tokens, block_size=4, max_chunk=chunk) == blocks
+    seen = [range(max(at - 6, 0), min(at + chunk, tokens)) for at in range(0, tokens, 1)]
+    assert blocks == max(span[-1] // 4 - span[0] // 4 + 1 for span in seen)
+
+
+def test_specs_are_what_the_facts_say() -> None:
+    layers = tuple(LayerFacts(RopeFacts(), window) for window in (None, 32))
+    facts = ArchFacts("Qwen3ForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, layers)
+    assert cache_specs(facts) == (CacheSpec("full", numbers=32), window(32, numbers=32))

@@ -1,0 +1,81 @@
+"""Long contexts through layers that keep only their window: transformers' own tokens, in few blocks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_tiny
+from tiny import prompts_of
+
+from quire import LLM, SamplingParams
+from quire.data.outputs import RequestOutput
+
+LENGTH, WINDOW, BLOCK, CHUNK = 4096, 64, 16, 512
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all windows": ("mistral", {}),
+    "some windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+Tiny = tuple[LLM, Any]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    family, settings = MODELS[request.param]
+    settings = {"sliding_window": WINDOW, "max_position_embeddings": LENGTH + 64, "vocab_size": 64} | settings
+    path, hf_model = make_tiny(family, tmp_path_factory.mktemp("long"), **settings)
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=2,
+        num_gpu_blocks_override=2000,
+        use_tqdm_on_load=False,
+    )
+    return llm, hf_model
+
+
+def steps_of(llm: LLM, prompt: list[int], count: int) -> Iterator[list[RequestOutput]]:
+    engine = llm.llm_engine
+    engine.add_request("long", prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        yield engine.step()
+
+
+@torch.inference_mode()
+def greedy(hf_model: Any, tokens: list[int], prompt_len: int) -> list[int]:
+    """What transformers would say at each place of the output."""
+    said: list[int] = hf_model(torch.tensor([tokens])).logits[0, prompt_len - 1 : -1].argmax(-1).tolist()
+    return said
+
+
+def test_4k_tokens_after_a_preemption_and_a_prefix_hit(tiny: Tiny) -> None:
+    """A block that was given back too early, never, or found again with other tokens in it."""
+    llm, hf_model = tiny
+    scheduler = llm.llm_engine.core.scheduler
+    kv, (prompt,) = scheduler.kv, prompts_of(LENGTH, vocab=64)
+    most_held, outputs = 0, []
+    for number, made in enumerate(steps_of(llm, prompt, 40)):
+        outputs += made
+        for tables, window in zip(kv.tables, kv.windows, strict=True):
+            if window is not None:
+                most_held = max(most_held, *(sum(block is not None for block in row) for row in tables))
+        if number in (3, 20):  # in the middle of the prompt, and of the answer
+            scheduler._preempt(int(scheduler.running.order[0]))
+    assert WINDOW // BLOCK < most_held <= (WINDOW + CHUNK) // BLOCK + 1
+    said = list(outputs[-1].outputs[0].token_ids)
+    assert scheduler.num_preemptions == 2 and said == greedy(hf_model, prompt + said, LENGTH)
+    longer = prompt + said[:30]
+    *_, (again,) = steps_of(llm, longer, 8)
+    said = list(again.outputs[0].token_ids)
+    assert again.num_cached_tokens == len(longer) // BLOCK * BLOCK
+    assert said == greedy(hf_model, longer + said, len(longer))
