@@ -132,7 +132,7 @@ class ArchFacts:
     activation: str = "silu"
     """A key of `kernels/activations.py`."""
     norm: str = "rms"
-    """rms | rms_plus_one (a weight of 0 multiplies by 1) | layer"""
+    """rms | layer, each also as _plus_one: a weight of 0 multiplies by 1"""
     norm_bias: bool = False
     tied: bool = False
     """Whether the output head shares the embedding's weight."""
@@ -146,8 +146,12 @@ class ArchFacts:
     """Whether queries and keys that turn are first made of one length."""
     query_growth: tuple[float, float] | None = None
     """Where heads do not turn: after every so many positions queries grow, by this weight."""
-    fused: bool = False
-    """Whether query, key and value are one tensor of the checkpoint, and gate and up another."""
+    fused_qkv: bool = False
+    """Whether query, key and value are one tensor of the checkpoint."""
+    fused_gate_up: bool = False
+    """Whether gate and up are one."""
+    across: bool = False
+    """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     sinks: bool = False
     """Whether each head has a logit that takes part in its softmax and has no value."""
     output_gate: bool = False

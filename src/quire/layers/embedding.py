@@ -1,9 +1,10 @@
-"""The two ends of a model: token ids to vectors, vectors to logits."""
+"""The two ends of a model: token ids and positions to vectors, vectors to logits."""
 
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from quire.errors import ConfigError
 from quire.layers.scope import Scope
 
 
@@ -31,6 +32,30 @@ class Embedding(_Table):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.method.rows(self, token_ids, self.dtype)
+
+
+class Positions(nn.Module):
+    """The learned vectors of positions; the checkpoint has those of the first in row `first`."""
+
+    def __init__(self, max_len: int, hidden: int, scope: Scope, *, first: int = 0) -> None:
+        super().__init__()
+        if scope.max_len > max_len:
+            raise ConfigError(
+                f"max_model_len {scope.max_len} is more than the {max_len} positions that the checkpoint has"
+            )
+        self.name = f"{scope.name}.weight"
+        self.ops = scope.ops
+        self.first = first
+        self.weight = nn.Parameter(scope.empty(first + max_len, hidden), requires_grad=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.ops.embed(positions, self.weight[self.first :])
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield self.name, self.weight
+
+    def finish(self) -> None:
+        """The vectors are used as they were loaded."""
 
 
 class Head(nn.Module):

@@ -17,6 +17,7 @@ class Linear(nn.Module):
         super().__init__()
         self.part_names = tuple(parts)
         self.sizes_out = tuple(parts.values())
+        self.across = scope.across
         self.method = scope.linear(self.part_names)
         self.method.create(self, size_in, self.sizes_out, bias=bias, dtype=scope.dtype, device=scope.device)
 
@@ -25,7 +26,8 @@ class Linear(nn.Module):
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensors in zip(self.part_names, self.method.parts(self, self.sizes_out), strict=True):
-            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
+            for suffix, tensor in tensors.items():
+                yield f"{name}.{suffix}", tensor.t() if self.across else tensor
 
     def finish(self) -> None:
         self.method.finish(self)

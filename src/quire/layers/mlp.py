@@ -20,7 +20,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         inner = intermediate or facts.intermediate
-        *gate_up, down = names if not facts.fused else ("gate_up_proj", "down_proj")
+        *gate_up, down = names if not facts.fused_gate_up else ("gate_up_proj", "down_proj")
         self.gate_up = GateUpLinear(
             facts.hidden,
             inner,

@@ -64,8 +64,11 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """Mean and spread taken out, weight and bias put in."""
 
-    def __init__(self, size: int, eps: float, scope: Scope, *, bias: bool = True) -> None:
+    def __init__(
+        self, size: int, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
+    ) -> None:
         super().__init__(size, eps, scope, scope.dtype)
+        self.plus_one = plus_one
         self.bias = nn.Parameter(scope.empty(size), requires_grad=False) if bias else None
 
     def alone(self, x: Tensor) -> Tensor:
@@ -79,13 +82,18 @@ class LayerNorm(Norm):
         if self.bias is not None:
             yield f"{self.name}.bias", self.bias
 
+    def finish(self) -> None:
+        if self.plus_one:
+            self.weight.add_(1)
+
 
 def norm_of(facts: ArchFacts, scope: Scope, size: int = 0) -> Norm:
     """The norm that a model has everywhere; of its hidden size, unless another is given."""
     size = size or facts.hidden
-    if facts.norm == "layer":
-        return LayerNorm(size, facts.norm_eps, scope, bias=facts.norm_bias)
-    return RMSNorm(size, facts.norm_eps, scope, plus_one=facts.norm == "rms_plus_one")
+    plus_one = facts.norm.endswith("_plus_one")
+    if facts.norm.startswith("layer"):
+        return LayerNorm(size, facts.norm_eps, scope, bias=facts.norm_bias, plus_one=plus_one)
+    return RMSNorm(size, facts.norm_eps, scope, plus_one=plus_one)
 
 
 def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:

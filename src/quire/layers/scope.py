@@ -40,6 +40,8 @@ class Scope:
     """The format of the layer that is made of the parts of the checkpoint with these names."""
     experts: Callable[[tuple[str, ...]], ExpertMethod] = _plain_experts
     """The same for a layer's experts."""
+    across: bool = False
+    """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     ops: Ops = Reference()
     name: str = ""
     """Dotted, as in the checkpoint."""

@@ -1,5 +1,6 @@
 """Random weights: a model without weight files, for measuring."""
 
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 
@@ -11,6 +12,7 @@ from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
 _SPREAD = 0.02
+_NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 
 
 class DummySource:
@@ -30,7 +32,7 @@ class DummySource:
 
     def fill(self, name: str, into: Tensor) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""
-        if name.endswith("norm.weight"):
+        if _NORM.search(name):
             into.fill_(1.0)
             return
         # The CPU generator reads 32 bits of a seed, no more.

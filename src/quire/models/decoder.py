@@ -1,5 +1,6 @@
 """What all decoders share: embedding, layers, norm, head."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.embedding import Embedding, Head
+from quire.layers.embedding import Embedding, Head, Positions
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -25,14 +26,22 @@ class Decoder(nn.Module):
     Layer: MakesLayer
     body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
     """What the checkpoint calls all but the head, the embedding, the layers, and the norm behind them."""
+    places, first_place = "embed_positions", 0
+    """What it calls learned positions, and in which row they begin."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
+        scope = replace(scope, across=facts.across)
         body = scope / self.body
         self.ops = scope.ops
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
         self.embed = Embedding(facts.vocab, facts.hidden, body / self.embedding)
+        self.positions = None
+        if facts.learned_positions:
+            self.positions = Positions(
+                facts.max_len, facts.hidden, body / self.places, first=self.first_place
+            )
         rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
         self.layers = nn.ModuleList(
             self.Layer(facts, layer, rope(layer.rope), body / self.stack / i)
@@ -50,6 +59,8 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """[T, hidden], after the final norm."""
         x, residual = self.embedded(batch), None
+        if self.positions is not None:
+            residual = self.positions(batch.positions)  # the first norm adds the two
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         out: Tensor = self.norm(x, residual)[0]

@@ -1,4 +1,4 @@
-"""Llama, and the families that are Llama with other facts: Mistral, Qwen2, Qwen3, SmolLM."""
+"""Llama, and the families that are Llama with other facts: Mistral, Qwen, SmolLM, Granite, Phi, GLM."""
 
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from quire.models.decoder import Decoder
 class Attention(nn.Module):
     """Queries, keys and values, the mix of what was seen, and the way back."""
 
+    fused_name, out_name = "qkv_proj", "o_proj"
+
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.qkv = QKVLinear(
@@ -27,7 +29,7 @@ class Attention(nn.Module):
             facts.head_dim,
             scope / "qkv_proj",
             bias=facts.qkv_bias,
-            names=("qkv_proj",) if facts.fused else ("q_proj", "k_proj", "v_proj"),
+            names=(self.fused_name,) if facts.fused_qkv else ("q_proj", "k_proj", "v_proj"),
             paired_dim=rope.paired_dim,
         )
         norms: list[Norm] = []
@@ -49,7 +51,7 @@ class Attention(nn.Module):
         self.mix = PagedAttention(spec, rope, scope)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
         self.out = RowLinear(
-            facts.heads * facts.head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias
+            facts.heads * facts.head_dim, facts.hidden, scope / self.out_name, bias=facts.out_bias
         )
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -65,14 +67,21 @@ def feed_forward(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
 
+    Attention = Attention
+    attention_name = "self_attn"
+    norm_names = ("input_layernorm", "post_attention_layernorm")
+
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.ops = scope.ops
         self.scale = facts.residual_scale
-        self.attention_norm = norm_of(facts, scope / "input_layernorm")
-        self.attention = Attention(facts, layer, rope, scope / "self_attn")
-        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = feed_forward(facts, layer, scope)
+        self.attention_norm = norm_of(facts, scope / self.norm_names[0])
+        self.attention = self.Attention(facts, layer, rope, scope / self.attention_name)
+        self.mlp_norm = norm_of(facts, scope / self.norm_names[1])
+        self.mlp = self.feed_forward(facts, layer, scope)
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return feed_forward(facts, layer, scope)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)

@@ -1,5 +1,6 @@
 """What the configurations of all decoders have in common, and what they call it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
@@ -29,13 +30,16 @@ def decoder(
     layers: tuple[LayerFacts, ...] | None = None,
     activation_key: str = "hidden_act",
     eps_key: str = "rms_norm_eps",
+    turning: Sequence[bool] | None = None,
+    pairs: bool = False,
     **facts: Any,
 ) -> ArchFacts:
     """Llama, but for what `facts` say.
 
     `head_dim` is meant where config.json names none (else hidden / heads); `activation_key` and `eps_key` are
     what it calls those two.
-    Layers differ by `windows` alone, or else as `layers` says.
+    Layers differ by `windows` and by which of them turn their heads (all, unless `turning` says), or else as
+    `layers` says.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -47,9 +51,13 @@ def decoder(
     head_dim = keys.size("head_dim", head_dim or hidden // heads)
     check_heads(keys.source, heads, kv_heads)
     if layers is None:
-        rope = read_rope(keys, head_dim)
         windows = windows or everywhere(None, keys)
-        layers = tuple(LayerFacts(rope, window) for window in windows)
+        turning = turning or [True] * len(windows)
+        rope = read_rope(keys, head_dim, pairs=pairs) if any(turning) else None
+        layers = tuple(
+            LayerFacts(rope if turns else None, window)
+            for window, turns in zip(windows, turning, strict=True)
+        )
     base: dict[str, Any] = {
         "architecture": "",
         "vocab": keys.size("vocab_size"),
