@@ -1,5 +1,6 @@
 """Tiny models with a transformers twin, and a driver that runs ours over a paged cache."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]
             tensor.add_(torch.randn_like(tensor) * 0.2)
     path = tmp_path / family
     model.save_pretrained(path)
+    if specimen.twin is not None:
+        config = json.loads((path / "config.json").read_text()) | {"architectures": [architecture]}
+        (path / "config.json").write_text(json.dumps(config))
     return path, model
 
 

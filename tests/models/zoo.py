@@ -45,6 +45,30 @@ LLAMA3 = rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _YARN: Settings = {"factor": 4.0, "original_max_position_embeddings": 64}
+TIED: Settings = {"tie_word_embeddings": True}
+BIASES: Settings = {"attention_bias": True, "mlp_bias": True}
+TURNS = ["sliding_attention", "full_attention"]
+
+
+def longrope(original: int) -> Settings:
+    """Of Phi: 3/4 of a head turn. Below `original` tokens transformers takes one list, above it the other."""
+    short, long = [1.0 + 0.1 * i for i in range(6)], [2.0 + i for i in range(6)]
+    settings = rope("longrope", short_factor=short, long_factor=long, partial_rotary_factor=0.75)
+    return {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75} | settings
+
+
+def internlm3(settings: Settings) -> Any:
+    """Llama with two switches for biases."""
+    import transformers
+
+    biased = settings.get("bias", False)
+    config = transformers.LlamaConfig(**settings, attention_bias=settings["qkv_bias"], mlp_bias=biased)
+    model = transformers.LlamaForCausalLM(config)
+    if not biased:
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.bias = None
+    return model
+
 
 _GRANITE: Settings = {
     "embedding_multiplier": 3.0,
@@ -71,12 +95,48 @@ ZOO: dict[str, Specimen] = {
                 **_YARN,
             ),
             "rope-yarn-attention-factor": rope("yarn", attention_factor=1.3, **_YARN),
-            "biases": {"attention_bias": True, "mlp_bias": True},
-            "tied": {"tie_word_embeddings": True},
+            "biases": BIASES,
+            "tied": TIED,
             "mha": {"num_key_value_heads": 4},
             "one-kv-head": {"num_key_value_heads": 1},
             "wide-heads": {"head_dim": 32},
         }
+    ),
+    "Cohere2ForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
+    "CohereForCausalLM": Specimen({"logit_scale": 0.3}, {"biased": {"attention_bias": True}}),
+    "GPT2LMHeadModel": Specimen({"num_key_value_heads": 4, "n_inner": 96}, {"tied": TIED}),
+    "Glm4ForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
+    "GlmForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
+    "GraniteForCausalLM": Specimen(
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+        }
+    ),
+    "InternLM3ForCausalLM": Specimen({"qkv_bias": True}, {"biases": {"bias": True}}, internlm3),
+    "MinistralForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
+    "NemotronForCausalLM": Specimen({"norm_eps": 1e-5}, {"biases": BIASES}),
+    "OPTForCausalLM": Specimen({"ffn_dim": 96, "init_std": 0.2, "num_key_value_heads": 4}, {"tied": TIED}),
+    "Olmo2ForCausalLM": Specimen(variants={"biases": {"attention_bias": True}}),
+    "Olmo3ForCausalLM": Specimen(
+        {
+            "sliding_window": 7,
+            "layer_types": TURNS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": rope("yarn", **_YARN)["rope_parameters"],
+            },
+        }
+    ),
+    "Phi3ForCausalLM": Specimen(
+        longrope(original=256), {"long": longrope(original=8), "window": {"sliding_window": 7}}
+    ),
+    "SeedOssForCausalLM": Specimen(),
+    "SmolLM3ForCausalLM": Specimen({"no_rope_layers": [1, 0]}),
+    "Starcoder2ForCausalLM": Specimen(
+        variants={"unbiased": {"use_bias": False}, "window": {"sliding_window": 7}}
     ),
     "MistralForCausalLM": Specimen({"sliding_window": 7}, {"full": {"sliding_window": None}}),
     "Qwen2ForCausalLM": Specimen(

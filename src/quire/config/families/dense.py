@@ -1,10 +1,20 @@
-"""Decoders whose layers are all of one kind."""
+"""Dense decoders: Llama, and how each of the others is not Llama."""
 
-from dataclasses import replace
+from typing import Any
 
-from quire.config.facts import ArchFacts
-from quire.config.families.decoder import Windows, decoder, everywhere, sliding_window, windows_by_kind
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.config.families.decoder import (
+    Windows,
+    decoder,
+    everywhere,
+    layer_kinds,
+    ropes_by_kind,
+    sliding_window,
+    windows_by_kind,
+)
 from quire.config.keys import Keys
+
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def llama(keys: Keys) -> ArchFacts:
@@ -12,18 +22,14 @@ def llama(keys: Keys) -> ArchFacts:
     return decoder(keys, qkv_bias=biased, out_bias=biased, mlp_bias=keys.flag("mlp_bias"))
 
 
-def granite(keys: Keys) -> ArchFacts:
-    return replace(
-        llama(keys),
-        embed_scale=keys.number("embedding_multiplier", 1.0),
-        residual_scale=keys.number("residual_multiplier", 1.0),
-        attention_scale=keys.number("attention_multiplier", 1.0),
-        logit_scale=1 / keys.number("logits_scaling", 1.0),
-    )
-
-
 def mistral(keys: Keys) -> ArchFacts:
     return decoder(keys, windows=everywhere(sliding_window(keys), keys))
+
+
+def ministral(keys: Keys) -> ArchFacts:
+    window = sliding_window(keys)
+    kinds = [FULL if window is None else SLIDING] * keys.size("num_hidden_layers")
+    return decoder(keys, windows=windows_by_kind(keys, window, default=kinds))
 
 
 def qwen2(keys: Keys) -> ArchFacts:
@@ -50,3 +56,209 @@ def _upper_windows(keys: Keys) -> Windows:
     if not isinstance(first, int) or first < 0:
         raise keys.wrong("max_window_layers", "a number of layers")
     return tuple(window if layer >= first else None for layer in range(keys.size("num_hidden_layers")))
+
+
+def smollm3(keys: Keys) -> ArchFacts:
+    """Every fourth layer does not turn its heads."""
+    num_layers, interval = keys.size("num_hidden_layers"), keys.size("no_rope_layer_interval", 4)
+    turning = keys.get("no_rope_layers")
+    if turning is None:
+        turning = [bool((layer + 1) % interval) for layer in range(num_layers)]
+    if not isinstance(turning, list) or len(turning) != num_layers:
+        raise keys.wrong("no_rope_layers", f"{num_layers} entries, 0 where heads do not turn")
+    window = sliding_window(keys, None) if keys.flag("use_sliding_window") else None
+    biased = keys.flag("attention_bias")
+    return decoder(
+        _with(keys, rope_theta=2e6),
+        turning=turning,
+        windows=windows_by_kind(keys, window, default=[FULL if turns else SLIDING for turns in turning]),
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        tied=keys.flag("tie_word_embeddings", True),
+    )
+
+
+def granite(keys: Keys) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        keys,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        embed_scale=keys.number("embedding_multiplier", 1.0),
+        residual_scale=keys.number("residual_multiplier", 1.0),
+        attention_scale=keys.number("attention_multiplier", 1.0),
+        logit_scale=1 / keys.number("logits_scaling", 1.0),
+    )
+
+
+def internlm3(keys: Keys) -> ArchFacts:
+    biased = keys.flag("bias")
+    return decoder(keys, qkv_bias=keys.flag("qkv_bias"), out_bias=biased, mlp_bias=biased)
+
+
+def seed_oss(keys: Keys) -> ArchFacts:
+    return decoder(
+        keys,
+        head_dim=128,
+        qkv_bias=keys.flag("attention_bias", True),
+        out_bias=keys.flag("attention_out_bias"),
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def phi3(keys: Keys) -> ArchFacts:
+    """Older files call longrope `su` or even `yarn`."""
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name)
+        if isinstance(block, dict) and block.get("rope_type", block.get("type")) in ("su", "yarn"):
+            keys = keys.but(**{name: {**block, "rope_type": "longrope"}})
+    return decoder(
+        _with(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        fused_qkv=True,
+        fused_gate_up=True,
+        windows=everywhere(sliding_window(keys, None), keys),
+    )
+
+
+def glm(keys: Keys) -> ArchFacts:
+    """Half of each head turns, by neighbours."""
+    return decoder(
+        _with(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
+        head_dim=128,
+        pairs=True,
+        qkv_bias=keys.flag("attention_bias", True),
+        fused_gate_up=True,
+    )
+
+
+def olmo2(keys: Keys, **facts: Any) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    keys = _with(keys, rms_norm_eps=1e-5)
+    return decoder(keys, qk_norm="all", qkv_bias=biased, out_bias=biased, **facts)
+
+
+def olmo3(keys: Keys) -> ArchFacts:
+    """Three window layers to a full one; long sequences stretch the rotation of full ones alone."""
+    keys = _with(keys, rope_theta=500000.0)
+    pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
+    kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    ropes = ropes_by_kind(keys, head_dim, SLIDING, FULL)
+    if keys.get("rope_parameters") is None:
+        ropes[SLIDING] = ropes_by_kind(keys.but(rope_scaling=None), head_dim, SLIDING)[SLIDING]
+    windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
+    layers = (LayerFacts(ropes[kind], window) for kind, window in zip(kinds, windows, strict=True))
+    return olmo2(keys, layers=tuple(layers))
+
+
+def cohere(keys: Keys, **facts: Any) -> ArchFacts:
+    _only(keys, "use_qk_norm", False)
+    biased = keys.flag("attention_bias")
+    return decoder(
+        _with(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
+        pairs=True,
+        norm="layer",
+        eps_key="layer_norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        logit_scale=keys.number("logit_scale", 0.0625),
+        tied=keys.flag("tie_word_embeddings", True),
+        **facts,
+    )
+
+
+def cohere2(keys: Keys) -> ArchFacts:
+    """Three window layers, whose heads turn, to a full one, whose heads do not."""
+    keys = _with(keys, rope_theta=10000.0)
+    interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
+    pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
+    return cohere(keys, windows=windows, turning=[window is not None for window in windows])
+
+
+def nemotron(keys: Keys) -> ArchFacts:
+    biased = keys.flag("attention_bias")
+    return decoder(
+        _with(keys, partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
+        norm="layer_plus_one",
+        norm_bias=True,
+        eps_key="norm_eps",
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+    )
+
+
+def starcoder2(keys: Keys) -> ArchFacts:
+    keys = _with(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
+    return decoder(
+        keys,
+        windows=everywhere(sliding_window(keys, None), keys),
+        eps_key="norm_epsilon",
+        **_all_biased(keys, keys.flag("use_bias", True)),
+    )
+
+
+def gpt2(keys: Keys) -> ArchFacts:
+    _only(keys, "scale_attn_by_inverse_layer_idx", False)
+    hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
+    return decoder(
+        keys.but(
+            hidden_size=hidden,
+            num_attention_heads=keys.size("n_head"),
+            num_hidden_layers=num_layers,
+            num_key_value_heads=None,
+            head_dim=None,
+            activation_function=keys.get("activation_function") or "gelu_new",
+            layer_norm_epsilon=keys.number("layer_norm_epsilon", 1e-5),
+        ),
+        turning=[False] * num_layers,
+        learned_positions=True,
+        intermediate=keys.size("n_inner", 4 * hidden),
+        activation_key="activation_function",
+        eps_key="layer_norm_epsilon",
+        fused_qkv=True,
+        across=True,
+        attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
+        **_all_biased(keys),
+    )
+
+
+def opt(keys: Keys) -> ArchFacts:
+    _only(keys, "do_layer_norm_before", True)
+    _only(keys, "layer_norm_elementwise_affine", True)
+    _only(keys, "_remove_final_layer_norm", False)
+    _only(keys, "word_embed_proj_dim", keys.size("hidden_size"))
+    return decoder(
+        keys.but(activation_function=keys.get("activation_function") or "relu", num_key_value_heads=None),
+        turning=[False] * keys.size("num_hidden_layers"),
+        learned_positions=True,
+        intermediate=keys.size("ffn_dim"),
+        activation_key="activation_function",
+        norm_eps=1e-5,
+        **_all_biased(keys, keys.flag("enable_bias", True)),
+    )
+
+
+def _all_biased(keys: Keys, biased: bool = True) -> dict[str, Any]:
+    """Layer norms with biases, and linear layers with or without."""
+    return {
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "mlp_bias": biased,
+        "tied": keys.flag("tie_word_embeddings", True),
+    }
+
+
+def _with(keys: Keys, **defaults: Any) -> Keys:
+    """What is meant where config.json says nothing."""
+    return keys.but(**{key: value for key, value in defaults.items() if keys.get(key) is None})
+
+
+def _only(keys: Keys, key: str, value: Any) -> None:
+    if keys.get(key) not in (None, value):
+        raise keys.wrong(key, f"{value} (nothing else is supported)")

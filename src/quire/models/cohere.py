@@ -1,0 +1,33 @@
+"""Command R and Command A: attention and feed-forward side by side behind one norm."""
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import MLP
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models.decoder import Decoder
+from quire.models.llama import Attention
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward of the same, added up."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.ops = scope.ops
+        self.norm = norm_of(facts, scope / "input_layernorm")
+        self.attention = Attention(facts, layer, rope, scope / "self_attn")
+        self.mlp = MLP(facts, scope / "mlp")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm(x, residual)
+        return self.ops.add(self.attention(x, batch), self.mlp(x)), residual
+
+
+class Cohere(Decoder):
+    """The model."""
+
+    Layer = Layer

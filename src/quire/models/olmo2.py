@@ -1,0 +1,35 @@
+"""OLMo 2 and 3: no norm in front of attention and feed-forward, but one behind each."""
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import MLP
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models.decoder import Decoder
+from quire.models.llama import Attention
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward; what each says goes through a norm before it is added."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.ops = scope.ops
+        self.attention = Attention(facts, layer, rope, scope / "self_attn")
+        self.attention_norm = norm_of(facts, scope / "post_attention_layernorm")
+        self.mlp = MLP(facts, scope / "mlp")
+        self.mlp_norm = norm_of(facts, scope / "post_feedforward_layernorm")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x = x if residual is None else self.ops.add(residual, x)
+        x = self.ops.add(x, self.attention_norm.alone(self.attention(x, batch)))
+        return self.mlp_norm.alone(self.mlp(x)), x
+
+
+class Olmo2(Decoder):
+    """The model."""
+
+    Layer = Layer
