@@ -15,7 +15,7 @@ import triton.language as tl
 
 from quire.kernels.triton.launch import follow
 
-_NEVER = tl.constexpr(-1.0e30)
+NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite: the difference of two is no NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SOME = tl.constexpr(256)
@@ -103,7 +103,7 @@ def _fold(
         blocks = _blocks(table, at + BLOCK_N + key, end, BLOCK_SIZE)
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        shrink, most, total, weights = _soften(
+        shrink, most, total, weights = soften(
             scores, most, total, at, end, low, places, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
@@ -149,7 +149,7 @@ def _load(
 
 
 @triton.jit
-def _soften(
+def soften(
     scores: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
@@ -211,7 +211,7 @@ def _queries(
 def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.constexpr) -> Any:
     """The rows before any key; where it `counts`, a sink is a key without a value."""
     acc = tl.zeros([heads.shape[0], BLOCK_D], tl.float32)
-    most = tl.full([heads.shape[0]], _NEVER, tl.float32)
+    most = tl.full([heads.shape[0]], NEVER, tl.float32)
     total = tl.zeros([heads.shape[0]], tl.float32)
     if sinks is not None:
         most = tl.where(counts, tl.load(sinks + heads).to(tl.float32) * _LOG2_E, most)
@@ -295,7 +295,7 @@ def shares(
     The keys of all sequences lie in a row, in tiles of BLOCK_N; a share has `least` of them or more. Before
     `follow` only what was there before the model's first kernel is read.
     """
-    at, end, size, index, begin = _share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
+    at, end, size, index, begin = share(seqs, work, num_seqs, least, WINDOW, BLOCK_N)
     follow(OVERLAP)
     while at < end:
         seq = index if work is None else tl.load(work + index)
@@ -373,7 +373,7 @@ def _tiles_of(
 
 
 @triton.jit
-def _some_tiles(
+def tiles_of_some(
     seqs: tl.tuple,
     work: tl.tensor,
     index: tl.tensor,
@@ -393,7 +393,7 @@ def _some_tiles(
 
 
 @triton.jit
-def _share(
+def share(
     seqs: tl.tuple,
     work: tl.tensor,
     num_seqs: tl.tensor,
@@ -404,16 +404,16 @@ def _share(
     """A program's tiles at..end of all, how many a share has, which sequence it begins in, and where that
     begins."""
     some = tl.arange(0, _SOME)
-    ends = tl.cumsum(_some_tiles(seqs, work, some, num_seqs, WINDOW, BLOCK_N), 0)
+    ends = tl.cumsum(tiles_of_some(seqs, work, some, num_seqs, WINDOW, BLOCK_N), 0)
     before = tl.max(ends, 0)
     total = before
     for first in range(_SOME, num_seqs, _SOME):
-        total += tl.sum(_some_tiles(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
+        total += tl.sum(tiles_of_some(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
     at = tl.program_id(1) * size
     passed = _passed(at, ends, some)
     for first in range(_SOME, num_seqs, _SOME):
-        ends = before + tl.cumsum(_some_tiles(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
+        ends = before + tl.cumsum(tiles_of_some(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
         passed, before = tl.maximum(passed, _passed(at, ends, first + some)), tl.max(ends, 0)
     return at, tl.minimum(at + size, total), size, passed.to(tl.int32), (passed >> 32).to(tl.int32)
 
@@ -470,14 +470,14 @@ def _merge(
     row = query * GROUP + tl.minimum(head, GROUP - 1)
     valid = (head < GROUP)[:, None] & (dims < DIM)[None, :]
     acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
-    most = tl.full([HEADS], _NEVER, tl.float32)
+    most = tl.full([HEADS], NEVER, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     for first in range(earliest, latest + 1, SOME):
         others = first + tl.arange(0, SOME)
         at = (2 * (kv_head * tl.num_programs(1) + others) + (others == earliest)).to(tl.int64)
         there = (others <= latest)[:, None]
         tops = partial.tops + (at * (2 * BLOCK_M))[:, None] + row[None, :]
-        top = tl.load(tops, mask=there, other=_NEVER, cache_modifier=".cg")
+        top = tl.load(tops, mask=there, other=NEVER, cache_modifier=".cg")
         count = tl.load(tops + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
         sums = (
             partial.sums + (at * (BLOCK_M * DIM))[:, None, None] + (row[:, None] * DIM + dims[None, :])[None]
