@@ -42,7 +42,7 @@ def test_all_heads_of_a_query_fit_a_tile(group: int, dtype: torch.dtype) -> None
 def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window: int | None) -> None:
     """A share that ends within a sequence, spans several or has nothing; one that starts at a wrong key."""
     monkeypatch.setattr(launch, "MIN_KEYS", 32)
-    monkeypatch.setattr(launch, "_sms", lambda device: (num_sms, 1 << 18))
+    monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
     chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 700)]
     check(
         TritonAttention(), chunks, AttentionSpec(4, 2, 16, torch.float32, window), sinks=True, device=DEVICE

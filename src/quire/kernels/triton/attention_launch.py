@@ -138,7 +138,7 @@ def attend_shares(
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
     shape = shape or share_shape(layer, q.dtype, cache.k.dtype)
     if shares is None:
-        num_sms, sm_bytes = _sms(q.device)
+        num_sms, sm_bytes = sms(q.device)
         row_bytes = 2 * layer.head_dim * cache.k.element_size()
         shares = shares_of(layer, programs_at_once(shape, row_bytes, sm_bytes), num_seqs, num_sms)
     ahead = overlap(len(q), layer.heads * layer.head_dim)
@@ -196,7 +196,7 @@ def _arrivals(shares: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _sms(device: torch.device) -> tuple[int, int]:
+def sms(device: torch.device) -> tuple[int, int]:
     """How many multiprocessors there are, and the bytes of memory that each has of its own."""
     if device.type != "cuda":
         return _DEFAULT_SMS
