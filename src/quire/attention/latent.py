@@ -1,0 +1,158 @@
+"""Latent attention over the paged cache: what it is, the reference in torch, and who serves it on which device.
+
+The cache of a layer is [num_blocks, block_size, rank + rope_dim]: of each token the latent, from which the
+keys and values of all heads follow by one product, and a key that all heads share and that turns with the
+position. Keys need not be multiplied out: q . (W k) = (q W) . k, so that a query, multiplied instead, meets
+the latents themselves (`absorb`), and what it takes of them is multiplied to values after (`release`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.kernels import attention, native
+from quire.kernels.reference import Reference, write
+from quire.registry import LazyTable
+
+IMPLEMENTATIONS = LazyTable(
+    "latent attention",
+    {
+        "cpu": "quire.attention.latent:CPULatent",
+        "reference": "quire.attention.latent:TorchLatent",
+        "triton": "quire.attention.triton_latent:TritonLatent",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """The latent attention of one layer."""
+
+    heads: int
+    rank: int
+    """The size of a latent."""
+    nope_dim: int
+    """How many numbers of a query do not turn; they come first."""
+    rope_dim: int
+    v_dim: int
+    scale: float
+    """Factor on the scores."""
+    neighbours: bool = True
+    """Numbers 2i and 2i + 1 turn as a pair; otherwise half against half."""
+
+    @property
+    def width(self) -> int:
+        """What the cache holds of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+class LatentEntry(NamedTuple):
+    """How tokens enter the attention of a layer: the latent's norm, the angles, the slots."""
+
+    norm: Tensor
+    eps: float
+    table: Tensor
+    """[max_len, rope_dim], cosines then sines"""
+    positions: Tensor
+    slots: Tensor
+    """[T]; below 0 nothing is written"""
+    cache: Tensor
+
+
+class Latent(Protocol):
+    """Latent attention on some device."""
+
+    def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
+        """[T, heads, query_dim] queries turn in place; [T, width] new latents and keys, the latents not
+        normed and the keys not turned yet, are written to their slots."""
+        ...
+
+    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+        """[T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] makes keys and values of a latent."""
+        ...
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Latent:
+    """The fastest implementation for models of `dtype` on `device`."""
+    name = "triton" if device.type == "cuda" else "reference"
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.library():
+        name = "cpu"
+    latent: Latent = IMPLEMENTATIONS[name]()
+    return latent
+
+
+def absorb(q: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+    """What [T, heads, query_dim] queries look for in latents: [T, heads, rank]."""
+    plain = q[..., : spec.nope_dim].transpose(0, 1)
+    return torch.bmm(plain, weight[:, : spec.nope_dim]).transpose(0, 1)
+
+
+def release(seen: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+    """[T, heads, rank] sums of latents -> [T, heads, v_dim] of values."""
+    out = seen.new_empty(len(seen), spec.heads, spec.v_dim)
+    torch.bmm(seen.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
+class TorchLatent:
+    """Latent attention in plain torch, on any device: the reference."""
+
+    def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
+        cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
+        latent, key = kv.split([spec.rank, spec.rope_dim], -1)
+        normed = Reference().norm(latent, entry.norm, entry.eps)
+        turned = _turn(key[:, None], cos, sin, spec.neighbours)[:, 0]
+        write(torch.cat((normed, turned), -1), entry.cache, entry.slots)
+        q[..., spec.nope_dim :] = _turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
+
+    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+        queries = torch.cat((absorb(q, weight, spec), q[..., spec.nope_dim :]), -1)
+        seen = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
+        return release(seen, weight, spec)
+
+    def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+        """All heads of [T, heads, width] queries against one head, whose keys are its values too."""
+        own, backend = replace(batch), TorchSDPA()
+        backend.plan(own)
+        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
+        return backend.forward(queries, cache, cache, own, one)
+
+
+class CPULatent(TorchLatent):
+    """The native kernel of paged attention, over one head of keys that are values too."""
+
+    def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+        if spec.width % attention.HEAD_DIM_STEP:
+            return super().mix(queries, cache, batch, spec)
+        return attention.attend(
+            queries,
+            cache,
+            cache,
+            rows=batch.rows,
+            block_tables=batch.block_tables,
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            scale=spec.scale,
+            window=None,
+            softcap=None,
+        )
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    """[T, heads, rope_dim] by the angles of [T, 1, rope_dim / 2]."""
+    if not neighbours:
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+    left, right = x[..., 0::2], x[..., 1::2]
+    return torch.stack((left * cos - right * sin, right * cos + left * sin), -1).flatten(-2)

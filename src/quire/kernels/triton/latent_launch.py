@@ -1,0 +1,154 @@
+"""Launching latent attention: shapes of tiles by what is computed, the number of shares by the device."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.triton import latent as kernels
+from quire.kernels.triton.attention import Scores, Seqs
+from quire.kernels.triton.attention_launch import Shape, sms
+from quire.kernels.triton.latent import Latents, Partial, Queries
+from quire.kernels.triton.launch import launch, overlap
+
+_LOG2_E = 1.4426950408889634
+_MERGED_DIMS = 128
+GATHERED_KEYS = 16
+"""In a tile of `gather`."""
+
+
+class Sizes(NamedTuple):
+    """The attention of one layer."""
+
+    heads: int
+    rank: int
+    nope: int
+    rope: int
+    v: int
+    scale: float
+
+
+# Measured on an H200: latent_speed.py among the tests of these kernels.
+def share_shape(rows: int, dtype: torch.dtype) -> Shape:
+    """For `shares`, where a sequence has so many heads of queries."""
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    if dtype == torch.float32:
+        return Shape(min(block_m, 16), 16, 4, 1)
+    return Shape(block_m, 64, 8 if block_m == 64 else 4, 2 if block_m == 64 else 3)
+
+
+def tile_shape(dtype: torch.dtype) -> Shape:
+    """For `tiles`."""
+    return Shape(32, 32, 4, 1) if dtype == torch.float32 else Shape(128, 64, 8, 3)
+
+
+def latents_of(data: Tensor) -> Latents:
+    assert data.stride(2) == 1
+    return Latents(data, data.stride(0), data.stride(1))
+
+
+def enter(
+    q: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Latents,
+    sizes: Sizes,
+    *,
+    neighbours: bool,
+) -> None:
+    """Turn the last numbers of [T, heads, nope + rope] queries in place; norm, turn and write [T, rank + rope]
+    latents and keys to their slots."""
+    if not len(q):
+        return
+    ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
+    launch(kernels.enter, len(q), 2)(
+        q, q.stride(0), kv, kv.stride(0), weight, eps, table, positions, slots, cache,
+        HEADS=sizes.heads, NOPE=sizes.nope, RANK=sizes.rank, ROPE=sizes.rope, NEIGHBOURS=neighbours,
+        BLOCK_SIZE=cache.data.shape[1], BLOCK_H=triton.next_power_of_2(sizes.heads),
+        BLOCK_R=triton.next_power_of_2(sizes.rank), BLOCK_P=triton.next_power_of_2(sizes.rope // 2),
+        OVERLAP=ahead, launch_pdl=ahead,
+    )  # fmt: skip
+
+
+def attend_shares(
+    out: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    cache: Latents,
+    seqs: Seqs,
+    sizes: Sizes,
+    most_queries: int,
+    shape: Shape | None = None,
+    shares: int | None = None,
+) -> None:
+    """[T, heads, rank] and [T, heads, rope] queries, up to `most_queries` of a sequence -> [T, heads, rank]."""
+    rows, num_seqs = most_queries * sizes.heads, len(seqs.seq_lens)
+    shape = shape or share_shape(rows, latent.dtype)
+    groups = triton.cdiv(rows, shape.block_m)
+    shares = shares or max(1, shape.per_sm * sms(latent.device)[0] // groups)
+    partial, ahead = _partial(groups * shares, shape.block_m, sizes.rank, latent.device), overlap(len(latent))
+    block_n = shape.block_n
+    launch(kernels.shares, groups, shares)(
+        out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale), partial, 1,
+        HEADS=sizes.heads, RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
+        BLOCK_M=shape.block_m, BLOCK_N=block_n, BLOCK_R=_wide(sizes.rank), BLOCK_P=_wide(sizes.rope),
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+    if shares > 1:
+        dims = min(_MERGED_DIMS, _wide(sizes.rank))
+        launch(kernels.merge, num_seqs, rows, triton.cdiv(sizes.rank, dims))(
+            out, seqs, num_seqs, partial, shares, 1, HEADS=sizes.heads, RANK=sizes.rank,
+            BLOCK_M=shape.block_m, BLOCK_N=block_n, BLOCK_D=dims, OVERLAP=ahead, launch_pdl=ahead,
+        )  # fmt: skip
+
+
+def gather(out: Tensor, cache: Latents, seqs: Seqs, work: Tensor) -> None:
+    """Keys of sequences out of their blocks, one after the other: [keys, rank + rope]."""
+    launch(kernels.gather, len(work))(
+        out, cache, seqs, work, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1], BLOCK_N=GATHERED_KEYS,
+        BLOCK_W=_wide(out.shape[1]),
+    )  # fmt: skip
+
+
+def attend_tiles(
+    out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    turned: Tensor,
+    seqs: Seqs,
+    work: Tensor,
+    sizes: Sizes,
+    shape: Shape,
+) -> None:
+    """Some heads of queries [T, heads, nope + rope] and of multiplied-out keys [keys, heads, nope + v]."""
+    launch(kernels.tiles, len(work), kv.shape[1])(
+        out, out.stride(0), q, q.stride(0), kv, kv.stride(0), turned, turned.stride(0), seqs, work,
+        _scores(sizes.scale), NOPE=sizes.nope, ROPE=sizes.rope, V=sizes.v, BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n, BLOCK_K=_wide(sizes.nope), BLOCK_P=_wide(sizes.rope), BLOCK_V=_wide(sizes.v),
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
+    )  # fmt: skip
+
+
+def _wide(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _queries(latent: Tensor, rope: Tensor) -> Queries:
+    assert latent.stride(2) == rope.stride(2) == 1
+    return Queries(latent, *latent.stride()[:2], rope, *rope.stride()[:2])
+
+
+@cache
+def _scores(scale: float) -> Scores:
+    return Scores(scale * _LOG2_E, 0.0, 1.0)
+
+
+def _partial(pieces: int, rows: int, rank: int, device: torch.device) -> Partial:
+    sums = torch.empty(pieces * 2 * rows * rank, dtype=torch.float32, device=device)
+    return Partial(sums, torch.empty(pieces * 2 * rows * 2, dtype=torch.float32, device=device))

@@ -1,0 +1,120 @@
+"""Latent attention against attention over keys and values written out in float64."""
+
+import pytest
+import torch
+from by_hand import CHUNKS, TOLERANCE, Case, Chunks, by_hand, make_case
+from torch import Tensor
+
+from quire.attention import triton_latent
+from quire.attention.backend import AttentionSpec
+from quire.attention.latent import CPULatent, Latent, LatentEntry, LatentSpec, TorchLatent, choose
+from quire.attention.triton_latent import TritonLatent
+from quire.kernels.triton import latent_launch as launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no bfloat16
+SPEC = LatentSpec(heads=3, rank=32, nope_dim=16, rope_dim=8, v_dim=24, scale=0.2)
+MANY: Chunks = [(1, 40), (19, 0), (1, -1), (2, 70), (40, 33), (1, 0), (9, 5), (8, 12)]
+IMPLEMENTATIONS = {"torch": TorchLatent, "cpu": CPULatent, "triton": TritonLatent}
+
+
+def case_of(chunks: Chunks, spec: LatentSpec, dtype: torch.dtype, device: str) -> tuple[Case, Tensor, Tensor]:
+    """Latents in a cache, queries and the weight."""
+    one = AttentionSpec(spec.heads, 1, spec.width, dtype, scale=spec.scale)
+    case = make_case(chunks, one, device=device)
+    q = torch.randn(len(case.q), spec.heads, spec.query_dim, device=device).to(dtype)
+    weight = torch.randn(spec.heads, spec.nope_dim + spec.v_dim, spec.rank, device=device) / spec.rank**0.5
+    return case, q, weight.to(dtype)
+
+
+def expected(case: Case, q: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+    pieces = []
+    for queries, latents in zip(q.split(case.batch.query_lens_host.tolist()), case.keys, strict=True):
+        latent, turned = latents.double()[:, 0].split([spec.rank, spec.rope_dim], -1)
+        kv = torch.einsum("lr,hdr->lhd", latent, weight.double())
+        keys, values = kv.split([spec.nope_dim, spec.v_dim], -1)
+        keys = torch.cat((keys, turned[:, None].expand(-1, spec.heads, -1)), -1)
+        full = AttentionSpec(spec.heads, spec.heads, spec.query_dim, q.dtype, scale=spec.scale)
+        nothing = queries.new_zeros(len(queries), spec.heads, spec.v_dim)
+        pieces.append(by_hand(queries, keys, values, full) if len(latents) else nothing)
+    return torch.cat(pieces)
+
+
+def check(latent: Latent, chunks: Chunks, spec: LatentSpec, dtype: torch.dtype, device: str) -> None:
+    case, q, weight = case_of(chunks, spec, dtype, device)
+    cache = case.k_cache[:, :, 0]
+    ours = latent.attend(q, weight, cache, case.batch, spec)
+    tolerance = 3 * TOLERANCE[dtype]
+    torch.testing.assert_close(ours, expected(case, q, weight, spec), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("chunks", [*CHUNKS.values(), MANY], ids=[*CHUNKS, "many"])
+def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str, chunks: Chunks) -> None:
+    """A wrong half of the weight, a key that is not seen, a share that is not merged."""
+    check(IMPLEMENTATIONS[name](), chunks, SPEC, torch.float32, DEVICE if name == "triton" else "cpu")
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_half_precision(name: str) -> None:
+    dtype, device = (HALF, DEVICE) if name == "triton" else (torch.bfloat16, "cpu")
+    check(IMPLEMENTATIONS[name](), MANY, SPEC, dtype, device)
+
+
+def test_more_heads_than_a_tile_has_rows() -> None:
+    spec = LatentSpec(heads=70, rank=16, nope_dim=16, rope_dim=16, v_dim=16, scale=0.25)
+    check(TritonLatent(), [(1, 90), (2, 20), (1, 5)], spec, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 40])
+def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
+    """A share that ends within a sequence, spans several or has nothing."""
+    monkeypatch.setattr(launch, "sms", lambda device: (num_sms, 1 << 18))
+    chunks: Chunks = [(1, 5), (1, 140), (3, 31), (1, -1), (2, 100), (1, 63), (1, 300)]
+    check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
+
+
+def test_more_sequences_than_are_counted_at_once() -> None:
+    chunks: Chunks = [(1, index % 20) for index in range(262)]
+    check(TritonLatent(), chunks, LatentSpec(1, 16, 16, 16, 16, 0.25), torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40 * 4 * 80 * 3])
+def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Little memory: a sequence at a time, and a head at a time of a long one."""
+    monkeypatch.setattr(triton_latent, "EXPANDED_BYTES", num_bytes)
+    triton_latent._cut.cache_clear()
+    check(TritonLatent(), MANY, SPEC, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_tokens_enter_the_cache(neighbours: bool, dtype: torch.dtype) -> None:
+    """A norm over the whole width, a key turned by halves, a padded token that is written."""
+    spec = LatentSpec(3, 24, 16, 8, 24, 0.2, neighbours)
+    torch.manual_seed(1)
+    fused = torch.randn(5, 3 * spec.query_dim + spec.width, device=DEVICE).to(dtype)
+    entry = LatentEntry(
+        torch.randn(spec.rank, device=DEVICE).to(dtype),
+        1e-6,
+        torch.randn(50, spec.rope_dim, device=DEVICE).to(dtype),
+        torch.tensor([3, 0, 49, 7, 1], device=DEVICE),
+        torch.tensor([9, 2, -1, 0, 23], device=DEVICE),
+        torch.zeros(6, 4, spec.width, device=DEVICE, dtype=dtype),
+    )
+    entries = entry, entry._replace(cache=entry.cache.clone())
+    queries = []
+    for latent, each in zip((TorchLatent(), TritonLatent()), entries, strict=True):
+        q, kv = fused.clone().split([3 * spec.query_dim, spec.width], -1)
+        queries.append(q.view(5, 3, spec.query_dim))
+        latent.enter(queries[-1], kv, each, spec)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(queries[1], queries[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(entries[1].cache, entries[0].cache, atol=tolerance, rtol=tolerance)
+    assert not entries[0].cache.view(24, -1)[[1, 3, 22]].any()
+    assert entries[0].cache.view(24, -1)[[9, 2, 0, 23]].all()
+
+
+def test_a_cpu_is_served_by_the_native_kernel() -> None:
+    assert isinstance(choose(torch.device("cpu"), torch.float32), CPULatent)
+    assert type(choose(torch.device("cpu"), torch.float64)) is TorchLatent
