@@ -75,6 +75,11 @@ KINDS: dict[str, Callable[[RopeFacts, int], Tensor]] = {
 """kind -> function of the facts and the engine's longest sequence that gives the [dim / 2] frequencies."""
 
 
+def mscale(rope: RopeFacts, weight: float) -> float:
+    """What yarn's stretch asks attention to be scaled with, in each of query and key."""
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+
 def _amplitude(rope: RopeFacts) -> float:
     """What yarn and longrope multiply cosine and sine with; 1 for all other kinds."""
     if rope.kind not in ("yarn", "longrope"):
@@ -83,13 +88,9 @@ def _amplitude(rope: RopeFacts) -> float:
         return rope.attention_factor
     if rope.kind == "longrope":
         return math.sqrt(1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_len))
-
-    def scaled(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return scaled(rope.mscale) / scaled(rope.mscale_all_dim)
-    return scaled(1.0)
+        return mscale(rope, rope.mscale) / mscale(rope, rope.mscale_all_dim)
+    return mscale(rope, 1.0)
 
 
 def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
