@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import triton.language as tl
 from by_hand import CHUNKS, TOLERANCE, Case, Chunks, by_hand, make_case
 from torch import Tensor
 
-from quire.attention import triton_latent
+from quire.attention import cpu_latent, triton_latent
 from quire.attention.backend import AttentionSpec
-from quire.attention.latent import CPULatent, Latent, LatentEntry, LatentSpec, TorchLatent, choose
+from quire.attention.cpu_latent import CPULatent
+from quire.attention.latent import Latent, LatentEntry, LatentSpec, TorchLatent, choose
 from quire.attention.triton_latent import TritonLatent
+from quire.kernels.triton import attention as attention_kernels
+from quire.kernels.triton import latent as latent_kernels
 from quire.kernels.triton import latent_launch as launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,9 +78,14 @@ def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None
     check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
 
 
-def test_more_sequences_than_are_counted_at_once() -> None:
-    chunks: Chunks = [(1, index % 20) for index in range(262)]
-    check(TritonLatent(), chunks, LatentSpec(1, 16, 16, 16, 16, 0.25), torch.float32, DEVICE)
+def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 262
+    if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
+        count = 10
+        for module in (attention_kernels, latent_kernels):
+            monkeypatch.setattr(module, "_SOME", tl.constexpr(4))
+    chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
+    check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40 * 4 * 80 * 3])
@@ -85,6 +94,14 @@ def test_prompts_in_rounds(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> N
     monkeypatch.setattr(triton_latent, "EXPANDED_BYTES", num_bytes)
     triton_latent._cut.cache_clear()
     check(TritonLatent(), MANY, SPEC, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 20])
+def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Their keys are multiplied out, a head at a time or all; other sequences of the batch are absorbed."""
+    monkeypatch.setattr(cpu_latent, "FEW_QUERIES", 8)
+    monkeypatch.setattr(cpu_latent, "EXPANDED_BYTES", num_bytes)
+    check(CPULatent(), MANY, SPEC, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("neighbours", [True, False])

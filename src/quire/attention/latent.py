@@ -1,4 +1,4 @@
-"""Latent attention over the paged cache: what it is, the reference in torch, and who serves it on which device.
+"""Latent attention over the paged cache: what it is, the reference in torch, and who serves which device.
 
 The cache of a layer is [num_blocks, block_size, rank + rope_dim]: of each token the latent, from which the
 keys and values of all heads follow by one product, and a key that all heads share and that turns with the
@@ -15,14 +15,14 @@ from torch import Tensor
 from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.kernels import attention, native
+from quire.kernels import native
 from quire.kernels.reference import Reference, write
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(
     "latent attention",
     {
-        "cpu": "quire.attention.latent:CPULatent",
+        "cpu": "quire.attention.cpu_latent:CPULatent",
         "reference": "quire.attention.latent:TorchLatent",
         "triton": "quire.attention.triton_latent:TritonLatent",
     },
@@ -125,28 +125,6 @@ class TorchLatent:
         backend.plan(own)
         one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
         return backend.forward(queries, cache, cache, own, one)
-
-
-class CPULatent(TorchLatent):
-    """The native kernel of paged attention, over one head of keys that are values too."""
-
-    def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
-        if spec.width % attention.HEAD_DIM_STEP:
-            return super().mix(queries, cache, batch, spec)
-        return attention.attend(
-            queries,
-            cache,
-            cache,
-            rows=batch.rows,
-            block_tables=batch.block_tables,
-            query_starts=batch.query_starts,
-            seq_lens=batch.seq_lens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=spec.scale,
-            window=None,
-            softcap=None,
-        )
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:

@@ -133,7 +133,11 @@ def _cut(query_lens: bytes, seq_lens: bytes, tile: int, most_keys: int, device: 
 
 
 def _round(
-    queries: NDArray[np.int32], keys: NDArray[np.int32], seqs: NDArray[np.intp], tile: int, device: torch.device
+    queries: NDArray[np.int32],
+    keys: NDArray[np.int32],
+    seqs: NDArray[np.intp],
+    tile: int,
+    device: torch.device,
 ) -> _Round:
     begins = np.cumsum(keys[seqs]) - keys[seqs]
     gathered = _work(seqs, keys[seqs], launch.GATHERED_KEYS)
@@ -158,8 +162,8 @@ def _few(queries: NDArray[np.int32], seqs: NDArray[np.intp], device: torch.devic
     starts = np.concatenate(([0], np.cumsum(lens)))
     firsts = np.cumsum(queries)[seqs] - lens
     tokens = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens)
-    on_device = (_sent(array, device) for array in (seqs, tokens, starts.astype(np.int32)))
-    return _Few(*on_device, most_queries=int(lens.max()))
+    sent = _sent(seqs, device), _sent(tokens, device), _sent(starts.astype(np.int32), device)
+    return _Few(*sent, int(lens.max()))
 
 
 def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:

@@ -227,12 +227,12 @@ def _fold(
         there = (at + key < end)[:, None]
         k = _load(cache.data + slots[:, None], dims, there, RANK)
         turned = _load(cache.data + slots[:, None] + RANK, ropes, there, ROPE)
-        scores = tl.dot(rope, tl.trans(turned).to(rope.dtype), input_precision="ieee")
-        scores = tl.dot(latent, tl.trans(k).to(latent.dtype), scores, input_precision="ieee")
+        scores = tl.dot(rope, tl.trans(turned), input_precision="ieee")
+        scores = tl.dot(latent, tl.trans(k), scores, input_precision="ieee")
         shrink, most, total, weights = soften(
             scores, most, total, at, end, low, places, scores_by, 0, False, BLOCK_N
         )
-        acc = tl.dot(weights.to(latent.dtype), k.to(latent.dtype), acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(k.dtype), k, acc * shrink[:, None], input_precision="ieee")
     return acc, most, total
 
 
@@ -361,9 +361,10 @@ def tiles(
     for at in range(0, end, BLOCK_N):
         there = (at + key < end)[:, None]
         keys = (at + key).to(tl.int64)[:, None]
-        scores = tl.dot(plain, tl.trans(_load(kv + keys * kv_stride, dims, there, NOPE)), input_precision="ieee")
         k = _load(turned + keys * turned_stride, ropes, there, ROPE)
-        scores = tl.dot(rope, tl.trans(k), scores, input_precision="ieee")
+        scores = tl.dot(rope, tl.trans(k), input_precision="ieee")
+        k = _load(kv + keys * kv_stride, dims, there, NOPE)
+        scores = tl.dot(plain, tl.trans(k), scores, input_precision="ieee")
         shrink, most, total, weights = soften(
             scores, most, total, at, end, low, places, scores_by, 0, False, BLOCK_N
         )

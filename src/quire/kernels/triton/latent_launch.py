@@ -62,8 +62,8 @@ def enter(
     *,
     neighbours: bool,
 ) -> None:
-    """Turn the last numbers of [T, heads, nope + rope] queries in place; norm, turn and write [T, rank + rope]
-    latents and keys to their slots."""
+    """Turn the last numbers of [T, heads, nope + rope] queries in place; norm, turn and write latents and
+    keys [T, rank + rope] to their slots."""
     if not len(q):
         return
     ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
@@ -87,7 +87,8 @@ def attend_shares(
     shape: Shape | None = None,
     shares: int | None = None,
 ) -> None:
-    """[T, heads, rank] and [T, heads, rope] queries, up to `most_queries` of a sequence -> [T, heads, rank]."""
+    """[T, heads, rank] and [T, heads, rope] queries -> [T, heads, rank]. No sequence has more than
+    `most_queries`."""
     rows, num_seqs = most_queries * sizes.heads, len(seqs.seq_lens)
     shape = shape or share_shape(rows, latent.dtype)
     groups = triton.cdiv(rows, shape.block_m)
@@ -136,12 +137,13 @@ def attend_tiles(
 
 
 def _wide(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _queries(latent: Tensor, rope: Tensor) -> Queries:
     assert latent.stride(2) == rope.stride(2) == 1
-    return Queries(latent, *latent.stride()[:2], rope, *rope.stride()[:2])
+    token, head, _ = latent.stride()
+    return Queries(latent, token, head, rope, rope.stride(0), rope.stride(1))
 
 
 @cache

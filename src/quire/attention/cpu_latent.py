@@ -1,0 +1,117 @@
+"""Latent attention on a CPU, by the native kernel of paged attention.
+
+Absorbed, all heads attend to one head of keys that are its values too. The keys and values of long chunks are
+multiplied out into a cache of their own.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.attention.batch import Batch
+from quire.attention.latent import LatentSpec, TorchLatent, absorb, release
+from quire.kernels import attention
+
+FEW_QUERIES = 160
+"""Up to here a sequence's queries are absorbed: fewer products than multiplying out its keys."""
+EXPANDED_BYTES = 64 << 20
+"""Keys and values are multiplied out up to this size at a time, by heads."""
+_BLOCK = 16
+
+
+class CPULatent(TorchLatent):
+    """The native kernel of paged attention."""
+
+    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+        lens = batch.query_lens_host
+        if max(spec.width, spec.query_dim) % attention.HEAD_DIM_STEP or spec.v_dim > spec.query_dim:
+            return super().attend(q, weight, cache, batch, spec)
+        if batch.max_query_len <= FEW_QUERIES:
+            return _absorbed(q, weight, cache, batch, spec)
+        out = q.new_empty(len(q), spec.heads, spec.v_dim)
+        for chosen, kind in ((lens <= FEW_QUERIES, _absorbed), (lens > FEW_QUERIES, _expanded)):
+            if chosen.any():
+                tokens, some = _part(batch, np.flatnonzero(chosen))
+                out[tokens] = kind(q[tokens], weight, cache, some, spec)
+        return out
+
+
+def _absorbed(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+    queries = torch.cat((absorb(q, weight, spec), q[..., spec.nope_dim :]), -1)
+    keys = cache[:, :, None]
+    seen = _attend(queries, keys, keys, batch, batch.rows, batch.block_tables, spec.scale)
+    return release(seen[..., : spec.rank], weight, spec)
+
+
+def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+    rows, tables, latents = _gathered(cache, batch)
+    latent, turned = latents.split([spec.rank, spec.rope_dim], -1)
+    out = q.new_empty(len(q), spec.heads, spec.v_dim)
+    bytes_of_head = 2 * len(latents) * spec.query_dim * q.itemsize
+    step = max(1, EXPANDED_BYTES // bytes_of_head)
+    for first in range(0, spec.heads, step):
+        some = slice(first, first + step)
+        kv = F.linear(latent, weight[some].flatten(0, 1)).view(len(latents), -1, weight.shape[1])
+        plain, values = kv.split([spec.nope_dim, spec.v_dim], -1)
+        keys = torch.cat((plain, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
+        values = F.pad(values, (0, spec.query_dim - spec.v_dim))
+        paged = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
+        out[:, some] = _attend(q[:, some], *paged, batch, rows, tables, spec.scale)[..., : spec.v_dim]
+    return out
+
+
+def _gathered(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The latents of all sequences in blocks one after the other: rows, block tables, the blocks."""
+    lens = batch.seq_lens_host
+    widths = -(-lens // _BLOCK)
+    firsts = np.cumsum(widths) - widths
+    tables = torch.from_numpy((firsts[:, None] + np.arange(int(widths.max()))).astype(np.int32))
+    latents = cache.new_zeros(int(widths.sum()) * _BLOCK, cache.shape[2])
+    block_size, flat = cache.shape[1], cache.view(-1, cache.shape[2])
+    for row, first, num_keys in zip(batch.rows.tolist(), firsts.tolist(), lens.tolist(), strict=True):
+        blocks = batch.block_tables[row, : -(-num_keys // block_size)].long()
+        slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:num_keys]
+        latents[first * _BLOCK : first * _BLOCK + num_keys] = flat[slots]
+    return torch.arange(len(lens), dtype=torch.int32), tables, latents
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, batch: Batch, rows: Tensor, tables: Tensor, scale: float
+) -> Tensor:
+    return attention.attend(
+        q,
+        keys,
+        values,
+        rows=rows,
+        block_tables=tables,
+        query_starts=batch.query_starts,
+        seq_lens=batch.seq_lens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        scale=scale,
+        window=None,
+        softcap=None,
+    )
+
+
+def _part(batch: Batch, seqs: NDArray[np.intp]) -> tuple[Tensor, Batch]:
+    """Some sequences of a batch: where their tokens stand in it, and a batch of them alone."""
+    lens = batch.query_lens_host[seqs]
+    starts = np.concatenate(([0], np.cumsum(lens)))
+    firsts = np.cumsum(batch.query_lens_host)[seqs] - lens
+    tokens = torch.from_numpy(np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], lens))
+    some = torch.from_numpy(seqs)
+    return tokens, Batch(
+        token_ids=batch.token_ids,
+        positions=batch.positions,
+        slots=batch.slots,
+        query_starts=torch.from_numpy(starts.astype(np.int32)),
+        seq_lens=batch.seq_lens[some],
+        rows=batch.rows[some],
+        block_tables=batch.block_tables,
+        logit_tokens=batch.logit_tokens,
+        query_lens_host=lens,
+        seq_lens_host=batch.seq_lens_host[seqs],
+    )

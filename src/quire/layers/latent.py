@@ -1,0 +1,53 @@
+"""LatentAttention: one layer's latent attention over its part of the cache."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.attention.latent import LatentEntry, LatentSpec, choose
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+class LatentAttention(nn.Module):
+    """What a token leaves in the cache, and the product that makes keys and values of it."""
+
+    def __init__(self, spec: LatentSpec, rope: Rope, norm: RMSNorm, scope: Scope) -> None:
+        super().__init__()
+        self.name = scope.name
+        self.spec = spec
+        self.rope = rope
+        self.norm = norm
+        self.backend = scope.backend
+        self.latent = choose(scope.device, scope.dtype)
+        # Used by heads and both ways round, so in no packed format.
+        weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.cache: Tensor | None = None
+        self.group = 0
+
+    def bind(self, cache: Tensor, group: int = 0) -> None:
+        """Use this cache from now on: [num_blocks, block_size, rank + rope_dim]."""
+        assert cache.shape[2] == self.spec.width
+        self.cache, self.group = cache, group
+
+    def forward(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        """[T, heads * query_dim] queries, which are changed, and [T, rank + rope_dim] latents with their keys
+        -> [T, heads * v_dim]."""
+        assert self.cache is not None, "bind() comes before forward()"
+        spec, cache = self.spec, self.cache
+        queries = q.unflatten(1, (spec.heads, spec.query_dim))
+        entry = LatentEntry(
+            self.norm.weight, self.norm.eps, self.rope.table, batch.positions, batch.slots, cache
+        )
+        self.latent.enter(queries, kv, entry, spec)
+        weight = self.weight.view(spec.heads, -1, spec.rank)
+        return self.latent.attend(queries, weight, cache, batch, spec).flatten(1)
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield f"{self.name}.weight", self.weight
+
+    def finish(self) -> None:
+        """The weight is used as it was loaded."""

@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from quire.attention.latent import LatentSpec
+from quire.config.facts import RopeFacts
+from quire.layers.latent import LatentAttention
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+SPEC = LatentSpec(heads=2, rank=8, nope_dim=4, rope_dim=4, v_dim=6, scale=0.3)
+
+
+def make(scope: Scope) -> LatentAttention:
+    rope = Rope(RopeFacts(dim=4, max_len=64), scope)
+    return LatentAttention(SPEC, rope, RMSNorm(8, 1e-6, scope / "norm"), scope / "kv_b_proj")
+
+
+def test_the_product_is_loaded_as_the_checkpoint_has_it(scope: Scope) -> None:
+    targets = dict(make(scope).targets())
+    assert {name: tuple(target.shape) for name, target in targets.items()} == {"kv_b_proj.weight": (20, 8)}
+
+
+def test_a_cache_of_the_wrong_width_is_refused(scope: Scope) -> None:
+    layer = make(scope)
+    layer.bind(torch.zeros(3, 4, 12))
+    with pytest.raises(AssertionError):
+        layer.bind(torch.zeros(3, 4, 8))
