@@ -57,8 +57,9 @@ def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: Late
         plain, values = kv.split([spec.nope_dim, spec.v_dim], -1)
         keys = torch.cat((plain, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
         values = F.pad(values, (0, spec.query_dim - spec.v_dim))
-        paged = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
-        out[:, some] = _attend(q[:, some], *paged, batch, rows, tables, spec.scale)[..., : spec.v_dim]
+        keys, values = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
+        mixed = _attend(q[:, some], keys, values, batch, rows, tables, spec.scale)
+        out[:, some] = mixed[..., : spec.v_dim]
     return out
 
 

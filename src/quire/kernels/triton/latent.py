@@ -220,7 +220,9 @@ def _fold(
     total = tl.zeros([BLOCK_M], tl.float32)
     # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
     blocks = tl.load(table + (first + key) // BLOCK_SIZE, mask=first + key < end, other=0)
-    for at in range(first, end, BLOCK_N):
+    # From 0: with any other start the compiler sees no aligned rows, and loads number by number.
+    for taken in range(0, end - first, BLOCK_N):
+        at = first + taken
         slots = blocks.to(tl.int64) * cache.block_stride + (at + key) % BLOCK_SIZE * cache.slot_stride
         ahead = at + BLOCK_N + key
         blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
