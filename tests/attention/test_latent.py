@@ -11,8 +11,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.cpu_latent import CPULatent
 from quire.attention.latent import Latent, LatentEntry, LatentSpec, TorchLatent, choose
 from quire.attention.triton_latent import TritonLatent
-from quire.kernels.triton import attention as attention_kernels
-from quire.kernels.triton import latent as latent_kernels
+from quire.kernels.triton import attention as kernels
 from quire.kernels.triton import latent_launch as launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,8 +81,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
     count = 262
     if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
         count = 10
-        for module in (attention_kernels, latent_kernels):
-            monkeypatch.setattr(module, "_SOME", tl.constexpr(4))
+        monkeypatch.setattr(kernels, "_SOME", tl.constexpr(4))
     chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
     check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
 

@@ -12,6 +12,7 @@ from quire.attention.batch import Batch
 from quire.attention.latent import LatentEntry, LatentSpec, absorb, release
 from quire.kernels.triton import latent_launch as launch
 from quire.kernels.triton.attention import Seqs
+from quire.kernels.triton.attention_launch import Shape, sms
 from quire.kernels.triton.latent_launch import Sizes
 
 FEW_QUERIES = 8
@@ -60,13 +61,13 @@ class TritonLatent:
         most = batch.max_query_len
         if most <= FEW_QUERIES:
             return _absorbed(q, weight, cache, _seqs(batch), most, spec)
-        tile = launch.tile_shape(q.dtype).block_m
+        shape = launch.tile_shape(q.dtype, sms(q.device)[1])
         most_keys = max(1, EXPANDED_BYTES // (weight[..., 0].numel() * q.element_size()))
         lens = batch.query_lens_host.tobytes(), batch.seq_lens_host.tobytes()
-        cut = _cut(*lens, tile, most_keys, batch.seq_lens.device)
+        cut = _cut(*lens, shape.block_m, most_keys, batch.seq_lens.device)
         out = q.new_empty(len(q), spec.heads, spec.v_dim)
         for each in cut.rounds:
-            _expanded(out, q, weight, cache, _seqs(batch), each, most_keys, spec)
+            _expanded(out, q, weight, cache, _seqs(batch), each, most_keys, shape, spec)
         if (few := cut.few) is not None:
             tables = batch.block_tables
             lens_and_rows = batch.seq_lens[few.seqs], batch.rows[few.seqs]
@@ -93,12 +94,12 @@ def _expanded(
     seqs: Seqs,
     prompts: _Round,
     most_keys: int,
+    shape: Shape,
     spec: LatentSpec,
 ) -> None:
     latents = q.new_empty(prompts.num_keys, spec.width)
     launch.gather(latents, launch.latents_of(cache), seqs, prompts.keys)
     latent, turned = latents.split([spec.rank, spec.rope_dim], -1)
-    shape = launch.tile_shape(q.dtype)
     step = max(1, spec.heads * most_keys // prompts.num_keys)
     for first in range(0, spec.heads, step):
         some = slice(first, first + step)

@@ -168,8 +168,8 @@ def prefill_rows(short: bool) -> Iterator[dict[str, Any]]:
         load = Load(model, num_seqs, length, num_queries)
         pairs = num_seqs * num_queries * (length - (num_queries - 1) / 2)
         flops = 2 * pairs * load.spec.heads * (load.spec.query_dim + load.spec.v_dim)
-        for shape in [chosen(torch.bfloat16)] if short else TILE_SHAPES:
-            launch.tile_shape = lambda dtype, shape=shape: shape
+        for shape in [chosen(torch.bfloat16, 228 << 10)] if short else TILE_SHAPES:
+            launch.tile_shape = lambda dtype, sm_bytes, shape=shape: shape
             try:
                 time_s = seconds(load.layer, load.caches[:2])
             except OutOfResources:

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention import NEVER, share, soften, tiles_of_some
+from quire.kernels.triton.attention import NEVER, share, soften
 from quire.kernels.triton.launch import follow
 
-_SOME = tl.constexpr(256)
-"""Sequences whose keys are counted at once."""
-_MERGED = tl.constexpr(8192)
+_MERGED = tl.constexpr(4096)
 """Numbers of partial sums that are loaded at once."""
 
 
@@ -48,6 +46,8 @@ class Partial(NamedTuple):
     """[groups, shares, 2, rows, RANK] float32"""
     tops: Any
     """[groups, shares, 2, 2, rows] float32: greatest score, sum of weights"""
+    spans: Any
+    """[sequences, 2] int32: the first and the last share of each"""
 
 
 @triton.jit
@@ -159,8 +159,11 @@ def shares(
                 RANK, ROPE, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
             there = valid[:, None] & (dims < RANK)[None, :]
-            earliest = begin // size
-            if (close - 1) // size == earliest:
+            earliest, latest = begin // size, (close - 1) // size
+            if at == begin:  # only one share begins it
+                tl.store(partial.spans + 2 * index, earliest)
+                tl.store(partial.spans + 2 * index + 1, latest)
+            if earliest == latest:
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]
                 to = (start.to(tl.int64) * HEADS + row)[:, None] * RANK + dims[None, :]
                 tl.store(out + to, acc.to(out.dtype.element_ty), mask=there)
@@ -246,39 +249,30 @@ def _load(rows: tl.tensor, dims: tl.tensor, there: tl.tensor, DIM: tl.constexpr)
     return tl.load(rows + dims[None, :], mask=there, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "least", "shares"])
+@triton.jit(do_not_specialize=["shares"])
 def merge(
     out: tl.tensor,
-    seqs: tl.tuple,
-    num_seqs: tl.tensor,
+    query_starts: tl.tensor,
     partial: tl.tuple,
     shares: tl.tensor,
-    least: tl.tensor,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (sequences, rows of one, pieces of RANK): of sequences that lie in several shares."""
     seq, row, dims = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    some, begin, total = tl.arange(0, _SOME), 0, 0
-    for first in range(0, num_seqs, _SOME):
-        counts = tiles_of_some(seqs, None, first + some, num_seqs, 0, BLOCK_N)
-        begin += tl.sum(tl.where(first + some < seq, counts, 0), 0)
-        total += tl.sum(counts, 0)
-    size = tl.maximum(tl.cdiv(total, shares), least)
-    start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
-    close = begin + tl.maximum(tl.cdiv(seq_len, BLOCK_N), 1)
-    earliest, latest = begin // size, (close - 1) // size
+    start = tl.load(query_starts + seq)
+    num_rows = (tl.load(query_starts + seq + 1) - start) * HEADS
     follow(OVERLAP)
-    if (earliest < latest) & (row < (tl.load(seqs.query_starts + seq + 1) - start) * HEADS):
+    earliest, latest = tl.load(partial.spans + 2 * seq), tl.load(partial.spans + 2 * seq + 1)
+    if (earliest < latest) & (row < num_rows):
         SHARES: tl.constexpr = max(1, _MERGED // BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)
-        most, weight_sum = tl.full([], NEVER, tl.float32), tl.zeros([], tl.float32)
-        for first in range(earliest, latest + 1, SHARES):
-            other = first + tl.arange(0, SHARES)
+        most, total = tl.full([], NEVER, tl.float32), tl.zeros([], tl.float32)
+        for passed in range(0, latest + 1 - earliest, SHARES):
+            other = earliest + passed + tl.arange(0, SHARES)
             there = other <= latest
             piece = (2 * (row // BLOCK_M * shares + other) + (other == earliest)).to(tl.int64) * BLOCK_M
             tops = partial.tops + 2 * piece + row % BLOCK_M
@@ -289,10 +283,10 @@ def merge(
             higher = tl.maximum(most, tl.max(top, 0))
             shrink, weight = tl.exp2(most - higher), tl.exp2(top - higher)
             acc = acc * shrink + tl.sum(sums * weight[:, None], 0)
-            weight_sum = weight_sum * shrink + tl.sum(count * weight, 0)
+            total = total * shrink + tl.sum(count * weight, 0)
             most = higher
         to = out + (start.to(tl.int64) * HEADS + row) * RANK + dims
-        tl.store(to, (acc / weight_sum).to(out.dtype.element_ty), mask=dims < RANK)
+        tl.store(to, (acc / total).to(out.dtype.element_ty), mask=dims < RANK)
 
 
 @triton.jit

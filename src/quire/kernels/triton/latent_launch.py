@@ -14,7 +14,10 @@ from quire.kernels.triton.latent import Latents, Partial, Queries
 from quire.kernels.triton.launch import launch, overlap
 
 _LOG2_E = 1.4426950408889634
-_MERGED_DIMS = 128
+_HOPPER_BYTES = 228 << 10
+"""Of memory that a multiprocessor has of its own."""
+_FEW_SEQS = 8
+"""Up to here the merge is divided further: there are more parts than sequences."""
 GATHERED_KEYS = 16
 """In a tile of `gather`."""
 
@@ -31,17 +34,22 @@ class Sizes(NamedTuple):
 
 
 # Measured on an H200: latent_speed.py among the tests of these kernels.
-def share_shape(rows: int, dtype: torch.dtype) -> Shape:
+def share_shape(rows: int, dtype: torch.dtype, sm_bytes: int) -> Shape:
     """For `shares`, where a sequence has so many heads of queries."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     if dtype == torch.float32:
-        return Shape(min(block_m, 16), 16, 4, 1)
-    return Shape(block_m, 64, 8 if block_m == 64 else 4, 2 if block_m == 64 else 3)
+        return Shape(16, 16, 4, 1)
+    if rows <= 16:
+        return Shape(16, 32, 4, 3, 2 if sm_bytes >= _HOPPER_BYTES else 1)
+    if rows > 32 and sm_bytes >= _HOPPER_BYTES:
+        return Shape(64, 32, 8, 3)
+    return Shape(32, 32, 8, 2)
 
 
-def tile_shape(dtype: torch.dtype) -> Shape:
+def tile_shape(dtype: torch.dtype, sm_bytes: int) -> Shape:
     """For `tiles`."""
-    return Shape(32, 32, 4, 1) if dtype == torch.float32 else Shape(128, 64, 8, 3)
+    if dtype == torch.float32:
+        return Shape(32, 32, 4, 1)
+    return Shape(128, 128, 8, 2) if sm_bytes >= _HOPPER_BYTES else Shape(64, 32, 4, 2)
 
 
 def latents_of(data: Tensor) -> Latents:
@@ -90,22 +98,23 @@ def attend_shares(
     """[T, heads, rank] and [T, heads, rope] queries -> [T, heads, rank]. No sequence has more than
     `most_queries`."""
     rows, num_seqs = most_queries * sizes.heads, len(seqs.seq_lens)
-    shape = shape or share_shape(rows, latent.dtype)
+    num_sms, sm_bytes = sms(latent.device)
+    shape = shape or share_shape(rows, latent.dtype, sm_bytes)
     groups = triton.cdiv(rows, shape.block_m)
-    shares = shares or max(1, shape.per_sm * sms(latent.device)[0] // groups)
-    partial, ahead = _partial(groups * shares, shape.block_m, sizes.rank, latent.device), overlap(len(latent))
-    block_n = shape.block_n
+    shares = shares or max(1, shape.per_sm * num_sms // groups)
+    partial = _partial(groups * shares, shape.block_m, sizes.rank, num_seqs, latent.device)
+    ahead = overlap(len(latent))
     launch(kernels.shares, groups, shares)(
         out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale), partial, 1,
         HEADS=sizes.heads, RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
-        BLOCK_M=shape.block_m, BLOCK_N=block_n, BLOCK_R=_wide(sizes.rank), BLOCK_P=_wide(sizes.rope),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=_wide(sizes.rank), BLOCK_P=_wide(sizes.rope),
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if shares > 1:
-        dims = min(_MERGED_DIMS, _wide(sizes.rank))
+        dims = min(128 if num_seqs <= _FEW_SEQS else 1024, _wide(sizes.rank))
         launch(kernels.merge, num_seqs, rows, triton.cdiv(sizes.rank, dims))(
-            out, seqs, num_seqs, partial, shares, 1, HEADS=sizes.heads, RANK=sizes.rank,
-            BLOCK_M=shape.block_m, BLOCK_N=block_n, BLOCK_D=dims, OVERLAP=ahead, launch_pdl=ahead,
+            out, seqs.query_starts, partial, shares, HEADS=sizes.heads, RANK=sizes.rank,
+            BLOCK_M=shape.block_m, BLOCK_D=dims, OVERLAP=ahead, launch_pdl=ahead,
         )  # fmt: skip
 
 
@@ -151,6 +160,7 @@ def _scores(scale: float) -> Scores:
     return Scores(scale * _LOG2_E, 0.0, 1.0)
 
 
-def _partial(pieces: int, rows: int, rank: int, device: torch.device) -> Partial:
+def _partial(pieces: int, rows: int, rank: int, num_seqs: int, device: torch.device) -> Partial:
     sums = torch.empty(pieces * 2 * rows * rank, dtype=torch.float32, device=device)
-    return Partial(sums, torch.empty(pieces * 2 * rows * 2, dtype=torch.float32, device=device))
+    tops = torch.empty(pieces * 2 * rows * 2, dtype=torch.float32, device=device)
+    return Partial(sums, tops, torch.empty(num_seqs, 2, dtype=torch.int32, device=device))
