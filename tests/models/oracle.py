@@ -12,7 +12,8 @@ from zoo import SHARED, ZOO, architecture_of
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
-from quire.layers.attention import attention_layers
+from quire.layers.attention import PagedAttention, attention_layers
+from quire.layers.latent import LatentAttention
 from quire.loader import load_model
 from quire.models.causal_lm import CausalLM
 
@@ -79,6 +80,9 @@ def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> Causal
     for layer in attention_layers(model.modules()):
         shape = (64, BLOCK_SIZE, layer.spec.kv_heads, layer.spec.head_dim)
         layer.bind(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            module.bind(torch.full((64, BLOCK_SIZE, module.spec.width), torch.nan))
     return model
 
 
@@ -119,7 +123,8 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
         rows = [row for row, count in enumerate(step) if count]
         chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
         batch = make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE)
-        attention_layers(model.modules())[0].backend.plan(batch)
+        kinds = PagedAttention | LatentAttention
+        next(module for module in model.modules() if isinstance(module, kinds)).backend.plan(batch)
         logits = model.logits(model(batch))
         for row, piece in zip(rows, logits.split([step[row] for row in rows]), strict=True):
             out[row].append(piece)

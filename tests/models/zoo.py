@@ -77,6 +77,24 @@ _GRANITE: Settings = {
     "logits_scaling": 2.0,
 }
 
+_DEEPSEEK: Settings = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+
 ZOO: dict[str, Specimen] = {
     "LlamaForCausalLM": Specimen(
         variants={
@@ -223,6 +241,20 @@ ZOO: dict[str, Specimen] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         }
+    ),
+    "DeepseekV2ForCausalLM": Specimen(
+        _DEEPSEEK | {"topk_method": "group_limited_greedy"},
+        {
+            "straight-queries": {"q_lora_rank": None, "topk_method": "greedy"},
+            "yarn": rope("yarn", mscale=0.7, mscale_all_dim=0.9, **_YARN),
+        },
+    ),
+    "DeepseekV3ForCausalLM": Specimen(
+        _DEEPSEEK | {"num_hidden_layers": 3},
+        {
+            "yarn": rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
+            "halves": {"rope_interleave": False, "attention_bias": True},
+        },
     ),
 }
 

@@ -36,5 +36,7 @@ MODELS = LazyTable(
         "GraniteMoeSharedForCausalLM": "quire.models.llama:Llama",
         "Llama4ForCausalLM": "quire.models.llama4:Llama4",
         "Glm4MoeForCausalLM": "quire.models.llama:Llama",
+        "DeepseekV2ForCausalLM": "quire.models.deepseek:Deepseek",
+        "DeepseekV3ForCausalLM": "quire.models.deepseek:Deepseek",
     },
 )

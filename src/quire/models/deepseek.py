@@ -1,24 +1,36 @@
-"""DeepSeek-V2 and V3, and by their facts Kimi-K2: latent attention, then experts."""
+"""DeepSeek-V2 and V3, by their facts Kimi-K2: latent attention, and experts in all but the first layers."""
 
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentSpec
-from quire.config.facts import ArchFacts, LayerFacts, MlaFacts, RopeFacts
+from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, norm_of
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope
+from quire.models.decoder import Decoder
+from quire.models.llama import feed_forward
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the others have."""
 
 
-def score_scale(mla: MlaFacts, rope: RopeFacts) -> float:
-    """1 / sqrt(query size), and what yarn adds to that."""
-    stretch = mscale(rope, rope.mscale_all_dim) if rope.kind != "default" and rope.mscale_all_dim else 1.0
-    return (mla.nope_dim + mla.rope_dim) ** -0.5 * stretch**2
+def latent_spec(facts: ArchFacts, layer: LayerFacts) -> LatentSpec:
+    """The attention of one layer; where yarn stretches positions, scores grow by its scale squared."""
+    mla, rope = facts.mla, layer.rope
+    assert mla is not None and rope is not None
+    stretched = rope.kind != "default" and rope.mscale_all_dim
+    return LatentSpec(
+        heads=facts.heads,
+        rank=mla.kv_latent,
+        nope_dim=mla.nope_dim,
+        rope_dim=mla.rope_dim,
+        v_dim=mla.v_dim,
+        scale=(mla.nope_dim + mla.rope_dim) ** -0.5 * (mscale(rope, stretched) ** 2 if stretched else 1.0),
+        neighbours=rope.pairs,
+    )
 
 
 class Attention(nn.Module):
@@ -26,22 +38,16 @@ class Attention(nn.Module):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        mla = facts.mla
-        assert mla is not None
-        spec = LatentSpec(
-            facts.heads, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.v_dim,
-            score_scale(mla, layer.rope), mla.neighbours,
-        )  # fmt: skip
-        num_queries = facts.heads * spec.query_dim
-        parts = {"q_a_proj" if mla.q_rank else "q_proj": mla.q_rank or num_queries}
-        parts["kv_a_proj_with_mqa"] = spec.width
-        names = {f"{scope.name}.{name}": size for name, size in parts.items()}
-        self.down = Linear(facts.hidden, names, scope, bias=facts.qkv_bias)
-        self.q_norm = RMSNorm(mla.q_rank, _EPS, scope / "q_a_layernorm") if mla.q_rank else None
-        self.q_up = ColumnLinear(mla.q_rank, num_queries, scope / "q_b_proj") if mla.q_rank else None
-        kv_norm = RMSNorm(mla.kv_rank, _EPS, scope / "kv_a_layernorm")
+        spec, q_latent = latent_spec(facts, layer), facts.mla and facts.mla.q_latent
+        queries = facts.heads * spec.query_dim
+        first = {(scope / "q_a_proj").name: q_latent} if q_latent else {(scope / "q_proj").name: queries}
+        parts = first | {(scope / "kv_a_proj_with_mqa").name: spec.width}
+        self.down = Linear(facts.hidden, parts, scope, bias=facts.qkv_bias)
+        self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
+        self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
+        kv_norm = RMSNorm(spec.rank, _EPS, scope / "kv_a_layernorm")
         self.mix = LatentAttention(spec, rope, kv_norm, scope / "kv_b_proj")
-        self.out = RowLinear(facts.heads * mla.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
+        self.out = RowLinear(facts.heads * spec.v_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, kv = self.down.multiply(x).split(self.down.sizes_out, -1)
@@ -49,3 +55,25 @@ class Attention(nn.Module):
             q = self.q_up(self.q_norm(q, None)[0])
         out: Tensor = self.out(self.mix(q, kv, batch))
         return out
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = norm_of(facts, scope / "input_layernorm")
+        self.attention = Attention(facts, layer, rope, scope / "self_attn")
+        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
+        self.mlp = feed_forward(facts, layer, scope)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.mlp_norm(self.attention(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Deepseek(Decoder):
+    """The model."""
+
+    Layer = Layer

@@ -96,12 +96,16 @@ def table(weights: list[ExpertWeights]) -> None:
         for num, of in cases.items():
             for _, run in parts(of, planned(num)):
                 run()
-    print("tokens | experts | choose | sort | up | down | sum | mix | both | floor | GB/s | TFLOP/s | of floor")
+    print(
+        "tokens | experts | choose | sort | up | down | sum | mix | both | floor | GB/s | TFLOP/s | of floor"
+    )
     for num, of in cases.items():
         us = {name: graph_us(run) / len(of) for name, run in parts(of, planned(num))}
         touched = sum(len(layer.ids.unique()) for layer in of) / len(of)
         size, flop = touched * EXPERT_BYTES, num * TOP * EXPERT_BYTES
-        times = " | ".join(f"{us.get(name, 0):.1f}" for name in ("choose", "sort", "up", "down", "sum", "mix"))
+        times = " | ".join(
+            f"{us.get(name, 0):.1f}" for name in ("choose", "sort", "up", "down", "sum", "mix")
+        )
         floor, products = size / TB_S, us["up"] + us["down"]
         print(
             f"{num} | {touched:.1f} | {times} | {us['both']:.1f} | {floor:.1f} | {size / us['mix'] / 1e3:.0f} | "
@@ -137,7 +141,9 @@ ROWS = [
 
 def fits(num: int, tile: Tile, parts: int) -> bool:
     height, rows, length = num, tile.rows * parts, tile.length
-    return 2 * tile.stages * length * (height + rows) <= 220 * 1024 and height * rows / tile.warps <= 4096 + 64
+    return (
+        2 * tile.stages * length * (height + rows) <= 220 * 1024 and height * rows / tile.warps <= 4096 + 64
+    )
 
 
 def plans(num: int) -> Iterator[Plan]:
@@ -186,7 +192,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     weights = [
-        ExpertWeights(random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER)) for _ in range(LAYERS)
+        ExpertWeights(random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER))
+        for _ in range(LAYERS)
     ]
     (sweep if args.sweep else table)(weights)
 

@@ -37,7 +37,10 @@ ROUTINGS = [
     (128, Routing(8, renormalized=True)),
     (512, Routing(10, renormalized=True, scale=2.5)),
     (5, Routing(1, scoring="sigmoid")),
-    (48, Routing(5, scoring="sigmoid", renormalized=True, scale=2.5, num_groups=6, top_groups=3, group_best=2)),
+    (
+        48,
+        Routing(5, scoring="sigmoid", renormalized=True, scale=2.5, num_groups=6, top_groups=3, group_best=2),
+    ),
     (160, Routing(6, scale=16.0, num_groups=8, top_groups=3)),
 ]
 gpu = pytest.mark.gpu
@@ -80,9 +83,7 @@ def close(ours: Tensor, expected: Tensor, most: float = 8e-3) -> None:
     assert error < most, error
 
 
-def expected_of(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str
-) -> Tensor:
+def expected_of(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
     wide = ExpertWeights(*(each if each is None else each.float() for each in experts))
     return reference.mix(x.float(), ids, weights, wide, activation).to(x.dtype)
 

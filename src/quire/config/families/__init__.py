@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import quire.config.families.dense as dense
 import quire.config.families.gguf as gguf
+import quire.config.families.latent as latent
 import quire.config.families.moe as moe
 import quire.config.families.windows as windows
 from quire.config.facts import ArchFacts
@@ -62,6 +63,8 @@ FAMILIES = {
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", moe.granite_moe),
     "Llama4ForCausalLM": Family("llama4_text", moe.llama4),
     "Glm4MoeForCausalLM": Family("glm4_moe", moe.glm4_moe),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),
 }
 GGUF_FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
