@@ -12,8 +12,7 @@ from zoo import SHARED, ZOO, architecture_of
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
-from quire.layers.attention import PagedAttention, attention_layers
-from quire.layers.latent import LatentAttention
+from quire.layers.attention import caching_layers
 from quire.loader import load_model
 from quire.models.causal_lm import CausalLM
 
@@ -77,12 +76,11 @@ def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> Causal
         show_progress=False,
         **options,
     )
-    for layer in attention_layers(model.modules()):
-        shape = (64, BLOCK_SIZE, layer.spec.kv_heads, layer.spec.head_dim)
-        layer.bind(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-    for module in model.modules():
-        if isinstance(module, LatentAttention):
-            module.bind(torch.full((64, BLOCK_SIZE, module.spec.width), torch.nan))
+    for layer in caching_layers(model.modules()):
+        keeps = layer.keeps
+        num_bytes = 4 * 64 * BLOCK_SIZE * keeps.planes * keeps.numbers
+        memory = torch.full((num_bytes // 4,), torch.nan).view(torch.uint8)
+        layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=torch.float32, group=0)
     return model
 
 
@@ -123,8 +121,8 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
         rows = [row for row, count in enumerate(step) if count]
         chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
         batch = make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE)
-        kinds = PagedAttention | LatentAttention
-        next(module for module in model.modules() if isinstance(module, kinds)).backend.plan(batch)
+        backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
+        backend.plan(batch)
         logits = model.logits(model(batch))
         for row, piece in zip(rows, logits.split([step[row] for row in rows]), strict=True):
             out[row].append(piece)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.config.facts import ArchFacts
+from quire.config.facts import ArchFacts, LayerFacts
 
 _MAX_WASTE = 1.25
 """Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
@@ -119,8 +119,12 @@ def _useful(window: int | None, max_len: int) -> int | None:
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
     """What each layer of a model keeps."""
+    return tuple(_spec(facts, layer) for layer in facts.layers)
+
+
+def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec:
+    if layer.mixer == "latent":
+        assert facts.mla is not None
+        return CacheSpec("latent", planes=1, numbers=facts.mla.kv_latent + facts.mla.rope_dim)
     numbers = facts.kv_heads * facts.head_dim
-    return tuple(
-        CacheSpec("full" if layer.window is None else "window", numbers=numbers, window=layer.window)
-        for layer in facts.layers
-    )
+    return CacheSpec("full" if layer.window is None else "window", numbers=numbers, window=layer.window)

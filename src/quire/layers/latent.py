@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentEntry, LatentSpec, choose
+from quire.config.layout import CacheSpec
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -28,6 +30,13 @@ class LatentAttention(nn.Module):
         self.cache: Tensor | None = None
         self.group = 0
 
+    @property
+    def keeps(self) -> CacheSpec:
+        return CacheSpec("latent", planes=1, numbers=self.spec.width)
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        self.bind(memory.view(kept_as).view(-1, block_size, self.spec.width), group)
+
     def bind(self, cache: Tensor, group: int = 0) -> None:
         """Use this cache from now on: [num_blocks, block_size, rank + rope_dim]."""
         assert cache.shape[2] == self.spec.width
@@ -37,7 +46,7 @@ class LatentAttention(nn.Module):
         """[T, heads * query_dim] queries, which are changed, and [T, rank + rope_dim] latents with their keys
         -> [T, heads * v_dim]."""
         assert self.cache is not None, "bind() comes before forward()"
-        spec, cache = self.spec, self.cache
+        spec, cache, batch = self.spec, self.cache, batch.groups[self.group]
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
         entry = LatentEntry(
             self.norm.weight, self.norm.eps, self.rope.table, batch.positions, batch.slots, cache

@@ -7,11 +7,11 @@ from quire.attention.latent import LatentSpec
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
-from quire.layers.norm import RMSNorm, norm_of
+from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder
-from quire.models.llama import feed_forward
+from quire.models import llama
+from quire.models.decoder import Decoder, MakesLayer
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the others have."""
@@ -57,20 +57,10 @@ class Attention(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class Layer(llama.Layer):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = norm_of(facts, scope / "input_layernorm")
-        self.attention = Attention(facts, layer, rope, scope / "self_attn")
-        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = feed_forward(facts, layer, scope)
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attention(x, batch), residual)
-        return self.mlp(x), residual
+    Mixer: MakesLayer = Attention
 
 
 class Deepseek(Decoder):

@@ -9,7 +9,7 @@ from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, MakesLayer
 
 
 class NemotronLayer(llama.Layer):
@@ -49,7 +49,7 @@ class GPT2Attention(llama.Attention):
 class GPT2Layer(Starcoder2Layer):
     """The same under other names."""
 
-    Attention = GPT2Attention
+    Mixer: MakesLayer = GPT2Attention
     attention_name = "attn"
     norm_names = ("ln_1", "ln_2")
 
@@ -71,7 +71,7 @@ class OPTAttention(llama.Attention):
 class OPTLayer(NemotronLayer):
     """The same under other names."""
 
-    Attention = OPTAttention
+    Mixer: MakesLayer = OPTAttention
     norm_names = ("self_attn_layer_norm", "final_layer_norm")
     mlp_names = ("fc1", "fc2")
 

@@ -12,7 +12,7 @@ from quire.layers.moe import MoE
 from quire.layers.norm import Norm, head_norms, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, MakesLayer
 
 
 class Attention(nn.Module):
@@ -67,7 +67,7 @@ def feed_forward(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module
 class Layer(nn.Module):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
 
-    Attention = Attention
+    Mixer: MakesLayer = Attention
     attention_name = "self_attn"
     norm_names = ("input_layernorm", "post_attention_layernorm")
 
@@ -76,7 +76,7 @@ class Layer(nn.Module):
         self.ops = scope.ops
         self.scale = facts.residual_scale
         self.attention_norm = norm_of(facts, scope / self.norm_names[0])
-        self.attention = self.Attention(facts, layer, rope, scope / self.attention_name)
+        self.attention = self.Mixer(facts, layer, rope, scope / self.attention_name)
         self.mlp_norm = norm_of(facts, scope / self.norm_names[1])
         self.mlp = self.feed_forward(facts, layer, scope)
 
