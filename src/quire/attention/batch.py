@@ -32,6 +32,8 @@ class Batch:
     seq_lens_host: NDArray[np.int32]
     attention: Any = None
     """What the attention backend's `plan(batch)` made of all this, once per step."""
+    state: Any = None
+    """The same for layers that keep a state."""
     others: "tuple[Batch, ...]" = ()
     """The same batch as groups of layers see it that have blocks of their own: slots, block tables and
     attention differ."""

@@ -1,0 +1,285 @@
+/* Layers that keep a state of fixed size for each sequence: a short convolution, Mamba-2's scan, the gated delta rule,
+ * and the gates around them.
+ *
+ * Token after token: what a token costs is small beside the products of its layer. Sequences and heads do not depend
+ * on each other, and each is computed in the same order whatever thread it falls to.
+ */
+#include <math.h>
+
+#define ALL_LANES
+#include "simd.h"
+
+/* As in state_cpu.py. */
+#define MAX_KERNEL 8
+#define MAX_DIM 512
+#define CHANNELS 64 /* of a convolution: what one thread takes at a time */
+#define COLUMNS 512 /* the same of an elementwise operation */
+
+/* Structures have the same fields, in the same order, as in state_cpu.py. Inputs and outputs are of one type. */
+
+typedef struct {
+    const int32_t *starts, *rows;
+    const int64_t *positions;
+} Seqs;
+
+INLINE float one(const void *from, int bf16, long at)
+{
+    return bf16 ? from_bf16(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* 1 / (1 + e^-x) */
+INLINE vf sigmoid(vf x) { return 1.0f / (exp_lanes(smaller(splat(88.0f), -x)) + 1.0f); }
+
+typedef struct {
+    void *out;
+    const void *x, *weight, *bias; /* [channels, kernel]; NULL: no bias */
+    void *state;                   /* [rows, channels, kernel - 1] */
+    Seqs seqs;
+    int64_t num_seqs, channels, stride, kernel, bf16;
+} ConvJob;
+
+/* `count` channels from `from` on. The last `kernel` inputs lie in a ring. */
+INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, int bf16)
+{
+    float seen[MAX_KERNEL][CHANNELS] = {{0}}, weight[MAX_KERNEL][CHANNELS] = {{0}}, bias[CHANNELS] = {0};
+    long kernel = job->kernel, first = job->seqs.starts[seq], num_tokens = job->seqs.starts[seq + 1] - first;
+    long kept = (job->seqs.rows[seq] * job->channels + from) * (kernel - 1);
+    if (job->seqs.positions[first])
+        for (long c = 0; c < count; c++)
+            for (long i = 0; i < kernel - 1; i++)
+                seen[i][c] = one(job->state, bf16, kept + c * (kernel - 1) + i);
+    for (long c = 0; c < count; c++)
+        for (long i = 0; i < kernel; i++)
+            weight[i][c] = one(job->weight, bf16, (from + c) * kernel + i);
+    if (job->bias)
+        widen(job->bias, bf16, from, count, 1.0f, bias);
+    for (long t = 0; t < num_tokens; t++) {
+        widen(job->x, bf16, (first + t) * job->stride + from, count, 1.0f, seen[(t + kernel - 1) % kernel]);
+        for (long c = 0; c < count; c += LANES) {
+            vf sum = load(bias + c);
+            for (long i = 0; i < kernel; i++)
+                sum = fused(load(weight[i] + c), load(seen[(t + i) % kernel] + c), sum);
+            put(job->out, bf16, (first + t) * job->channels + from + c, count - c, sum * sigmoid(sum));
+        }
+    }
+    for (long c = 0; c < count; c++)
+        for (long i = 0; i < kernel - 1; i++)
+            narrow(&seen[(num_tokens + i) % kernel][c], job->state, bf16, kept + c * (kernel - 1) + i, 1);
+}
+
+void quire_state_conv(const ConvJob *job)
+{
+    long blocks = (job->channels + CHANNELS - 1) / CHANNELS;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_seqs * blocks; task++) {
+        long from = task % blocks * CHANNELS, left = job->channels - from, count = left < CHANNELS ? left : CHANNELS;
+        if (job->bf16)
+            conv_channels(job, task / blocks, from, count, 1);
+        else
+            conv_channels(job, task / blocks, from, count, 0);
+    }
+}
+
+typedef struct {
+    void *out;
+    const void *xbc, *dt;
+    const float *rate, *bias, *skip;
+    float *state; /* [rows, heads, dim, size] */
+    Seqs seqs;
+    int64_t num_seqs, heads, groups, dim, size, stride, dt_stride, bf16;
+} ScanJob;
+
+INLINE void scan_token(const ScanJob *job, float *h, long token, long head, int bf16)
+{
+    long dim = job->dim, size = job->size, from = token * job->stride;
+    float x[MAX_DIM], b[MAX_DIM], c[MAX_DIM], y[MAX_DIM];
+    long b_at = from + job->heads * dim + head / (job->heads / job->groups) * size;
+    widen(job->xbc, bf16, from + head * dim, dim, 1.0f, x);
+    widen(job->xbc, bf16, b_at, size, 1.0f, b);
+    widen(job->xbc, bf16, b_at + job->groups * size, size, 1.0f, c);
+    float wait = softplus(one(job->dt, bf16, token * job->dt_stride + head) + job->bias[head]);
+    vf keep = splat(expf(wait * job->rate[head]));
+    for (long d = 0; d < dim; d++) {
+        vf taken = splat(x[d] * wait), sum = {0};
+        for (long n = 0; n < size; n += LANES) {
+            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, d * size + n, size - n) * keep);
+            put(h, 0, d * size + n, size - n, new);
+            sum = fused(new, take(c, 0, n, size - n), sum);
+        }
+        y[d] = lanes_sum(sum) + x[d] * job->skip[head];
+    }
+    narrow(y, job->out, bf16, (token * job->heads + head) * dim, dim);
+}
+
+void quire_state_scan(const ScanJob *job)
+{
+    long held = job->dim * job->size;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_seqs * job->heads; task++) {
+        long seq = task / job->heads, head = task % job->heads;
+        long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
+        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
+        if (!job->seqs.positions[first])
+            memset(h, 0, (size_t)held * 4);
+        for (long token = first; token < end; token++)
+            if (job->bf16)
+                scan_token(job, h, token, head, 1);
+            else
+                scan_token(job, h, token, head, 0);
+    }
+}
+
+typedef struct {
+    void *out;
+    const void *qkv, *a, *b;
+    const float *rate, *bias;
+    float *state; /* [rows, heads, key_dim, dim] */
+    Seqs seqs;
+    int64_t num_seqs, heads, key_heads, key_dim, dim, stride, ab_stride, bf16;
+    double eps;
+} DeltaJob;
+
+/* `x` divided by its length and multiplied by `factor`. */
+INLINE void of_length(float *x, long size, float eps, float factor)
+{
+    vf squares = {0};
+    for (long i = 0; i < size; i += LANES) {
+        vf part = take(x, 0, i, size - i);
+        squares = fused(part, part, squares);
+    }
+    factor /= sqrtf(lanes_sum(squares) + eps);
+    for (long i = 0; i < size; i++)
+        x[i] *= factor;
+}
+
+/* `count` vectors of values from `at` on; only the last may have less than LANES `left`. */
+INLINE void delta_lanes(const DeltaJob *job, float *h, int count, long at, long left, const float *q, const float *k,
+                        const float *v, float keep, float learned, float *y)
+{
+    vf known[SIDE] = {{0}}, written[SIDE], sum[SIDE] = {{0}};
+    for (long n = 0; n < job->key_dim; n++)
+        for (int i = 0; i < count; i++) {
+            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES) * keep;
+            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, kept);
+            known[i] = fused(splat(k[n]), kept, known[i]);
+        }
+    for (int i = 0; i < count; i++)
+        written[i] = (take(v, 0, at + i * LANES, left - i * LANES) - known[i]) * learned;
+    for (long n = 0; n < job->key_dim; n++)
+        for (int i = 0; i < count; i++) {
+            vf kept = take(h, 0, n * job->dim + at + i * LANES, left - i * LANES);
+            vf new = fused(splat(k[n]), written[i], kept);
+            put(h, 0, n * job->dim + at + i * LANES, left - i * LANES, new);
+            sum[i] = fused(splat(q[n]), new, sum[i]);
+        }
+    for (int i = 0; i < count; i++)
+        put(y, 0, at + i * LANES, left - i * LANES, sum[i]);
+}
+
+INLINE void delta_token(const DeltaJob *job, float *h, long token, long head, int bf16)
+{
+    long dim = job->dim, key_dim = job->key_dim, keys = job->key_heads * key_dim, from = token * job->stride, at = 0;
+    float q[MAX_DIM], k[MAX_DIM], v[MAX_DIM], y[MAX_DIM];
+    long q_at = from + head / (job->heads / job->key_heads) * key_dim;
+    widen(job->qkv, bf16, q_at, key_dim, 1.0f, q);
+    widen(job->qkv, bf16, q_at + keys, key_dim, 1.0f, k);
+    widen(job->qkv, bf16, from + 2 * keys + head * dim, dim, 1.0f, v);
+    of_length(q, key_dim, (float)job->eps, 1.0f / sqrtf((float)key_dim));
+    of_length(k, key_dim, (float)job->eps, 1.0f);
+    float wait = softplus(one(job->a, bf16, token * job->ab_stride + head) + job->bias[head]);
+    float keep = expf(wait * job->rate[head]);
+    float learned = 1.0f / (1.0f + expf(-one(job->b, bf16, token * job->ab_stride + head)));
+    for (; at + SIDE * LANES <= dim; at += SIDE * LANES)
+        delta_lanes(job, h, SIDE, at, SIDE * LANES, q, k, v, keep, learned, y);
+    for (; at < dim; at += LANES)
+        delta_lanes(job, h, 1, at, dim - at, q, k, v, keep, learned, y);
+    narrow(y, job->out, bf16, (token * job->heads + head) * dim, dim);
+}
+
+void quire_state_delta(const DeltaJob *job)
+{
+    long held = job->key_dim * job->dim;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_seqs * job->heads; task++) {
+        long seq = task / job->heads, head = task % job->heads;
+        long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
+        float *h = job->state + (job->seqs.rows[seq] * job->heads + head) * held;
+        if (!job->seqs.positions[first])
+            memset(h, 0, (size_t)held * 4);
+        for (long token = first; token < end; token++)
+            if (job->bf16)
+                delta_token(job, h, token, head, 1);
+            else
+                delta_token(job, h, token, head, 0);
+    }
+}
+
+typedef struct {
+    void *out;
+    const void *x, *gate, *weight;
+    int64_t num_rows, pieces, size, stride, gate_stride, gate_first, bf16;
+    double eps;
+} GatedNormJob;
+
+INLINE vf silu_of(const void *gate, int bf16, long at, long left)
+{
+    vf x = take(gate, bf16, at, left);
+    return x * sigmoid(x);
+}
+
+INLINE void gated_norm(const GatedNormJob *job, long row, long piece, int bf16)
+{
+    long size = job->size, x_at = row * job->stride + piece * size, gate_at = row * job->gate_stride + piece * size;
+    vf squares = {0};
+    for (long i = 0; i < size; i += LANES) {
+        vf x = take(job->x, bf16, x_at + i, size - i);
+        x = job->gate_first ? x * silu_of(job->gate, bf16, gate_at + i, size - i) : x;
+        squares = fused(x, x, squares);
+    }
+    float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + (float)job->eps);
+    for (long i = 0; i < size; i += LANES) {
+        vf x = take(job->x, bf16, x_at + i, size - i), gate = silu_of(job->gate, bf16, gate_at + i, size - i);
+        x = rounded((job->gate_first ? x * gate : x) * factor, bf16) * take(job->weight, bf16, i, size - i);
+        x = job->gate_first ? x : rounded(x, bf16) * gate;
+        put(job->out, bf16, (row * job->pieces + piece) * size + i, size - i, x);
+    }
+}
+
+void quire_gated_norm(const GatedNormJob *job)
+{
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * job->pieces; task++)
+        if (job->bf16)
+            gated_norm(job, task / job->pieces, task % job->pieces, 1);
+        else
+            gated_norm(job, task / job->pieces, task % job->pieces, 0);
+}
+
+typedef struct {
+    void *out;
+    const void *x, *gate;
+    int64_t num_rows, size, stride, gate_stride, bf16;
+} SigmoidMulJob;
+
+INLINE void sigmoid_mul(const SigmoidMulJob *job, long row, long from, int bf16)
+{
+    long end = from + COLUMNS < job->size ? from + COLUMNS : job->size;
+    for (long i = from; i < end; i += LANES) {
+        vf gate = sigmoid(take(job->gate, bf16, row * job->gate_stride + i, end - i));
+        vf x = take(job->x, bf16, row * job->stride + i, end - i) * rounded(gate, bf16);
+        put(job->out, bf16, row * job->size + i, end - i, x);
+    }
+}
+
+void quire_sigmoid_mul(const SigmoidMulJob *job)
+{
+    long pieces = (job->size + COLUMNS - 1) / COLUMNS;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_rows * pieces; task++)
+        if (job->bf16)
+            sigmoid_mul(job, task / pieces, task % pieces * COLUMNS, 1);
+        else
+            sigmoid_mul(job, task / pieces, task % pieces * COLUMNS, 0);
+}

@@ -1,0 +1,97 @@
+"""`StateOps` in C (`csrc/state.c`) for float32 and bfloat16 on a CPU."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native import Kernel, structure
+from quire.kernels.state import L2_EPS, Rates, Seqs, StateReference
+
+_MAX_KERNEL, _MAX_DIM = 8, 512
+"""As in state.c."""
+
+_SEQS = "starts rows positions"
+_conv = Kernel("quire_state_conv")
+_ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel bf16")
+_scan = Kernel("quire_state_scan")
+_ScanJob = structure(
+    f"out xbc dt rate bias skip state {_SEQS}", "num_seqs heads groups dim size stride dt_stride bf16"
+)
+_delta = Kernel("quire_state_delta")
+_DeltaJob = structure(
+    f"out qkv a b rate bias state {_SEQS}",
+    "num_seqs heads key_heads key_dim dim stride ab_stride bf16",
+    "eps",
+)
+_gated_norm = Kernel("quire_gated_norm")
+_GatedNormJob = structure(
+    "out x gate weight", "num_rows pieces size stride gate_stride gate_first bf16", "eps"
+)
+_sigmoid_mul = Kernel("quire_sigmoid_mul")
+_SigmoidMulJob = structure("out x gate", "num_rows size stride gate_stride bf16")
+
+
+class CPUStateOps:
+    """`StateOps` in C, for a CPU."""
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
+        (num_tokens, channels), kernel = x.shape, weight.shape[1]
+        if kernel > _MAX_KERNEL:
+            return StateReference().conv(x, weight, bias, state, seqs)
+        assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
+        out = torch.empty(num_tokens, channels, dtype=x.dtype)
+        given = weight if bias is None else bias
+        tensors = out, x, weight, given, state, *_of(seqs)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers[3] = 0 if bias is None else pointers[3]
+        sizes = len(seqs.lens), channels, x.stride(0), kernel, x.dtype == torch.bfloat16
+        _conv(_ConvJob(*pointers, *sizes), *tensors)
+        return out
+
+    def scan(self, xbc: Tensor, dt: Tensor, rates: Rates, skip: Tensor, state: Tensor, seqs: Seqs) -> Tensor:
+        heads, head_dim, size = state.shape[1:]
+        if max(head_dim, size) > _MAX_DIM:
+            return StateReference().scan(xbc, dt, rates, skip, state, seqs)
+        assert xbc.dtype == dt.dtype and xbc.stride(1) == dt.stride(1) == 1 and state.is_contiguous()
+        out = torch.empty(len(xbc), heads * head_dim, dtype=xbc.dtype)
+        groups = (xbc.shape[1] - heads * head_dim) // (2 * size)
+        tensors = out, xbc, dt, *rates, skip, state, *_of(seqs)
+        sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16), *tensors)
+        return out
+
+    def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
+        heads, key_dim, value_dim = state.shape[1:]
+        if max(key_dim, value_dim) > _MAX_DIM:
+            return StateReference().delta(qkv, a, b, rates, state, seqs)
+        assert qkv.dtype == a.dtype == b.dtype and qkv.stride(1) == a.stride(1) == b.stride(1) == 1
+        assert a.stride(0) == b.stride(0) and state.is_contiguous()
+        out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype)
+        key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
+        tensors = out, qkv, a, b, *rates, state, *_of(seqs)
+        sizes = len(seqs.lens), heads, key_heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        _delta(_DeltaJob(*pointers, *sizes, qkv.dtype == torch.bfloat16, L2_EPS), *tensors)
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
+        assert x.dtype == gate.dtype == weight.dtype and x.stride(1) == gate.stride(1) == 1
+        (num_tokens, width), size = x.shape, len(weight)
+        out = torch.empty(num_tokens, width, dtype=x.dtype)
+        sizes = num_tokens, width // size, size, x.stride(0), gate.stride(0), gate_first
+        pointers = (tensor.data_ptr() for tensor in (out, x, gate, weight))
+        _gated_norm(_GatedNormJob(*pointers, *sizes, x.dtype == torch.bfloat16, eps), out, x, gate, weight)
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        assert x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
+        out = torch.empty(*x.shape, dtype=x.dtype)
+        sizes = *x.shape, x.stride(0), gate.stride(0)
+        pointers = (tensor.data_ptr() for tensor in (out, x, gate))
+        _sigmoid_mul(_SigmoidMulJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
+        return out
+
+
+def _of(seqs: Seqs) -> tuple[Tensor, Tensor, Tensor]:
+    """In the order of `_SEQS`."""
+    return seqs.starts, seqs.rows, seqs.positions

@@ -1,0 +1,58 @@
+"""Random inputs for the kernels of states: ragged batches, strided rows, rows that were used before."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.state import Rates, Seqs
+
+ROWS = 9
+LENS = {
+    "decodes": [1, 1, 1],
+    "one decode": [1],
+    "mixed": [1, 70, 1, 3, 64],
+    "long": [200],
+    "short": [2, 5],
+}
+"""Tokens of each sequence of a batch."""
+
+
+class Case(NamedTuple):
+    seqs: Seqs
+    x: Tensor
+    """[T, width], a slice of wider rows"""
+    small: Tensor
+    """[T, 2 * heads], another"""
+    rates: Rates
+    skip: Tensor
+    state: Tensor
+
+
+def make_case(
+    lens: list[int],
+    width: int,
+    state: tuple[int, int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """Every other sequence goes on from a random state, the others start, on rows full of NaN."""
+    torch.manual_seed(seed)
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    positions = np.concatenate([np.arange(n) + (7 if i % 2 else 0) for i, n in enumerate(lens)])
+    rows = torch.randperm(ROWS)[: len(lens)]
+    kept = torch.randn(ROWS, *state) * 0.5
+    kept[rows[::2]] = torch.nan
+    seqs = Seqs(
+        torch.from_numpy(starts).to(device, torch.int32),
+        rows.to(device, torch.int32),
+        torch.from_numpy(positions).to(device),
+        np.array(lens, np.int32),
+    )
+    heads, total = state[0], int(starts[-1])
+    rows_of = (torch.randn(total, size + 5).to(device, dtype)[:, 3 : 3 + size] for size in (width, 2 * heads))
+    rate, bias, skip = -torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads)
+    return Case(seqs, *rows_of, Rates(rate.to(device), bias.to(device)), skip.to(device), kept.to(device))
