@@ -1,4 +1,4 @@
-"""States in torch: chunks against single tokens. In C: as in torch, for any lengths and either type, on tape."""
+"""States in torch: chunks against single tokens. In C: as in torch, any lengths and either type, on tape."""
 
 import numpy as np
 import pytest
