@@ -17,6 +17,11 @@ _SMALL, _TILE = 2048, 4096
 """Numbers of state per program for few and for many sequences with one token."""
 _FEW = 512
 """Up to so many heads of all sequences together, programs are small, so that there are enough."""
+_SINGLE_WARPS = 4
+_SCAN_DIM, _SCAN_WARPS = 64, 4
+_SOLVE_WARPS = 4
+_DELTA_DIM, _DELTA_WARPS = 32, 4
+"""Of chunks: how much of a head's dimension a program takes, and its warps."""
 _GATED = 1024
 """Numbers per program of the gates, unless a norm is larger."""
 
@@ -119,13 +124,13 @@ class TritonStateOps:
             block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
             launch(scan_kernels.scan_single, count, heads, triton.cdiv(head_dim, block))(
                 *tensors, singles, *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
-                launch_pdl=ahead,
+                launch_pdl=ahead, num_warps=_SINGLE_WARPS,
             )  # fmt: skip
         if not seqs.single:
-            block = min(triton.next_power_of_2(max(head_dim, 16)), 64)
+            block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN_DIM)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
-                PRECISION=_precision(xbc.dtype),
+                PRECISION=_precision(xbc.dtype), num_warps=_SCAN_WARPS,
             )  # fmt: skip
         return out
 
@@ -145,7 +150,7 @@ class TritonStateOps:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
             launch(delta_kernels.delta_single, count, heads, triton.cdiv(value_dim, block))(
                 out, qkv, a, b, *rates, state, singles, *batch, *strides, scale, **form, ALL=seqs.single,
-                BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead,
+                BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_SINGLE_WARPS,
             )  # fmt: skip
         if not seqs.single:
             split, form = seqs.split, form | {"CHUNK": CHUNK, "PRECISION": _precision(qkv.dtype)}
@@ -154,11 +159,12 @@ class TritonStateOps:
             launch(delta_kernels.delta_solve, len(split.chunks), heads)(
                 by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, **form,
                 LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, 16)),
+                num_warps=_SOLVE_WARPS,
             )  # fmt: skip
-            block = min(triton.next_power_of_2(max(value_dim, 16)), 32)
+            block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA_DIM)
             launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
                 out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **form,
-                BLOCK_DIM=block,
+                BLOCK_DIM=block, num_warps=_DELTA_WARPS,
             )  # fmt: skip
         return out
 

@@ -1,0 +1,139 @@
+"""`python state_speed.py`: us of the kernels of states per layer, in a CUDA graph; `--sweep` tries their shapes.
+
+Not a test. The floor of a decode is its states, read and written, over 4.28 TB/s, what an H200 copies.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from layer_speed import graph_us, random
+from torch import Tensor
+
+from quire.kernels.state import Rates, Seqs
+from quire.kernels.triton import state as kernels
+
+OPS = kernels.TritonStateOps()
+BANDWIDTH = 4.28e12
+
+
+class Sizes(NamedTuple):
+    state: tuple[int, int, int]
+    groups: int
+    """Or heads of keys."""
+    delta: bool
+
+    @property
+    def channels(self) -> int:
+        heads, first, second = self.state
+        per_head, shared = (second, first) if self.delta else (first, second)
+        return heads * per_head + 2 * self.groups * shared
+
+
+MODELS = {
+    "granite-4.0-h-small": Sizes((128, 64, 128), 1, False),
+    "granite-4.0-h-tiny": Sizes((48, 64, 128), 1, False),
+    "qwen3-next": Sizes((32, 128, 128), 16, True),
+}
+
+
+class Layer:
+    """What a mixer computes between its two products."""
+
+    def __init__(self, sizes: Sizes, num_rows: int, num_tokens: int) -> None:
+        heads, first, second = sizes.state
+        self.sizes, self.width = sizes, heads * (second if sizes.delta else first)
+        self.product = random(num_tokens, sizes.channels + self.width + 2 * heads)
+        self.weight, self.bias = random(sizes.channels, 4), random(sizes.channels)
+        self.norm = random(second if sizes.delta else self.width)
+        self.rates = Rates(-torch.rand(heads, device="cuda"), torch.randn(heads, device="cuda"))
+        self.skip = torch.randn(heads, device="cuda")
+        self.conv_state = torch.zeros(num_rows, sizes.channels, 3, device="cuda", dtype=torch.bfloat16)
+        self.state = torch.zeros(num_rows, *sizes.state, device="cuda")
+
+    def mix(self, x: Tensor, seqs: Seqs) -> Tensor:
+        heads = self.sizes.state[0]
+        a, b = self.product[:, -2 * heads :].chunk(2, 1)
+        if self.sizes.delta:
+            return OPS.delta(x, a, b, self.rates, self.state, seqs)
+        return OPS.scan(x, a, self.rates, self.skip, self.state, seqs)
+
+    def run(self, seqs: Seqs) -> Tensor:
+        channels = self.sizes.channels
+        x = OPS.conv(self.product[:, :channels], self.weight, self.bias, self.conv_state, seqs)
+        gate = self.product[:, channels : channels + self.width]
+        return OPS.gated_norm(self.mix(x, seqs), gate, self.norm, 1e-6, gate_first=not self.sizes.delta)
+
+
+def sequences(lens: list[int]) -> Seqs:
+    starts = torch.tensor([0, *itertools.accumulate(lens)], device="cuda", dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) + 5 for n in lens]).cuda()
+    rows = torch.arange(len(lens), device="cuda", dtype=torch.int32)
+    return Seqs(starts, rows, positions, np.array(lens, np.int32))
+
+
+def layer_us(sizes: Sizes, lens: list[int], part: Callable[[Layer, Seqs], object], layers: int) -> float:
+    seqs = sequences(lens)
+    if not seqs.single:
+        _ = seqs.split  # a copy that no graph holds
+    every = [Layer(sizes, len(lens), sum(lens)) for _ in range(layers)]
+    return graph_us(lambda: [part(layer, seqs) for layer in every]) / layers
+
+
+def whole(layer: Layer, seqs: Seqs) -> Tensor:
+    return layer.run(seqs)
+
+
+def only_state(layer: Layer, seqs: Seqs) -> Tensor:
+    return layer.mix(layer.product[:, : layer.sizes.channels], seqs)
+
+
+def report(name: str, sizes: Sizes) -> None:
+    row_bytes = 2 * 4 * int(np.prod(sizes.state))
+    for batch in (1, 8, 32, 128, 256):
+        layers = max(2, min(24, 2**27 * 16 // (row_bytes * batch)))
+        mixed, all_us = (layer_us(sizes, [1] * batch, part, layers) for part in (only_state, whole))
+        share = 1e8 * row_bytes * batch / BANDWIDTH
+        print(f"{name:20} decode {batch:4}: state {mixed:7.1f} us ({share / mixed:3.0f}%), with conv and norm "
+              f"{all_us:7.1f} us ({share / all_us:3.0f}%)", flush=True)  # fmt: skip
+    for lens in ([8192], [2048] * 4, [512] * 16, [8000] + [1] * 192):
+        mixed, all_us = (layer_us(sizes, lens, part, 2) for part in (only_state, whole))
+        print(f"{name:20} {len(lens):3} x {lens[0]:4}: state {mixed:7.1f} us, with conv and norm {all_us:7.1f} us: "
+              f"{sum(lens) / all_us:5.1f}M tokens/s and layer", flush=True)  # fmt: skip
+
+
+def sweep(name: str, sizes: Sizes) -> None:
+    """The shapes of programs, one after the other."""
+    part = ("_DELTA_DIM", "_DELTA_WARPS") if sizes.delta else ("_SCAN_DIM", "_SCAN_WARPS")
+    shapes = [((*part,), shape) for shape in itertools.product((16, 32, 64), (2, 4, 8))]
+    shapes += [(("_SOLVE_WARPS",), (warps,)) for warps in (2, 8)] if sizes.delta else []
+    for names, shape in [((), ()), *shapes]:
+        print(name, names, shape, round(_with(names, shape, sizes, [8192], 2), 1), flush=True)
+    for batch, layers in ((1, 24), (32, 8), (256, 2)):
+        for tile, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
+            given = ("_SMALL", "_TILE", "_SINGLE_WARPS"), (tile, tile, warps)
+            print(name, batch, tile, warps, round(_with(*given, sizes, [1] * batch, layers), 1), flush=True)
+
+
+def _with(
+    names: tuple[str, ...], values: tuple[int, ...], sizes: Sizes, lens: list[int], layers: int
+) -> float:
+    before = {name: getattr(kernels, name) for name in names}
+    try:
+        for name, value in zip(names, values, strict=True):
+            setattr(kernels, name, value)
+        return layer_us(sizes, lens, only_state, layers)
+    except Exception as error:  # a shape that does not fit
+        print(type(error).__name__)
+        return float("nan")
+    finally:
+        for name, value in before.items():
+            setattr(kernels, name, value)
+
+
+if __name__ == "__main__":
+    for name, sizes in MODELS.items():
+        (sweep if "--sweep" in sys.argv else report)(name, sizes)
