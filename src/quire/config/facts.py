@@ -109,6 +109,7 @@ class StateFacts:
     conv: int
     """Tokens that the convolution in front sees."""
     conv_bias: bool = True
+    proj_bias: bool = False
     chunk: int = 256
     time_limits: tuple[float, float] = (0.0, float("inf"))
 

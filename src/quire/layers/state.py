@@ -1,43 +1,16 @@
 """Mixers that keep a state instead of keys and values: Mamba-2 and the gated delta rule."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
+from quire.config.facts import StateFacts
 from quire.kernels.state import Rates, Seqs, choose
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
-
-
-@dataclass(frozen=True, slots=True)
-class MambaSizes:
-    """The shape of a Mamba-2 mixer."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    """Heads next to each other share the B and C of their group."""
-    size: int
-    """Numbers of state for each of a head's dimensions."""
-    kernel: int
-    conv_bias: bool = True
-    proj_bias: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaSizes:
-    """The shape of a gated delta mixer."""
-
-    key_heads: int
-    key_dim: int
-    heads: int
-    """Heads of values; those next to each other share a head of keys and queries."""
-    value_dim: int
-    kernel: int
 
 
 class StateMixer(nn.Module):
@@ -87,16 +60,16 @@ class StateMixer(nn.Module):
 class Mamba2(StateMixer):
     """Mamba-2: a convolution, a selective scan, a gated norm."""
 
-    def __init__(self, hidden: int, sizes: MambaSizes, eps: float, scope: Scope) -> None:
-        inner, shared = sizes.heads * sizes.head_dim, sizes.groups * sizes.size
-        channels = inner + 2 * shared
-        state = (sizes.heads, sizes.head_dim, sizes.size)
-        super().__init__(channels, sizes.kernel, state, scope, conv_bias=sizes.conv_bias)
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        inner = facts.heads * facts.head_dim
+        channels = inner + 2 * facts.groups * facts.state
+        shape = (facts.heads, facts.head_dim, facts.state)
+        super().__init__(channels, facts.conv, shape, scope, conv_bias=facts.conv_bias)
         self.skip = _parameter(torch.empty_like(self.rate))
-        self.split = (inner, channels, sizes.heads)
-        self.into = ColumnLinear(hidden, sum(self.split), scope / "in_proj", bias=sizes.proj_bias)
+        self.split = (inner, channels, facts.heads)
+        self.into = ColumnLinear(hidden, sum(self.split), scope / "in_proj", bias=facts.proj_bias)
         self.norm = RMSNorm(inner, eps, scope / "norm")
-        self.out = RowLinear(inner, hidden, scope / "out_proj", bias=sizes.proj_bias)
+        self.out = RowLinear(inner, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().targets()
@@ -116,27 +89,24 @@ class Mamba2(StateMixer):
 class GatedDelta(StateMixer):
     """The gated delta rule: a convolution, a state that learns values by key, a gated norm of each head.
 
-    `parts` are the input projections of the checkpoint and their sizes; `order`: where their rows lie that
-    give queries, keys, values, gates, and each head's b and a, if not one after the other.
+    `grouped`: the checkpoint has one projection of queries, keys, values and gates, and one of b and a, both
+    with all that belongs to one head of keys together; else one each.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        sizes: DeltaSizes,
-        eps: float,
-        scope: Scope,
-        *,
-        parts: dict[str, int],
-        order: Tensor | None = None,
-    ) -> None:
-        inner, channels = sizes.heads * sizes.value_dim, delta_channels(sizes)
-        state = (sizes.heads, sizes.key_dim, sizes.value_dim)
-        super().__init__(channels, sizes.kernel, state, scope, conv_bias=False)
-        self.split = (channels, inner, sizes.heads, sizes.heads)
-        named = {f"{scope.name}.{name}": size for name, size in parts.items()}
-        self.into = OrderedLinear(hidden, named, scope, order=order)
-        self.norm = RMSNorm(sizes.value_dim, eps, scope / "norm")
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope, *, grouped: bool) -> None:
+        inner, keys = facts.heads * facts.head_dim, facts.groups * facts.state
+        channels = 2 * keys + inner
+        shape = (facts.heads, facts.state, facts.head_dim)
+        super().__init__(channels, facts.conv, shape, scope, conv_bias=False)
+        self.split = (channels, inner, facts.heads, facts.heads)
+        if grouped:
+            parts = {"in_proj_qkvz": channels + inner, "in_proj_ba": 2 * facts.heads}
+            orders = [apart(facts.groups, keys, keys, inner, inner), apart(facts.groups, *self.split[2:])]
+        else:
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            parts, orders = dict(zip(names, self.split, strict=True)), []
+        self.into = OrderedLinear(hidden, parts, scope, orders=orders)
+        self.norm = RMSNorm(facts.head_dim, eps, scope / "norm")
         self.out = RowLinear(inner, hidden, scope / "out_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -151,8 +121,8 @@ class GatedDelta(StateMixer):
 
 
 class OrderedLinear(Linear):
-    """A linear layer whose outputs come in another order than in the checkpoint: `order` [size] says where
-    each of them lies there."""
+    """A linear layer whose outputs come in another order than in the checkpoint: for each part, where each of
+    its outputs lies there."""
 
     def __init__(
         self,
@@ -160,27 +130,27 @@ class OrderedLinear(Linear):
         parts: dict[str, int],
         scope: Scope,
         *,
-        order: Tensor | None = None,
+        orders: list[Tensor],
         bias: bool = False,
     ) -> None:
-        super().__init__(size_in, parts, scope, bias=bias)
-        assert order is None or len(order) == sum(self.sizes_out)
-        self.order = order
+        named = {f"{scope.name}.{name}": size for name, size in parts.items()}
+        super().__init__(size_in, named, scope, bias=bias)
+        self.orders = orders
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
 
     def finish(self) -> None:
-        if self.order is not None:
-            for tensor in self.parameters():
-                assert len(tensor) == len(self.order), "a format that keeps no row for each output"
-                tensor.copy_(tensor[self.order.to(tensor.device)])
+        if self.orders:
+            self.method.reorder(self, self.sizes_out, self.orders)
         super().finish()
 
 
-def delta_channels(sizes: DeltaSizes) -> int:
-    """Queries, keys and values of a token, which pass the convolution."""
-    return 2 * sizes.key_heads * sizes.key_dim + sizes.heads * sizes.value_dim
+def apart(groups: int, *sizes: int) -> Tensor:
+    """Where the outputs of several things lie, thing after thing, if each group of them lies together; sizes
+    are those of all groups."""
+    grouped = torch.arange(sum(sizes)).view(groups, -1)
+    return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
 
 
 def seqs_of(batch: Batch) -> Seqs:

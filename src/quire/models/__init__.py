@@ -38,5 +38,9 @@ MODELS = LazyTable(
         "Glm4MoeForCausalLM": "quire.models.llama:Llama",
         "DeepseekV2ForCausalLM": "quire.models.deepseek:Deepseek",
         "DeepseekV3ForCausalLM": "quire.models.deepseek:Deepseek",
+        "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid:GraniteHybrid",
+        "Qwen3NextForCausalLM": "quire.models.qwen3_next:Qwen3Next",
+        "Qwen3_5ForCausalLM": "quire.models.qwen3_next:Qwen35",
+        "Qwen3_5MoeForCausalLM": "quire.models.qwen3_next:Qwen35",
     },
 )

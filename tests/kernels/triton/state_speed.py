@@ -1,4 +1,4 @@
-"""`python state_speed.py`: us of the kernels of states per layer, in a CUDA graph; `--sweep` tries their shapes.
+"""`python state_speed.py`: us of the kernels of states per layer, in a CUDA graph; `--sweep` tries shapes.
 
 Not a test. The floor of a decode is its states, read and written, over 4.28 TB/s, what an H200 copies.
 """
@@ -94,15 +94,15 @@ def only_state(layer: Layer, seqs: Seqs) -> Tensor:
 def report(name: str, sizes: Sizes) -> None:
     row_bytes = 2 * 4 * int(np.prod(sizes.state))
     for batch in (1, 8, 32, 128, 256):
-        layers = max(2, min(24, 2**27 * 16 // (row_bytes * batch)))
-        mixed, all_us = (layer_us(sizes, [1] * batch, part, layers) for part in (only_state, whole))
-        share = 1e8 * row_bytes * batch / BANDWIDTH
-        print(f"{name:20} decode {batch:4}: state {mixed:7.1f} us ({share / mixed:3.0f}%), with conv and norm "
-              f"{all_us:7.1f} us ({share / all_us:3.0f}%)", flush=True)  # fmt: skip
+        layers = max(2, min(24, 2**31 // (row_bytes * batch)))
+        mixed, every = (layer_us(sizes, [1] * batch, part, layers) for part in (only_state, whole))
+        floor = 1e6 * row_bytes * batch / BANDWIDTH
+        print(f"{name:20} decode {batch:4}: state {mixed:7.1f} us ({floor / mixed:4.0%})", end=", ")
+        print(f"with conv and norm {every:7.1f} us ({floor / every:4.0%})", flush=True)
     for lens in ([8192], [2048] * 4, [512] * 16, [8000] + [1] * 192):
-        mixed, all_us = (layer_us(sizes, lens, part, 2) for part in (only_state, whole))
-        print(f"{name:20} {len(lens):3} x {lens[0]:4}: state {mixed:7.1f} us, with conv and norm {all_us:7.1f} us: "
-              f"{sum(lens) / all_us:5.1f}M tokens/s and layer", flush=True)  # fmt: skip
+        mixed, every = (layer_us(sizes, lens, part, 2) for part in (only_state, whole))
+        print(f"{name:20} {len(lens):3} x {lens[0]:4}: state {mixed:7.1f} us", end=", ")
+        print(f"with conv and norm {every:7.1f} us, {sum(lens) / every:5.1f}M tokens/s", flush=True)
 
 
 def sweep(name: str, sizes: Sizes) -> None:

@@ -7,6 +7,7 @@ import quire.config.families.dense as dense
 import quire.config.families.gguf as gguf
 import quire.config.families.latent as latent
 import quire.config.families.moe as moe
+import quire.config.families.state as state
 import quire.config.families.windows as windows
 from quire.config.facts import ArchFacts
 from quire.config.gguf import GGUFFile
@@ -65,6 +66,10 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family("glm4_moe", moe.glm4_moe),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid),
+    "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),
 }
 GGUF_FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),

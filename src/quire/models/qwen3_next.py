@@ -1,0 +1,94 @@
+"""Qwen3-Next and Qwen3.5: layers of the gated delta rule, and every fourth gated attention."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.backend import AttentionSpec
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.kernels.state import choose
+from quire.layers.attention import PagedAttention
+from quire.layers.linear import RowLinear
+from quire.layers.norm import head_norms, norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.layers.state import GatedDelta, OrderedLinear, apart
+from quire.models.decoder import Decoder
+from quire.models.llama import feed_forward
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output passes a gate; each head's gate comes with its query."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.ops, self.gates = scope.ops, choose(scope.device, scope.dtype)
+        inner, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+        queries, gates = apart(facts.heads, inner, inner).chunk(2)
+        kept = apart(1, keys)
+        self.split = (inner, inner + 2 * keys)
+        self.gate_qkv = OrderedLinear(
+            facts.hidden,
+            {"q_proj": 2 * inner, "k_proj": keys, "v_proj": keys},
+            scope,
+            # Gates first: what enters the attention is one piece then.
+            orders=[torch.cat((gates, queries)), kept, kept],
+            bias=facts.qkv_bias,
+        )
+        norms = [norm_of(facts, scope / name, facts.head_dim) for name in ("q_norm", "k_norm")]
+        self.norms = nn.ModuleList(norms)
+        self.mix = PagedAttention(
+            AttentionSpec(facts.heads, facts.kv_heads, facts.head_dim, scope.dtype, layer.window), rope, scope
+        )
+        self.mix.norms = head_norms(norms)
+        self.out = RowLinear(inner, facts.hidden, scope / "o_proj", bias=facts.out_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        gate, qkv = self.gate_qkv(x).split(self.split, 1)
+        seen = self.mix(qkv, self.ops.rotate_and_write, batch)
+        out: Tensor = self.out(self.gates.sigmoid_mul(seen, gate))
+        return out
+
+
+class Layer(nn.Module):
+    """Gated delta or gated attention, then feed-forward, each behind a norm and beside a residual."""
+
+    grouped = True
+    """Whether the projections of gated delta go by head of keys."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.mixer_norm = norm_of(facts, scope / "input_layernorm")
+        self.mixer: nn.Module
+        if layer.mixer == "delta":
+            assert facts.state is not None
+            self.mixer = GatedDelta(
+                facts.hidden, facts.state, facts.norm_eps, scope / "linear_attn", grouped=self.grouped
+            )
+        else:
+            self.mixer = GatedAttention(facts, layer, rope, scope / "self_attn")
+        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
+        self.mlp = feed_forward(facts, layer, scope)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.mixer_norm(x, residual)
+        x, residual = self.mlp_norm(self.mixer(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Layer35(Layer):
+    """The same with a projection for each of queries with keys and values, gates, b and a."""
+
+    grouped = False
+
+
+class Qwen3Next(Decoder):
+    """Qwen3-Next."""
+
+    Layer = Layer
+
+
+class Qwen35(Decoder):
+    """Qwen3.5, of its text."""
+
+    Layer = Layer35

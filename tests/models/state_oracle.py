@@ -1,0 +1,135 @@
+"""Tiny models that keep a state, with a transformers twin; a driver that runs ours on rows of a worker."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from oracle import BLOCK_SIZE, make_batch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.layers.attention import attention_layers
+from quire.layers.state import state_layers
+
+MAX_ROWS = 5
+BASE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+GRANITE = BASE | {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 32,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+QWEN = BASE | {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # config class, model class, settings
+    "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE),
+    "granite-experts-rope": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE
+        | {
+            "num_local_experts": 4,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN | EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN | {"attention_bias": True}),
+    "qwen3.5-experts": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN | EXPERTS),
+}
+
+
+def make_twins(variant: str, path: Path) -> Any:
+    """A seeded random model in transformers, saved to `path`."""
+    import transformers
+
+    config, model_class, settings = VARIANTS[variant]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "conv1d" in name:  # norms, biases and rates start all alike
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(path)
+    return model
+
+
+def bind_states(model: Any) -> None:
+    """States full of NaN."""
+    for layer in state_layers(model.modules()):
+        device = layer.rate.device
+        layer.bind(
+            *(
+                torch.full((MAX_ROWS + 1, *shape), torch.nan, dtype=dtype, device=device)
+                for shape, dtype in layer.state_shapes
+            )
+        )
+
+
+def on_rows(batch: Batch, rows: list[int], device: str = "cpu") -> Batch:
+    """The same batch for these rows of a worker."""
+    tables = torch.zeros(MAX_ROWS + 1, batch.block_tables.shape[1], dtype=torch.int32)
+    batch.rows = torch.tensor(rows, dtype=torch.int32)
+    tables[rows] = batch.block_tables
+    batch.block_tables = tables
+    for name in ("token_ids", "positions", "slots", "query_starts", "seq_lens", "rows", "block_tables"):
+        setattr(batch, name, getattr(batch, name).to(device))
+    return batch
+
+
+@torch.inference_mode()
+def run_rows(
+    model: Any, prompts: list[list[int]], steps: list[list[int]], rows: list[int], device: str = "cpu"
+) -> list[Tensor]:
+    """Logits of every position of each prompt; a step says how many tokens each prompt computes in it."""
+    order = np.random.default_rng(7).permutation(np.arange(1, 64)).tolist()
+    tables = [[order.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids in prompts]
+    done = [0] * len(prompts)
+    out: list[list[Tensor]] = [[] for _ in prompts]
+    for step in steps:
+        some = [i for i, count in enumerate(step) if count]
+        chunks = [(prompts[i][done[i] : done[i] + step[i]], done[i]) for i in some]
+        batch = make_batch(chunks, [tables[i] for i in some], BLOCK_SIZE)
+        batch = on_rows(batch, [rows[i] for i in some], device)
+        attention_layers(model.modules())[0].backend.plan(batch)
+        for i, piece in zip(some, model.logits(model(batch)).split([step[i] for i in some]), strict=True):
+            out[i].append(piece)
+            done[i] += step[i]
+    assert done == [len(ids) for ids in prompts]
+    return [torch.cat(pieces) for pieces in out]
