@@ -6,10 +6,11 @@ Not a test. The floor of a decode is its states, read and written, over 4.28 TB/
 import itertools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton
 from layer_speed import graph_us, random
 from torch import Tensor
 
@@ -105,28 +106,36 @@ def report(name: str, sizes: Sizes) -> None:
         print(f"with conv and norm {every:7.1f} us, {sum(lens) / every:5.1f}M tokens/s", flush=True)
 
 
+SCANS = [(64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (32, 4, 2), (32, 4, 3), (32, 2, 2)]
+DELTAS = [(32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2), (16, 4, 2), (16, 4, 3)]
+TILES = list(itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)))
+
+
 def sweep(name: str, sizes: Sizes) -> None:
     """The shapes of programs, one after the other."""
-    part = ("_DELTA_DIM", "_DELTA_WARPS") if sizes.delta else ("_SCAN_DIM", "_SCAN_WARPS")
-    shapes = [((*part,), shape) for shape in itertools.product((16, 32, 64), (2, 4, 8))]
-    shapes += [(("_SOLVE_WARPS",), (warps,)) for warps in (2, 8)] if sizes.delta else []
-    for names, shape in [((), ()), *shapes]:
-        print(name, names, shape, round(_with(names, shape, sizes, [8192], 2), 1), flush=True)
+    which, shapes = ("_DELTA", DELTAS) if sizes.delta else ("_SCAN", SCANS)
+    tries: list[dict[str, Any]] = [{which: kernels.Shape(*shape)} for shape in shapes]
+    tries += [{"_SOLVE_WARPS": warps} for warps in (2, 4, 8) if sizes.delta]
+    for given in tries:
+        print(name, given, round(_with(given, sizes, [8192], 2), 1), flush=True)
     for batch, layers in ((1, 24), (32, 8), (256, 2)):
-        for tile, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
-            given = ("_SMALL", "_TILE", "_SINGLE_WARPS"), (tile, tile, warps)
-            print(name, batch, tile, warps, round(_with(*given, sizes, [1] * batch, layers), 1), flush=True)
+        times = {
+            (tile, warps): _with(
+                {"_SMALL": tile, "_TILE": tile, "_SINGLE_WARPS": warps}, sizes, [1] * batch, layers
+            )
+            for tile, warps in TILES
+        }
+        said = ", ".join(f"{tile}/{warps}: {us:.1f}" for (tile, warps), us in times.items())
+        print(f"{name} decode {batch}, numbers of state / warps: {said}", flush=True)
 
 
-def _with(
-    names: tuple[str, ...], values: tuple[int, ...], sizes: Sizes, lens: list[int], layers: int
-) -> float:
-    before = {name: getattr(kernels, name) for name in names}
+def _with(given: dict[str, Any], sizes: Sizes, lens: list[int], layers: int) -> float:
+    before = {name: getattr(kernels, name) for name in given}
     try:
-        for name, value in zip(names, values, strict=True):
+        for name, value in given.items():
             setattr(kernels, name, value)
         return layer_us(sizes, lens, only_state, layers)
-    except Exception as error:  # a shape that does not fit
+    except (RuntimeError, triton.TritonError) as error:  # a shape that does not fit
         print(type(error).__name__)
         return float("nan")
     finally:

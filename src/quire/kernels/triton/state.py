@@ -1,5 +1,7 @@
 """`StateOps` on a GPU: which kernels of `scan.py` and `delta.py` take which sequences, and the gates."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,17 +13,24 @@ from quire.kernels.triton import scan as scan_kernels
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.scan import silu
 
+
+class Shape(NamedTuple):
+    """How much of a head's dimension a program takes, and with what."""
+
+    dim: int
+    warps: int
+    stages: int
+
+
 _CHANNELS = 256
 """Of a convolution, per program; no less than the threads of four warps."""
 _SMALL, _TILE = 2048, 4096
 """Numbers of state per program for few and for many sequences with one token."""
 _FEW = 512
 """Up to so many heads of all sequences together, programs are small, so that there are enough."""
-_SINGLE_WARPS = 4
-_SCAN_DIM, _SCAN_WARPS = 64, 4
-_SOLVE_WARPS = 4
-_DELTA_DIM, _DELTA_WARPS = 32, 4
-"""Of chunks: how much of a head's dimension a program takes, and its warps."""
+_SINGLE_WARPS, _SOLVE_WARPS = 4, 4
+_SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
+"""Of the kernels that go from chunk to chunk."""
 _GATED = 1024
 """Numbers per program of the gates, unless a norm is larger."""
 
@@ -127,10 +136,10 @@ class TritonStateOps:
                 launch_pdl=ahead, num_warps=_SINGLE_WARPS,
             )  # fmt: skip
         if not seqs.single:
-            block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN_DIM)
+            block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
             launch(scan_kernels.scan_chunks, len(seqs.split.longer), heads, triton.cdiv(head_dim, block))(
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
-                PRECISION=_precision(xbc.dtype), num_warps=_SCAN_WARPS,
+                **_exactness(xbc.dtype, _SCAN),
             )  # fmt: skip
         return out
 
@@ -153,18 +162,18 @@ class TritonStateOps:
                 BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_SINGLE_WARPS,
             )  # fmt: skip
         if not seqs.single:
-            split, form = seqs.split, form | {"CHUNK": CHUNK, "PRECISION": _precision(qkv.dtype)}
+            split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _exactness(qkv.dtype, _DELTA)
             by_key = torch.empty(len(qkv), heads, key_dim, dtype=qkv.dtype, device=qkv.device)
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
             launch(delta_kernels.delta_solve, len(split.chunks), heads)(
                 by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, **form,
                 LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, 16)),
-                num_warps=_SOLVE_WARPS,
+                **exact | {"num_warps": _SOLVE_WARPS},
             )  # fmt: skip
-            block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA_DIM)
+            block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
             launch(delta_kernels.delta_chunks, len(split.longer), heads, triton.cdiv(value_dim, block))(
                 out, by_key, by_value, qkv, a, *rates, state, split.longer, *batch, *strides, scale, **form,
-                BLOCK_DIM=block, num_warps=_DELTA_WARPS,
+                BLOCK_DIM=block, **exact,
             )  # fmt: skip
         return out
 
@@ -204,5 +213,11 @@ def _tile(num_heads: int, dim: int, other: int) -> int:
     return max(min(int(triton.next_power_of_2(dim)), room), 1)
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"
+def _exactness(dtype: torch.dtype, shape: Shape) -> dict[str, str | int]:
+    """How products are computed; tiles of float32 are too large to be loaded ahead."""
+    wide = dtype == torch.float32
+    return {
+        "PRECISION": "ieee" if wide else "tf32",
+        "num_warps": shape.warps,
+        "num_stages": 1 if wide else shape.stages,
+    }
