@@ -17,6 +17,7 @@ from quire.loader import load_model
 from quire.models.causal_lm import CausalLM
 
 BLOCK_SIZE = 4
+MAX_ROWS = 8
 _GGUF_NAMES = {
     "model.layers.": "blk.",
     "model.embed_tokens": "token_embd",
@@ -78,8 +79,10 @@ def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> Causal
     )
     for layer in caching_layers(model.modules()):
         keeps = layer.keeps
-        num_bytes = 4 * 64 * BLOCK_SIZE * keeps.planes * keeps.numbers
-        memory = torch.full((num_bytes // 4,), torch.nan).view(torch.uint8)
+        shape = (64 * BLOCK_SIZE * keeps.planes * keeps.numbers,)
+        if keeps.kind == "state":
+            shape = (MAX_ROWS + 1, keeps.bytes_per_row // 4)
+        memory = torch.full(shape, torch.nan).view(torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=torch.float32, group=0)
     return model
 
@@ -110,6 +113,14 @@ def make_batch(chunks: list[tuple[list[int], int]], tables: list[list[int]], blo
     )
 
 
+def on_rows(batch: Batch, rows: list[int]) -> Batch:
+    """The same batch for these rows of a worker."""
+    tables = torch.zeros(MAX_ROWS + 1, batch.block_tables.shape[1], dtype=torch.int32)
+    tables[rows] = batch.block_tables
+    batch.rows, batch.block_tables = torch.tensor(rows, dtype=torch.int32), tables
+    return batch
+
+
 @torch.inference_mode()
 def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
     """Logits of every position of each prompt; a step says how many tokens each prompt computes in it."""
@@ -120,7 +131,7 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
     for step in steps:
         rows = [row for row, count in enumerate(step) if count]
         chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
-        batch = make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE)
+        batch = on_rows(make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE), rows)
         backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
         backend.plan(batch)
         logits = model.logits(model(batch))

@@ -29,7 +29,7 @@ def test_logits_match_transformers_whole_and_in_chunks(variant: str, tmp_path: P
     chunked = [[10, 0, 17], [1, 4, 16], [12, 4, 1], [0, 1, 6]]
     for steps in (whole, chunked):
         for ours, theirs in zip(run_paged(load_tiny(path), prompts, steps), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours, theirs, atol=3e-4, rtol=1e-3)
 
 
 def test_dynamic_rope_beyond_the_original_length_uses_the_base_of_the_engines_longest(tmp_path: Path) -> None:

@@ -95,6 +95,23 @@ _DEEPSEEK: Settings = {
     "routed_scaling_factor": 1.5,
 }
 
+_HYBRID: Settings = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA = _HYBRID | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_DELTA_EXPERTS: Settings = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+
 ZOO: dict[str, Specimen] = {
     "LlamaForCausalLM": Specimen(
         variants={
@@ -256,6 +273,30 @@ ZOO: dict[str, Specimen] = {
             "halves": {"rope_interleave": False, "attention_bias": True},
         },
     ),
+    "GraniteMoeHybridForCausalLM": Specimen(
+        _GRANITE
+        | _HYBRID
+        | {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 32,
+        },
+        {
+            "experts-rope": {
+                "num_local_experts": 4,
+                "position_embedding_type": "rope",
+                "tie_word_embeddings": True,
+                "mamba_conv_bias": False,
+                "mamba_proj_bias": True,
+            }
+        },
+    ),
+    "Qwen3NextForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [0]}),
+    "Qwen3_5ForCausalLM": Specimen(_DELTA | {"attention_bias": True}),
+    "Qwen3_5MoeForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS),
 }
 
 

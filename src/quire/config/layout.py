@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 
 _MAX_WASTE = 1.25
 """Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
@@ -126,5 +126,14 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec:
     if layer.mixer == "latent":
         assert facts.mla is not None
         return CacheSpec("latent", planes=1, numbers=facts.mla.kv_latent + facts.mla.rope_dim)
+    if layer.mixer in ("mamba", "delta"):
+        assert facts.state is not None
+        return CacheSpec("state", bytes_per_row=state_bytes(facts.state))
     numbers = facts.kv_heads * facts.head_dim
     return CacheSpec("full" if layer.window is None else "window", numbers=numbers, window=layer.window)
+
+
+def state_bytes(state: StateFacts) -> int:
+    """Of one row: the state itself, and what the convolution still sees; all as if in float32."""
+    inner = state.heads * state.head_dim
+    return 4 * (inner * state.state + (inner + 2 * state.groups * state.state) * (state.conv - 1))

@@ -1,5 +1,6 @@
 """Mixers that keep a state instead of keys and values: Mamba-2 and the gated delta rule."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import StateFacts
+from quire.config.layout import CacheSpec
 from quire.kernels.state import Rates, Seqs, choose
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
@@ -31,6 +33,18 @@ class StateMixer(nn.Module):
         self.dt_bias = _parameter(torch.empty_like(self.rate))
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
+
+    @property
+    def keeps(self) -> CacheSpec:
+        numbers = sum(math.prod(shape) for shape, _ in self.state_shapes)
+        return CacheSpec("state", bytes_per_row=4 * numbers)
+
+    def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        (inputs, narrow), (state, wide) = self.state_shapes
+        num_rows, memory = len(memory), memory.flatten()
+        end = num_rows * math.prod(state) * wide.itemsize
+        rest = memory[end : end + num_rows * math.prod(inputs) * narrow.itemsize]
+        self.bind(rest.view(narrow).view(num_rows, *inputs), memory[:end].view(wide).view(num_rows, *state))
 
     def bind(self, conv_state: Tensor, state: Tensor) -> None:
         """Use these from now on: a row of `state_shapes` for each row of the worker, and one that pads."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, StateFacts
-from quire.config.families import dense
 from quire.config.families.decoder import decoder
+from quire.config.families.dense import granite
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
 
@@ -24,7 +24,7 @@ _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
 def granite_hybrid(keys: Keys) -> ArchFacts:
     """Granite 4: Mamba-2, and attention that mostly does not turn."""
     kinds = _stateful(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
-    facts, moe = dense.granite(keys), None
+    facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
         moe = MoeFacts(
             keys.size("num_local_experts"),
