@@ -19,6 +19,12 @@ _EXPORTS = LazyTable(
         "RequestOutputKind": "quire.data.params:RequestOutputKind",
         "RequestOutput": "quire.data.outputs:RequestOutput",
         "CompletionOutput": "quire.data.outputs:CompletionOutput",
+        "PoolingParams": "quire.data.pooling:PoolingParams",
+        **{
+            name: f"quire.data.pooled_outputs:{name}"
+            for kind in ("Pooling", "Embedding", "Classification", "Scoring")
+            for name in (f"{kind}Output", f"{kind}RequestOutput")
+        },
         "PromptType": "quire.frontend.inputs:PromptType",
         "TextPrompt": "quire.frontend.inputs:TextPrompt",
         "TokensPrompt": "quire.frontend.inputs:TokensPrompt",

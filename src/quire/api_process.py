@@ -56,6 +56,7 @@ def make_engine(
         max_logprobs=facts.max_logprobs,
         seed=model.seed + index,
         max_prompt_len=config.scheduler.max_prompt_len,
+        pooling=config.pooling,
     )
     named = EngineMetrics(
         metrics, model_name=facts.model_names[0], cache_info=cache_info(config, num_blocks=0, num_tokens=0)

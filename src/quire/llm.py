@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar, cast
 
+import msgspec
 from tqdm import tqdm
 
 from quire.config.args import EngineArgs
@@ -14,10 +15,20 @@ from quire.config.generation import default_sampling
 from quire.core.local import LocalEngine
 from quire.data.outputs import BeamSearchOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.errors import RequestError
+from quire.data.pooled_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from quire.data.pooling import PoolingParams
+from quire.errors import EngineError, RequestError
 from quire.frontend.beam import BeamSearch, round_params
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
+from quire.frontend.outputs import AnyOutput
+from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, text_of
 from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.prepare import configure
@@ -40,7 +51,7 @@ class LLM:
         self.llm_engine = LocalEngine(self.config)
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
-        self._queued: dict[str, RequestOutput | None] = {}
+        self._queued: dict[str, AnyOutput | None] = {}
         """Requests that nobody has taken the output of yet."""
         self._defaults = default_sampling(self.config)
         if self._defaults:
@@ -73,7 +84,7 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
             use_tqdm=use_tqdm,
         )
-        return self._run(ids, use_tqdm)
+        return cast(list[RequestOutput], self._run(ids, use_tqdm))
 
     def chat(
         self,
@@ -106,7 +117,8 @@ class LLM:
             for conversation in _with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        return self._run(self._queue(prompts, sampling_params, None), use_tqdm)
+        ids = self._queue(prompts, sampling_params, None)
+        return cast(list[RequestOutput], self._run(ids, use_tqdm))
 
     def enqueue(
         self,
@@ -121,18 +133,21 @@ class LLM:
     ) -> list[str]:
         """Queue prompts for a later `wait_for_completion`; their request ids."""
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        special = bool((tokenization_kwargs or {}).get("add_special_tokens", True))
+        return self._queue(self._parsed(prompts, tokenization_kwargs, use_tqdm), sampling_params, priority)
+
+    def _parsed(
+        self, prompts: Any, tokenization: Mapping[str, Any] | None, use_tqdm: Progress
+    ) -> list[Prompt]:
+        special = bool((tokenization or {}).get("add_special_tokens", True))
         parse = self.llm_engine.inputs.parse
         bar = _with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
-        return self._queue(
-            [parse(each, add_special_tokens=special) for each in bar], sampling_params, priority
-        )
+        return [parse(each, add_special_tokens=special) for each in bar]
 
-    def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+    def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
         """Run everything queued; outputs in the order of queueing."""
         return self._run(list(self._queued), use_tqdm)
 
-    def _run(self, ids: list[str], use_tqdm: Progress) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: Progress) -> list[AnyOutput]:
         """Step until these queued requests are done. If that fails or is interrupted, nothing is left
         running."""
         queued = self._queued
@@ -150,7 +165,7 @@ class LLM:
             self.llm_engine.abort_request(queued)
             queued.clear()
             raise
-        return [cast(RequestOutput, queued.pop(id)) for id in ids]
+        return [cast(AnyOutput, queued.pop(id)) for id in ids]
 
     def _queue(
         self,
@@ -160,13 +175,23 @@ class LLM:
         max_logprobs: int | None = None,
     ) -> list[str]:
         shared = self.get_default_sampling_params() if params is None else params
-        each = _one_each("params", shared, SamplingParams, len(prompts))
+        each = [copy.copy(own) for own in _one_each("params", shared, SamplingParams, len(prompts))]
+        for own in each:
+            own.output_kind = RequestOutputKind.FINAL_ONLY
         urgency = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
+        return self._add(prompts, each, urgency, max_logprobs)
+
+    def _add(
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        priority: Sequence[int],
+        max_logprobs: int | None = None,
+    ) -> list[str]:
+        """Queue all of them, or none."""
         added: list[str] = []
         try:
-            for prompt, own, level in zip(prompts, each, urgency, strict=True):
-                own = copy.copy(own)
-                own.output_kind = RequestOutputKind.FINAL_ONLY
+            for prompt, own, level in zip(prompts, params, priority, strict=True):
                 request_id = str(next(self._ids))
                 self.llm_engine.add_request(
                     request_id, prompt, own, priority=level, max_logprobs=max_logprobs
@@ -177,6 +202,104 @@ class LLM:
             raise
         self._queued |= dict.fromkeys(added)
         return added
+
+    # ---- pooling
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a pooling model makes of each prompt: an embedding, classes, or either for every token."""
+        pools(self.config.pooling, "LLM.encode()")
+        if pooling_task is None:
+            raise RequestError(NO_TASK, param="pooling_task")
+        _refuse(lora_request=lora_request)
+        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm)
+        return self._pool(parsed, pooling_params, pooling_task, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Each prompt as a vector; `options` as of `encode`."""
+        pools(self.config.pooling, "LLM.embed()")
+        found = self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        return [EmbeddingRequestOutput.from_base(each) for each in found]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """How likely each class is, for each prompt; `options` as of `encode`."""
+        pools(self.config.pooling, "LLM.classify()")
+        found = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.from_base(each) for each in found]
+
+    def score(
+        self,
+        data_1: PromptType | Sequence[PromptType],
+        data_2: PromptType | Sequence[PromptType],
+        /,
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit, one to one or one to many: a cross-encoder reads both at once, of an embedding
+        model it is the cosine of their embeddings."""
+        pooling = pools(self.config.pooling, "LLM.score()")
+        _refuse(lora_request=lora_request)
+        firsts, seconds = _as_list(data_1), _as_list(data_2)
+        matched = pairs(firsts, seconds)
+        if pooling.task == "embed":
+            parsed = self._parsed([*firsts, *seconds], tokenization_kwargs, use_tqdm)
+            found = self._pool(parsed, pooling_params, "embed", use_tqdm)
+            both = pairs(found[: len(firsts)], found[len(firsts) :])
+            return [ScoringRequestOutput.from_base(cosine(*each)) for each in both]
+        if pooling.size != 1:
+            raise RequestError(
+                f"Score API is only enabled for num_labels == 1, this model has {pooling.size}"
+            )
+        texts = [(text_of(first), text_of(second)) for first, second in matched]
+        parsed = [self._pair(*each, read_template(chat_template)) for each in texts]
+        found = self._pool(parsed, pooling_params, "classify", use_tqdm)
+        return [ScoringRequestOutput.from_base(each) for each in found]
+
+    def _pair(self, query: str, document: str, template: str | None) -> Prompt:
+        """As the tokenizer joins two texts, or as a template does."""
+        inputs = self.llm_engine.inputs
+        if template is None:
+            return inputs.parse_pair(query, document)
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return chat_prompt(inputs, messages, chat_template=template)
+
+    def _pool(
+        self,
+        prompts: list[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: str,
+        use_tqdm: Progress,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        given = _one_each("params", params or PoolingParams(), PoolingParams, len(prompts))
+        each = [msgspec.structs.replace(own, task=own.task or task) for own in given]
+        ids = self._add(prompts, each, [0] * len(prompts))
+        outputs = cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
+        for output in outputs:
+            if not output.outputs.data.size:
+                raise EngineError(f"the engine failed on request {output.request_id}")
+        return outputs
 
     # ---- beam search
 
@@ -215,7 +338,7 @@ class LLM:
         beams = [Prompt(beam.tokens) for search in searches for beam in search.live]
         vocab = self.config.checkpoint.facts.vocab
         ids = self._queue(beams, round_params(params), None, max_logprobs=vocab)
-        outputs = iter(self._run(ids, use_tqdm=False))
+        outputs = iter(cast(list[RequestOutput], self._run(ids, use_tqdm=False)))
         for search in searches:
             found = [next(outputs).outputs[0].logprobs for _ in search.live]
             search.advance([cast(Any, logprobs)[0] for logprobs in found])
@@ -325,11 +448,12 @@ class _TokenBar:
         if self._bar is not None:
             self._bar.close()
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: AnyOutput) -> None:
         if self._bar is None:
             return
-        self._num_in += len(output.prompt_token_ids or ()) * len(output.outputs)
-        self._num_out += sum(len(each.token_ids) for each in output.outputs)
+        completions = output.outputs if isinstance(output, RequestOutput) else []
+        self._num_in += len(output.prompt_token_ids or ()) * max(len(completions), 1)
+        self._num_out += sum(len(each.token_ids) for each in completions)
         elapsed = max(float(self._bar.format_dict["elapsed"]), 1e-6)
         self._bar.postfix = _speed(self._num_in, self._num_out, elapsed)
         self._bar.update(1)

@@ -5,13 +5,18 @@ from typing import Any, Literal
 from quire.errors import ConfigError, RequestError
 
 Place = Literal[
-    "engine argument", "server flag", "body field", "prompt key", "sampling field", "call argument"
+    "engine argument",
+    "server flag",
+    "body field",
+    "prompt key",
+    "sampling field",
+    "pooling field",
+    "call argument",
 ]
 
 UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     "engine argument": {
         "config_format": ("auto", "hf"),
-        "convert": ("auto", "none"),
         "cpu_offload_gb": (0,),
         "data_parallel_external_lb": (False,),
         "data_parallel_hybrid_lb": (False,),
@@ -44,14 +49,12 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "node_rank": (0,),
         "offload_group_size": (0,),
         "pipeline_parallel_size": (1,),
-        "pooler_config": (),
         "prefill_context_parallel_size": (1,),
         "quantization": ("gguf", "none"),
         "quantization_config": (),
         "reasoning_parser": ("",),
         "reasoning_parser_plugin": ("",),
         "return_sampling_mask": (False,),
-        "runner": ("auto", "generate"),
         "scheduler_cls": (),
         "spec_method": (),
         "spec_model": (),
@@ -112,6 +115,10 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "structured_outputs": (),
         "thinking_token_budget": (),
         "trace_decode_token_ids": (),
+    },
+    "pooling field": {
+        "returned_token_ids": (),
+        "step_tag_id": (),
     },
     "call argument": {
         "lora_request": ([],),

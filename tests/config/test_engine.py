@@ -178,8 +178,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_model": "draft"},
-        {"runner": "pooling"},
-        {"task": "embed"},
         {"cpu_offload_gb": 4},
         {"logits_processors": ["a:B"]},
         {"spec_tokens": 3},
@@ -188,6 +186,16 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
 def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         make(given)
+
+
+def test_a_pooling_engine_goes_without_what_it_cannot_have() -> None:
+    for given in ({"runner": "pooling"}, {"task": "embed"}):
+        config = make(given)
+        assert config.pooling is not None and config.pooling.task == "embed"
+        assert config.cache.enable_prefix_caching and not config.scheduler.async_scheduling
+    config = make({"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}})
+    assert config.scheduler.enable_chunked_prefill and not config.cache.enable_prefix_caching
+    assert make({}).pooling is None
 
 
 def test_an_8_bit_cache_is_refused_where_no_backend_reads_it() -> None:

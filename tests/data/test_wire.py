@@ -1,9 +1,13 @@
 """Messages come through as they were sent, and a prompt goes over the wire once."""
 
+import numpy as np
 import pytest
 
+from quire.config.pooling import PoolingFacts
 from quire.data.params import SamplingParams
-from quire.data.wire import Add, decode_to_core, encode
+from quire.data.plan import Finish, StepOutput
+from quire.data.pooling import Pooled, PoolingParams
+from quire.data.wire import Add, Stepped, decode_from_core, decode_to_core, encode
 from quire.frontend.inputs import InputProcessor, Prompt
 
 
@@ -31,3 +35,22 @@ def test_siblings_arrive_as_they_were_made(fields: dict[str, object]) -> None:
 
 def test_a_prompt_travels_once_however_many_continue_it() -> None:
     assert len(encode(requests(128))) < 1.5 * len(encode(requests(1)))
+
+
+def test_a_pooling_request_and_its_vectors_come_through() -> None:
+    inputs = InputProcessor(
+        tokenizer=None, vocab=100, max_model_len=8, eos_ids=(2,), max_logprobs=20, seed=0,
+        pooling=PoolingFacts(task="embed", type="LAST", size=4),
+    )  # fmt: skip
+    prompt = inputs.parse({"prompt_token_ids": [7] * 8, "token_type_ids": [0] * 5 + [1] * 3})
+    message = decode_to_core(encode(Add([inputs.pooling_request("a", prompt, PoolingParams())])))
+    assert isinstance(message, Add)
+    (request,) = message.all()
+    assert request.pooling == PoolingParams(
+        use_activation=True, task="embed", skip_reading_prefix_cache=False, second_start=5
+    )
+    matrix = np.random.default_rng(0).random((3, 4), np.float32)
+    sent = StepOutput([], [], finished={"a": Finish("stop")}, pooled={"a": Pooled.of(matrix)})
+    arrived = decode_from_core(encode(Stepped(sent)))
+    assert isinstance(arrived, Stepped)
+    assert (arrived.output.pooled["a"].array() == matrix).all()

@@ -30,6 +30,8 @@ class Batch:
     """[N] int64, the tokens of this batch whose logits are wanted"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
+    token_types: Tensor | None = None
+    """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
     attention: Any = None
     """What the attention backend's `plan(batch)` made of all this, once per step."""
     state: Any = None

@@ -11,6 +11,7 @@ from quire.config.facts import ArchFacts
 from quire.config.layout import cache_specs, has_states
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
+from quire.config.pooling import PoolingFacts, settle
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -60,6 +61,8 @@ class EngineConfig:
     observability: ObservabilitySection
     checkpoint: Checkpoint
     machine: Machine
+    pooling: PoolingFacts | None = None
+    """None for an engine that generates."""
 
 
 def resolve(
@@ -78,6 +81,15 @@ def resolve(
     values = checked(given)
     parallel = _parallel(values, machine)
     model = _model(values, checkpoint, machine, env)
+    pooling = settle(
+        checkpoint.pooling,
+        is_encoder=False,
+        hidden=checkpoint.facts.hidden,
+        runner=model.runner,
+        convert=model.convert,
+        pooler=model.pooler_config,
+    )
+    values = _for_pooling(values, pooling)
     scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
     return EngineConfig(
         model=model,
@@ -89,7 +101,20 @@ def resolve(
         observability=ObservabilitySection(disable_log_stats=values.get("disable_log_stats", usage == "llm")),
         checkpoint=checkpoint,
         machine=machine,
+        pooling=pooling,
     )
+
+
+def _for_pooling(values: dict[str, Any], pooling: PoolingFacts | None) -> dict[str, Any]:
+    """What pooling cannot have is off; who asked for it is told."""
+    if pooling is None:
+        return values
+    off = {"async_scheduling": "a pooling model"}
+    if pooling.needs_all_states:
+        off["enable_prefix_caching"] = f"pooling of the type {pooling.type}"
+    for name in (name for name in off if values.get(name)):
+        warn_once(logger, f"{name} has no effect with {off[name]} and is off")
+    return {**values, **dict.fromkeys(off, False)}
 
 
 def _of(section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def _from_attention_config(value: Any) -> dict[str, Any]:
     return {"attention_backend": backend} if backend else {}
 
 
+_TASKS: dict[Any, dict[str, Any]] = {
+    **dict.fromkeys(("auto", "generate"), {}),
+    **dict.fromkeys(("embed", "embedding"), {"runner": "pooling", "convert": "embed"}),
+    **dict.fromkeys(("classify", "score"), {"runner": "pooling", "convert": "classify"}),
+    "encode": {"runner": "pooling"},
+}
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "attention_config": _from_attention_config,
     "compilation_config": _from_compilation_config,
@@ -106,7 +112,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "rope_scaling": lambda value: {"hf_overrides": {"rope_scaling": value}},
     "rope_theta": lambda value: {"hf_overrides": {"rope_theta": value}},
     "speculative_model": lambda value: {"speculative_config": {"model": value}},
-    "task": lambda value: {} if value in ("auto", "generate") else {"runner": value},
+    "task": lambda value: _TASKS.get(value, {"runner": value}),
 }
 """Names that say in other words what a field says; nothing, where they ask for what Quire does anyway."""
 

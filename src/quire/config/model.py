@@ -1,5 +1,6 @@
 """A model on disk: what config.json or the GGUF header says of it, read once."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from quire.config.facts import ArchFacts
 from quire.config.families import FAMILIES, GGUF_FAMILIES
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
+from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
 from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -33,6 +35,7 @@ class Checkpoint:
     """The ids that end a generation: the primary one first."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Sampling defaults of generation_config.json (only the keys that Quire reads)."""
+    pooling: StoredPooling = StoredPooling()
 
 
 def read_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
@@ -60,7 +63,7 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
-    architecture = _architecture(keys)
+    named, architecture = _architecture(keys)
     for key in ("quantization_config", "compression_config"):
         if quantization := keys.get(key):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -77,32 +80,43 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise generation.wrong(key, "a number")
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
+    pooling = read_pooling(path, keys, named)
     return Checkpoint(
         path=path,
         format="hf",
         facts=facts,
         dtype=dtype,
-        derived_max_len=facts.max_len,
+        derived_max_len=min(facts.max_len, pooling.max_len or sys.maxsize),
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=generation.token_ids("eos_token_id") or keys.token_ids("eos_token_id"),
         generation=sampling,
+        pooling=pooling,
     )
 
 
-def _architecture(keys: Keys) -> str:
+def _architecture(keys: Keys) -> tuple[str, str]:
+    """As config.json names it, and the family's that it is read and built as."""
     named: Any = keys.get("architectures")
     if named is None:
         named = [name for name, family in FAMILIES.items() if family.model_type == keys.get("model_type")]
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise keys.wrong("architectures", "a list of names")
-    known = [str(name) for name in named if name in FAMILIES]
-    if known:
-        return known[0]
+    for name in named:
+        if (family := _family(name)) in FAMILIES:
+            return name, family
     unknown = named[0] if named else str(keys.get("model_type"))
     raise ConfigError(
         f"{keys.source}: the architecture {unknown!r} is not supported; "
         f"known: {', '.join(sorted(FAMILIES))}{nearest(unknown, FAMILIES)}"
     )
+
+
+def _family(name: str) -> str:
+    """A classifier's body, or one that was saved without a head, is its family's."""
+    for ending in ("ForSequenceClassification", "Model"):
+        if name.endswith(ending) and name not in FAMILIES:
+            return name.removesuffix(ending) + "ForCausalLM"
+    return name
 
 
 def _dtype(keys: Keys) -> str:
@@ -135,6 +149,7 @@ def _read_gguf(path: Path) -> Checkpoint:
         derived_max_len=facts.max_len,
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys(ends)),
+        pooling=read_gguf_pooling(arch),
     )
 
 

@@ -51,6 +51,14 @@ class ModelSection:
     model: str
     """Directory with config.json, .gguf file, or hub id (`org/name`, `org/name:Q4_K_M`). Default: the
     packaged SmolLM2-135M-Instruct."""
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """What the model is for: to generate, or to pool (embed, classify, score). `auto`: pooling for
+    encoders, classifiers and what sentence-transformers has saved."""
+    convert: Literal["auto", "none", "embed", "classify"] = "auto"
+    """What a pooling model gives. `auto`: classes if it is a classifier, else embeddings."""
+    pooler_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of how a pooling model pools: pooling_type (LAST, CLS, MEAN), use_activation, dimensions.
+    Default: as the checkpoint says."""
     tokenizer: str
     """Directory, .gguf file or hub id of the tokenizer. Default: the model's own."""
     tokenizer_mode: Literal["auto", "hf", "slow"] = "auto"

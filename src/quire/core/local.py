@@ -8,12 +8,12 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.core.engine_core import EngineCore, build_core
 from quire.core.stats_log import StatsLog
-from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
+from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.outputs import OutputProcessor
+from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.prepare import cache_info, eos_ids, open_tokenizer
 
@@ -35,6 +35,7 @@ class LocalEngine:
             max_logprobs=config.model.max_logprobs,
             seed=config.model.seed,
             max_prompt_len=config.scheduler.max_prompt_len,
+            pooling=config.pooling,
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None
@@ -51,7 +52,7 @@ class LocalEngine:
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -63,16 +64,18 @@ class LocalEngine:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
-        requests = self.inputs.requests(
-            request_id, prompt, params, priority=priority, arrived_at=arrival_time, max_logprobs=max_logprobs
-        )
+        given: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time}
+        if isinstance(params, PoolingParams):
+            requests = [self.inputs.pooling_request(request_id, prompt, params, **given)]
+        else:
+            requests = self.inputs.requests(request_id, prompt, params, max_logprobs=max_logprobs, **given)
         if self.stats_log is not None and not self.has_unfinished_requests():
             self.stats_log.begin_run()
         self.outputs.add(request_id, prompt, requests)
         for request in requests:
             self.core.add(request)
 
-    def abort_request(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
         """End requests early; what they had so far, as their last outputs."""
         finished = self.core.abort(self.outputs.sequences_of(list(request_ids)))
         return self._deliver(StepOutput(request_ids=[], token_ids=[], finished=finished))
@@ -81,7 +84,7 @@ class LocalEngine:
         """A step that still runs for requests that have ended is none of the caller's business."""
         return self.core.scheduler.has_work
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""
         try:
             step = self.core.step()
@@ -95,7 +98,7 @@ class LocalEngine:
             )
             raise
 
-    def _deliver(self, step: StepOutput) -> list[RequestOutput]:
+    def _deliver(self, step: StepOutput) -> list[AnyOutput]:
         processed = self.outputs.process(step)
         if processed.stopped:
             self.core.abort(processed.stopped)

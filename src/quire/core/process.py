@@ -165,7 +165,7 @@ def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes
         part = parts[client_of[id]]
         part.request_ids.append(id)
         part.token_ids.append(token_id)
-    for name in ("finished", "logprobs", "prompt_logprobs", "admitted"):
+    for name in ("finished", "logprobs", "prompt_logprobs", "pooled", "admitted"):
         for id, value in getattr(step, name).items():
             getattr(parts[client_of[id]], name)[id] = value
     return parts

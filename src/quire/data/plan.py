@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import SamplingParams
+from quire.data.pooling import Pooled, PoolingParams
 from quire.data.stats import StepStats
 
 Ints = NDArray[np.int32]
@@ -30,6 +31,8 @@ class Admission(msgspec.Struct):
     """The request's own random stream; every sample is a function of (seed, position)."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
+    pooling: PoolingParams | None = None
+    """Instead of a new token, what the request wants of its hidden states."""
 
 
 class StepPlan(msgspec.Struct):
@@ -80,11 +83,13 @@ class StepResult(msgspec.Struct):
     """What the worker computed for a plan."""
 
     token_ids: Ints
-    """One new token for each row of the plan with `samples`, in the plan's order."""
+    """One new token for each row of the plan with `samples`, in the plan's order; none of a pooling model."""
     logprobs: dict[int, RowLogprobs] = {}
     """By row, for the rows that asked."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """By row: the positions that this step's chunk covered, in order."""
+    pooled: dict[int, Pooled] = {}
+    """Of a pooling model, by row: for each row with `samples` what has come of its prompt."""
 
 
 class Pending(Protocol):
@@ -120,6 +125,8 @@ class StepOutput(msgspec.Struct):
     finished: dict[str, Finish] = {}
     logprobs: dict[str, RowLogprobs] = {}
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
+    pooled: dict[str, Pooled] = {}
+    """What came of the prompts of a pooling model; each such request is among `finished`."""
     admitted: dict[str, FirstRun] = {}
     """Requests that ran for the first time."""
     at: float = 0.0

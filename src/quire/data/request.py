@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.data.params import SamplingParams
+from quire.data.pooling import PoolingParams
 
 
 class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
@@ -23,6 +24,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     arrived_at: float = 0.0
     """Wall clock, at the front."""
     cache_salt: str | None = None
+    pooling: PoolingParams | None = None
+    """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
 
     # What follows belongs to the scheduler.
     row: int = -1

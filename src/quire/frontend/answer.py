@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.errors import EngineError
 
-Reader = Callable[[RequestOutput], None]
+Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
 """Takes a text that was added, and the number of its tokens."""
 
 
-class Answer:
+class Answer(Generic[Out]):
     """What comes of a request, for one reader: asked for piece by piece (`async for`), or handed over as it
     comes (`forward`). The request starts when it is first asked for; closing the answer early ends it."""
 
@@ -28,23 +29,25 @@ class Answer:
         "_wake",
     )
 
-    def __init__(self, request_id: str, begin: Callable[["Answer"], None], abandon: Callable[[str], None]):
+    def __init__(
+        self, request_id: str, begin: Callable[["Answer[Out]"], None], abandon: Callable[[str], None]
+    ):
         self.request_id = request_id
         self._begin = begin
         self._abandon = abandon
         self._begun = self._over = False
-        self._output: RequestOutput | None = None
+        self._output: Out | None = None
         """What the reader has not seen yet, merged."""
         self._error: EngineError | None = None
-        self._reader: Reader | None = None
+        self._reader: Callable[[Out], None] | None = None
         self._text_reader: TextReader | None = None
         self._wake: asyncio.Future[None] | None = None
 
     # ---- the engine's side
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: Out) -> None:
         if self._reader is None:
-            self._output = output if self._output is None else merge(self._output, output)
+            self._output = output if self._output is None else cast(Out, merge(self._output, output))
             self._wake_up()
             return
         try:
@@ -82,10 +85,10 @@ class Answer:
 
     # ---- the reader's side
 
-    def __aiter__(self) -> "Answer":
+    def __aiter__(self) -> "Answer[Out]":
         return self
 
-    async def __anext__(self) -> RequestOutput:
+    async def __anext__(self) -> Out:
         self._start()
         while self._output is None:
             if self._over:
@@ -98,7 +101,7 @@ class Answer:
         self._over = output.finished
         return output
 
-    async def forward(self, reader: Reader, text_reader: TextReader | None = None) -> None:
+    async def forward(self, reader: Callable[[Out], None], text_reader: TextReader | None = None) -> None:
         """Hand every output to `reader` in the moment it comes, until the last one did. Those between the
         first and the last that are nothing but text may go to `text_reader`."""
         self._reader, self._text_reader = reader, text_reader

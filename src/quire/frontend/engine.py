@@ -11,8 +11,11 @@ from typing import Any
 
 import zmq
 
+from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, StepOutput
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.data.wire import (
     Abort,
@@ -88,7 +91,7 @@ class AsyncEngine:
         self._address = address
         self._health_timeout_s = health_timeout_s
         self._outputs = OutputProcessor(inputs.tokenizer, stream_interval=stream_interval)
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, Answer[Any]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
@@ -196,14 +199,23 @@ class AsyncEngine:
 
     def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
-    ) -> Answer:
+    ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once."""
         self.check()
         internal_id = f"{request_id}-{self._tag}{next(self._numbers):x}"
         requests = self.inputs.requests(internal_id, prompt, params, priority=priority)
         return Answer(internal_id, functools.partial(self._begin, prompt, requests), self._abort)
 
-    def _begin(self, prompt: Prompt, requests: list[Request], answer: Answer) -> None:
+    def encode(
+        self, prompt: Prompt, params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
+        """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
+        self.check()
+        internal_id = f"{request_id}-{self._tag}{next(self._numbers):x}"
+        request = self.inputs.pooling_request(internal_id, prompt, params, priority=priority)
+        return Answer(internal_id, functools.partial(self._begin, prompt, [request]), self._abort)
+
+    def _begin(self, prompt: Prompt, requests: list[Request], answer: Answer[Any]) -> None:
         self.check()
         self._answers[answer.request_id] = answer
         put_text = answer.put_text if answer.takes_text else None

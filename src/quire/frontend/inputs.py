@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from quire.data.params import SamplingParams
+from quire.config.pooling import PoolingFacts
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
+from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import UNBUILT, refuse
 
@@ -25,6 +28,7 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    token_type_ids: list[int]
     cache_salt: str
 
 
@@ -38,6 +42,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
+    second_start: int | None = None
+    """Where the second of two texts begins, for models that tell them apart."""
 
 
 class InputProcessor:
@@ -54,12 +60,15 @@ class InputProcessor:
         max_logprobs: int,
         seed: int,
         max_prompt_len: int | None = None,
+        pooling: PoolingFacts | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.max_model_len = max_model_len
         self.max_prompt_len = max_prompt_len
         """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
+        self.pooling = pooling
+        """None for an engine that generates."""
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -93,7 +102,9 @@ class InputProcessor:
                     f"prompt_token_ids must be a list of integers, got {type(ids).__name__}",
                     param="prompt_token_ids",
                 )
-            return self._checked(Prompt(list(ids), text, salt))
+            types = prompt.get("token_type_ids")
+            second = None if types is None else second_start(types, len(ids))
+            return self._checked(Prompt(list(ids), text, salt, second))
         if isinstance(text, str):
             return self._from_text(text, salt, add_special_tokens)
         raise RequestError(
@@ -114,11 +125,18 @@ class InputProcessor:
             Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt)
         )
 
+    def parse_pair(self, first: str, second: str) -> Prompt:
+        """Two texts as one prompt, in the way of the model's tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("a pair of texts needs a tokenizer, and skip_tokenizer_init is set")
+        ids, types = self.tokenizer.encode_pair(first, second)
+        return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
+
     def _checked(self, prompt: Prompt) -> Prompt:
         ids = prompt.token_ids
         if not ids:
             raise RequestError("The decoder prompt cannot be empty", param="prompt")
-        if len(ids) >= self.max_model_len:
+        if len(ids) > self.max_model_len - (self.pooling is None):
             raise self._too_long(len(ids))
         if self.max_prompt_len is not None and len(ids) > self.max_prompt_len:
             raise RequestError(
@@ -143,12 +161,11 @@ class InputProcessor:
         return int(id)
 
     def _too_long(self, length: int, about: str = "") -> RequestError:
+        more = ", and at least one more is needed for the output" if self.pooling is None else ""
         return RequestError(
             f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt "
-            f"contains "
-            f"{about}{length} input tokens, and at least one more is needed for the output. Please reduce "
-            f"the length "
-            f"of the input prompt or raise max_model_len.",
+            f"contains {about}{length} input tokens{more}. Please reduce the length of the input prompt or "
+            f"raise max_model_len.",
             param="input_tokens",
         )
 
@@ -165,6 +182,8 @@ class InputProcessor:
         max_logprobs: int | None = None,
     ) -> list[Request]:
         """One Request per sequence asked for; the engine finds out by itself that they share a prompt."""
+        if self.pooling is not None:
+            raise RequestError(GENERATES_NOT)
         params = self._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived_at = time.time() if arrived_at is None else arrived_at
@@ -192,6 +211,36 @@ class InputProcessor:
                 )
             )
         return children
+
+    def pooling_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        priority: int = 0,
+        arrived_at: float | None = None,
+    ) -> Request:
+        """The sequence ends with its prompt. To all but the pooler it is one that wants a single token."""
+        params = completed(params, pools(self.pooling, "pooling"), prompt.second_start)
+        return Request(
+            id=request_id,
+            tokens=prompt.token_ids,
+            params=SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+            ),
+            prompt_len=len(prompt.token_ids),
+            limit=len(prompt.token_ids) + 1,
+            seed=0,
+            priority=priority,
+            arrived_at=time.time() if arrived_at is None else arrived_at,
+            cache_salt=prompt.cache_salt,
+            pooling=params,
+        )
 
     def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
         """The params as the core needs them: checked against this model, further eos ids and bad words as

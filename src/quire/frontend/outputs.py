@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.data.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -16,12 +18,15 @@ from quire.data.outputs import (
 )
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish, RowLogprobs, StepOutput
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import Floats
 from quire.data.request import Request
 from quire.data.stats import FinishedSequence, FrontStats, Timeline
 from quire.frontend.inputs import Prompt
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 
+AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 _MANY_UNREAD = 64
 """So many tokens become text even if nobody wants it before the end: a long answer is not read in one go."""
 
@@ -30,7 +35,7 @@ _MANY_UNREAD = 64
 class Processed:
     """What has come to the outside since the last time."""
 
-    outputs: list[RequestOutput]
+    outputs: list[AnyOutput]
     stopped: list[str]
     """Sequences that met a stop string: the core still runs them and has to be told."""
     failed: set[str]
@@ -60,6 +65,8 @@ class _Sequence:
     """Tokens already given out."""
     touched: bool = False
     """Whether something came since the last flush."""
+    pooled: Floats | None = None
+    """What a pooling model made of the prompt."""
     text: str = ""
     """What has been shown: text that may yet turn out to be part of a stop string is held back."""
 
@@ -122,6 +129,7 @@ class _Parent:
     put_text: Callable[[str, int], None] | None = None
     """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
+    pools: bool = False
 
     @property
     def waits(self) -> bool:
@@ -167,6 +175,7 @@ class OutputProcessor:
         parent = _Parent(
             request_id, prompt, first.params, first.arrived_at, interval, streams, num_open=len(requests)
         )
+        parent.pools = first.pooling is not None
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
             parent.prompt_logprobs.append(None)
@@ -221,6 +230,10 @@ class OutputProcessor:
         for id, found in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 self._add_logprobs(sequence, found)
+        for id, vector in step.pooled.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.pooled = vector.array()
+                sequence.times.first_token_at = sequence.times.last_token_at = at
         watched: list[_Sequence] = []
         for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             if (sequence := sequences.get(id)) is None:
@@ -310,7 +323,10 @@ class OutputProcessor:
                 parent.put_text(sequence.take_text(), sequence.num_sent - start)
             elif parent.streams or self._is_due(sequence):
                 due.setdefault(parent, []).append(sequence)
-        outputs = [self._request_output(parent, sequences) for parent, sequences in due.items()]
+        outputs: list[AnyOutput] = [
+            self._pooled_output(parent) if parent.pools else self._request_output(parent, sequences)
+            for parent, sequences in due.items()
+        ]
         failed = {parent.request_id for parent in due if parent.failed}
         processed = Processed(outputs, self._stopped, failed, self._stats)
         self._touched, self._stopped, self._stats = waiting, [], FrontStats()
@@ -323,6 +339,17 @@ class OutputProcessor:
         if len(sequence.token_ids) - sequence.num_read >= _MANY_UNREAD and sequence.finish is None:
             sequence.text += sequence.take_text()
         return not parent.num_open
+
+    def _pooled_output(self, parent: _Parent) -> PoolingRequestOutput[PoolingOutput]:
+        (sequence,) = parent.sequences
+        self._parents.pop(parent.request_id, None)
+        return PoolingRequestOutput(
+            request_id=parent.request_id,
+            outputs=PoolingOutput(np.empty(0, np.float32) if sequence.pooled is None else sequence.pooled),
+            prompt_token_ids=parent.prompt.token_ids,
+            num_cached_tokens=sequence.num_cached,
+            finished=True,
+        )
 
     def _request_output(self, parent: _Parent, sequences: list[_Sequence]) -> RequestOutput:
         kind, finished = parent.params.output_kind, not parent.num_open

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
@@ -70,3 +71,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.table.method.apply(self.table, x)
+
+    def rows(self, token_ids: list[int]) -> Tensor:
+        """[len(token_ids), hidden]: the weights of these tokens."""
+        ids = torch.tensor(token_ids, device=next(self.table.parameters()).device)
+        return self.table.method.rows(self.table, ids, self.table.dtype)

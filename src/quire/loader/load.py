@@ -2,21 +2,24 @@
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
+from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
+from quire.loader.bare import renamed
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
-from quire.models.causal_lm import CausalLM
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -36,8 +39,10 @@ def load_model(
     show_progress: bool = True,
     seed: int = 0,
     packed: bool = False,
-) -> CausalLM:
-    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`.
+    build: Callable[[ArchFacts, Scope], Any] | None = None,
+) -> Any:
+    """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
+    what `build` makes.
 
     `packed` keeps quantized weights as they are stored where the device can compute with them.
     """
@@ -56,10 +61,11 @@ def load_model(
         ops=choose(device, dtype),
         linear=linear,
     )
-    model: CausalLM = MODELS[checkpoint.facts.architecture](checkpoint.facts, scope)
+    model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = {name: (target, layer) for layer in layers for name, target in layer.targets()}
     targets = {name: target for name, (target, _) in found.items()}
+    source = renamed(source, targets)
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
     left = Counter(id(layer) for _, layer in found.values())

@@ -44,3 +44,5 @@ MODELS = LazyTable(
         "Qwen3_5MoeForCausalLM": "quire.models.qwen3_next:Qwen35",
     },
 )
+CLASSIFIERS = LazyTable("classifier", {})
+"""By architecture, where it is more than one product."""

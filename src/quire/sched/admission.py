@@ -93,4 +93,5 @@ class Admitter:
             params=request.params,
             seed=request.seed,
             stop_ids=request.held_ids,
+            pooling=request.pooling,
         )

@@ -44,6 +44,9 @@ class Flight:
         """The result, without the rows whose requests ended meanwhile."""
         rows, alive = self.rows, self.alive(running)
         sampled = rows if len(self.plan.sampling_rows) == len(rows) else rows[self.plan.samples]
+        if result.pooled:  # the rows of a pooling model get no token
+            here = {int(row): result.pooled[int(row)] for row in rows[self.plan.samples & alive]}
+            return Landed(rows[:0], StepResult(result.token_ids, pooled=here), {})
         if not alive.all():
             sampled = rows[self.plan.samples & alive]
             left = set(rows[alive].tolist())

@@ -187,18 +187,20 @@ class Scheduler:
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         landed = flight.landed(running, result)
         sampled, result = landed.sampled, landed.result
-        stats = self._count(flight, sampled)
+        stats = self._count(flight, sampled, np.array([*result.pooled], np.intp))
         running.fill(sampled, result.token_ids)
         output = StepOutput(
             request_ids=running.ids[sampled].tolist(),
             token_ids=result.token_ids.tolist(),
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
             prompt_logprobs=self._fresh_prompt_logprobs(landed),
+            pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             at=time.monotonic(),
             stats=stats,
         )
         self._end_finished(sampled, result.token_ids, output)
+        output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
         self.limits.passed(len(plan.rows), plan.total_tokens)
         if self.trial and len(sampled):
             self._acquit(int(sampled[0]))
@@ -258,9 +260,9 @@ class Scheduler:
             fresh[request.id] = new
         return fresh
 
-    def _count(self, flight: Flight, sampled: RowIds) -> StepStats:
+    def _count(self, flight: Flight, sampled: RowIds, pooled: RowIds) -> StepStats:
         stats, running = flight.notes.stats, self.running
-        first = sampled[running.prompt_len[sampled] == running.num_known[sampled]]
+        first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
         if len(first):
             stats.num_prompt_tokens = int(running.prompt_len[first].sum())
             stats.num_cached_tokens = int(running.num_cached[first].sum())

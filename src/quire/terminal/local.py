@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from quire.config.cli import given_from
+from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt
@@ -35,7 +36,7 @@ class LocalTalker:
         engine.add_request("terminal", prompt, self._params)
         try:
             while engine.has_unfinished_requests():
-                for output in engine.step():
+                for output in cast(list[RequestOutput], engine.step()):
                     count += len(output.outputs[0].token_ids)
                     emit(output.outputs[0].text)
         finally:

@@ -105,6 +105,14 @@ class Tokenizer:
             raise _unencodable(texts) from error
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts with the tokens that join them, and of which of the two each token is (0 or 1)."""
+        try:
+            encoding = self.backend.encode(first, second)
+        except TypeError as error:
+            raise _unencodable([first, second]) from error
+        return encoding.ids, encoding.type_ids
+
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)

@@ -1,8 +1,10 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from quire.attention.backend import AttentionSpec, choose
 from quire.capacity import CacheSize, human, size_cache
@@ -13,14 +15,14 @@ from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
 from quire.loader import load_model
 from quire.logs import get_logger
-from quire.models.causal_lm import CausalLM
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.host import Host
-from quire.worker.memory import bind, cache_room, table
+from quire.worker.memory import Needs, bind, cache_room, table
 from quire.worker.parts import Part, PromptLogprobs
+from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 
@@ -39,7 +41,7 @@ class Worker:
         self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
         """The type of the cache."""
         self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
-        self._runner: Runner | None = None
+        self._runner: Runner | PoolingRunner | None = None
 
     def start(self) -> CacheSize:
         """Load the weights, give the cache what memory is left, and be ready to run."""
@@ -59,6 +61,7 @@ class Worker:
             show_progress=config.load.use_tqdm_on_load,
             seed=config.model.seed,
             packed=config.model.quantization != "none",
+            build=None if config.pooling is None else pooling_builder(config),
         )
         weights = sum(
             parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
@@ -71,12 +74,17 @@ class Worker:
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
             num_groups=len(self.layout.groups),
         )
+        if config.pooling is not None:
+            model.settle()
+            pooler = PoolingRunner(model, backend, all_rows, config.pooling, self.device)
+            self._runner = pooler
+            return self._make_cache(model, lambda: pooler.needs(config, weights))
         device = open_device(Model(model, model.logits, backend), all_rows, self.device)
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        size = self._make_cache(model, device, sampler, weights)
+        size = self._make_cache(model, lambda: device.needs(config, weights, sampler))
         device.warm_up(config)
         parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
@@ -87,10 +95,10 @@ class Worker:
         with device_failures():
             return self._runner.submit(plan)
 
-    def _make_cache(self, model: CausalLM, device: Device, sampler: Sampler, weights: int) -> CacheSize:
+    def _make_cache(self, model: nn.Module, needed: Callable[[], Needs]) -> CacheSize:
         config = self.config
         self._bind(model, num_blocks=1)
-        needs = device.needs(config, weights, sampler)
+        needs = needed()
         size = size_cache(
             self.layout,
             kv_dtype=config.cache.kv_cache_dtype,
@@ -111,7 +119,7 @@ class Worker:
         log.info("%s", table(needs, size))
         return size
 
-    def _bind(self, model: CausalLM, num_blocks: int) -> None:
+    def _bind(self, model: nn.Module, num_blocks: int) -> None:
         """Give every layer a cache of this many blocks."""
         bind(
             caching_layers(model.modules()),

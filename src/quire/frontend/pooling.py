@@ -1,0 +1,107 @@
+"""Requests to a pooling model: their params made whole, pairs of texts, and the score of two embeddings."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quire.config.pooling import PoolingFacts, dimensions_error
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import PoolingParams
+from quire.errors import RequestError
+
+T = TypeVar("T")
+Base = PoolingRequestOutput[PoolingOutput]
+
+_NOT_POOLING = (
+    "{what} is only supported for pooling models. Try passing `--runner pooling` to use the model as a "
+    "pooling model."
+)
+_NOT_CONVERTED = {
+    "embed": "Embedding API is not supported by this model. "
+    "Try converting the model using `--convert embed`.",
+    "classify": "Classification API is not supported by this model. "
+    "Try converting the model using `--convert classify`.",
+}
+NO_TASK = (
+    "pooling_task required for `LLM.encode`: use `LLM.embed(...)` or pooling_task='embed' for embeddings, "
+    "`LLM.classify(...)` or pooling_task='classify' for classes, `LLM.score(...)` for similarity scores, "
+    "pooling_task='token_embed' or 'token_classify' for every token."
+)
+GENERATES_NOT = (
+    "generation is only supported for generative models, and this one is used for pooling. Try passing "
+    "`--runner generate` to use the model as a generative model."
+)
+
+
+def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
+    """The facts, if there are any; `what` is the call that needs them."""
+    if pooling is None:
+        raise RequestError(_NOT_POOLING.format(what=what))
+    return pooling
+
+
+def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | None) -> PoolingParams:
+    """The params as the worker needs them: checked against this model, nothing left open."""
+    params = params.clone()
+    params.task = params.task or pooling.task  # type: ignore[assignment]
+    kind = str(params.task).removeprefix("token_")
+    if kind != pooling.task:
+        raise RequestError(_NOT_CONVERTED[kind], param="task")
+    if params.use_activation is None:
+        params.use_activation = pooling.use_activation
+    if params.dimensions is not None and kind == "classify":
+        raise RequestError("dimensions are for embeddings: leave them out", param="dimensions")
+    if params.dimensions is not None and (wrong := dimensions_error(pooling, params.dimensions)):
+        raise RequestError(wrong, param="dimensions")
+    params.dimensions = params.dimensions or pooling.dimensions
+    if params.skip_reading_prefix_cache is None:
+        params.skip_reading_prefix_cache = params.is_by_token
+    params.second_start = second_start
+    return params
+
+
+def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
+    """Where the tokens of type 1 begin: they are the rest of the prompt."""
+    types = list(token_type_ids)
+    start = types.index(1) if 1 in types else len(types)
+    if len(types) != num_tokens or types != [0] * start + [1] * (len(types) - start):
+        raise RequestError(
+            f"token_type_ids must be zeros and then ones, one for each of the {num_tokens} tokens",
+            param="token_type_ids",
+        )
+    return start if start < len(types) else None
+
+
+# ---- scores
+
+
+def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
+    """1 : 1, 1 : N or N : N."""
+    if not firsts or not seconds:
+        raise RequestError("At least one text must be given on each side of a score")
+    if len(firsts) not in (1, len(seconds)):
+        raise RequestError(
+            f"Input lengths must be either 1:1, 1:N or N:N, got {len(firsts)} and {len(seconds)}"
+        )
+    return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+
+
+def text_of(item: Any) -> str:
+    text = item.get("prompt") if isinstance(item, dict) else item
+    if not isinstance(text, str):
+        raise RequestError(f"a cross-encoder scores pairs of texts, got {type(item).__name__}")
+    return text
+
+
+def cosine(first: Base, second: Base) -> Base:
+    """Two embeddings as one output: how close they are."""
+    a, b = (each.outputs.data.astype(np.float64) for each in (first, second))
+    closeness = a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    return PoolingRequestOutput(
+        request_id=f"{first.request_id}_{second.request_id}",
+        outputs=PoolingOutput(np.array(closeness, np.float32)),
+        prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        finished=True,
+    )

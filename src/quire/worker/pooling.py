@@ -1,0 +1,243 @@
+"""The runner of a pooling model: a step whose rows get a vector where others get a token."""
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.attention.batch import Batch
+from quire.capacity import activation_bytes
+from quire.config.engine import EngineConfig
+from quire.config.facts import ArchFacts
+from quire.config.pooling import PoolingFacts
+from quire.data.plan import Ints, Pending, StepPlan, StepResult
+from quire.data.pooling import Floats, Pooled, PoolingParams
+from quire.errors import ConfigError
+from quire.layers.scope import Scope
+from quire.models.pooling import PoolingModel
+from quire.prepare import open_tokenizer
+from quire.worker.device import batch_of
+from quire.worker.host import Done
+from quire.worker.memory import Needs
+from quire.worker.rows import Rows
+from quire.worker.sheet import Page, Sizes, blank, bytes_of, host_arrays, sizes_of, tensors
+
+_NO_SECOND = np.iinfo(np.int32).max
+
+
+def pooling_builder(config: EngineConfig) -> Callable[[ArchFacts, Scope], PoolingModel]:
+    """Makes the model that the worker loads. Tokens that stand for classes become ids here."""
+    assert config.pooling is not None
+    label_ids: list[int] = []
+    if config.pooling.label_tokens:
+        tokenizer = open_tokenizer(config)
+        if tokenizer is None:
+            raise ConfigError("classifier_from_token needs a tokenizer, and skip_tokenizer_init is set")
+        for token in config.pooling.label_tokens:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1:
+                raise ConfigError(f"classifier_from_token: {token!r} is {len(ids)} tokens of this model")
+            label_ids += ids
+    return functools.partial(PoolingModel, pooling=config.pooling, label_ids=label_ids)
+
+
+class PoolingRunner:
+    """Takes a plan through rows, model and pooler. What is kept between the chunks of a prompt is by row."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        attention: AttentionBackend,
+        all_rows: Rows,
+        pooling: PoolingFacts,
+        device: torch.device,
+    ) -> None:
+        max_rows = len(all_rows.num_tokens)
+        self.model = model
+        self.attention = attention
+        self.all_rows = all_rows
+        self.pooling = pooling
+        self.device = device
+        self.asked: dict[int, PoolingParams] = {}
+        self.kept = torch.zeros((max_rows, model.hidden), device=device)
+        """Of prompts that come in several chunks: the sum so far, or the first state."""
+        self.states: dict[int, list[Tensor]] = {}
+        """All states, of rows that want each."""
+        self.second_start: Ints = np.full(max_rows, _NO_SECOND, np.int32)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Pending:
+        self.all_rows.apply(plan)
+        self._admit(plan)
+        batch = self._batch(plan)
+        self.attention.plan(batch)
+        hidden = self.model(batch)
+        result = StepResult(np.empty(0, np.int32), pooled=self._pool(plan, batch, hidden))
+        self.all_rows.advance(plan)
+        return Done(result)
+
+    def _admit(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self.asked.pop(row, None)
+            self.states.pop(row, None)
+        for new in plan.admitted:
+            assert new.pooling is not None, "a pooling model gets pooling requests only"
+            self.asked[new.row] = new.pooling
+            second = new.pooling.second_start
+            self.second_start[new.row] = _NO_SECOND if second is None else second
+            self.states.pop(new.row, None)
+            if new.pooling.is_by_token:
+                self.states[new.row] = []
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        all_rows, sizes = self.all_rows, sizes_of(plan, 0)
+        memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+        page = Page(memory, sizes)
+        page.write(plan, all_rows)
+        seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
+        width = -(-int(seq_lens.max()) // all_rows.block_size)
+        tables = torch.from_numpy(all_rows.block_tables[plan.rows, :width]).to(self.device)
+        page.arrays["rows"][:] = np.arange(len(plan.rows))  # in `tables`
+        batch = batch_of(tensors(memory.to(self.device), sizes), tables, plan.num_tokens, seq_lens)
+        second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
+        types = (page.arrays["positions"] >= second).astype(np.int64)
+        batch.token_types = torch.from_numpy(types).to(self.device)
+        return batch
+
+    # ---- from states to vectors
+
+    def _pool(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, Pooled]:
+        """By row, for the rows whose prompt ends in this step."""
+        self._keep_states(plan, hidden)
+        rows = torch.from_numpy(plan.rows.astype(np.int64)).to(self.device)
+        started = torch.from_numpy(self.all_rows.num_computed[plan.rows] > 0).to(self.device)
+        before = torch.where(started[:, None], self.kept[rows], 0.0)
+        now = _TYPES[self.pooling.type](hidden, batch, before, started[:, None])
+        self.kept[rows] = now
+        ended = np.flatnonzero(plan.samples)
+        states = now[torch.from_numpy(ended).to(self.device)]
+        if self.pooling.type == "MEAN":
+            lens = self.all_rows.prompt_len[plan.rows[ended]].astype(np.float32)
+            states = states / torch.from_numpy(lens)[:, None].to(self.device)
+        vectors = self._vectors(states, hidden.dtype)
+        return {
+            row: self._answer(row, vector)
+            for row, vector in zip(plan.rows[ended].tolist(), vectors, strict=True)
+        }
+
+    def _keep_states(self, plan: StepPlan, hidden: Tensor) -> None:
+        if self.states:
+            for row, chunk in zip(plan.rows.tolist(), hidden.split(plan.num_tokens.tolist()), strict=True):
+                if row in self.states:
+                    self.states[row].append(chunk.clone())
+
+    def _vectors(self, states: Tensor, dtype: torch.dtype) -> Floats:
+        found: Floats = self.model.vectors(states.to(dtype)).float().cpu().numpy()
+        return found
+
+    def _answer(self, row: int, vector: Floats) -> Pooled:
+        params = self.asked[row]
+        if params.is_by_token:
+            states = torch.cat(self.states.pop(row))
+            vector = self._vectors(states, states.dtype)
+        return Pooled.of(finished(vector, params, self.pooling))
+
+    # ---- memory
+
+    @torch.inference_mode()
+    def needs(self, config: EngineConfig, weights: int) -> Needs:
+        """Reckoned on a CPU, measured on a GPU: the largest step is run."""
+        limits = config.scheduler
+        kept = self.kept.nbytes
+        if self.device.type == "cpu":
+            tokens = limits.max_num_batched_tokens
+            activations = activation_bytes(
+                config.checkpoint.facts, config.model.dtype, num_tokens=tokens, num_seqs=0
+            )
+            return Needs(weights, activations, other=kept)
+        batch = self._blank(limits.max_num_batched_tokens, config.model.max_model_len)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.attention.plan(batch)
+        hidden = self.model(batch)
+        self._vectors(hidden[:1].float(), hidden.dtype)
+        torch.cuda.synchronize()
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return Needs(weights, activations, other=total - free - weights)
+
+    def _blank(self, num_tokens: int, max_len: int) -> Batch:
+        """Sequences as long as they can be, that read the first block and write nothing."""
+        lens = np.full(-(-num_tokens // max_len), max_len, np.int32)
+        lens[-1] = num_tokens - int(lens[:-1].sum())
+        sizes = Sizes(num_tokens, len(lens), len(lens), 0)
+        memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+        arrays = host_arrays(memory, sizes)
+        blank(arrays, 0, 0, 0)
+        np.cumsum(lens, out=arrays["query_starts"][1:])
+        arrays["seq_lens"][:] = lens
+        tables = torch.zeros((1, self.all_rows.block_tables.shape[1]), dtype=torch.int32, device=self.device)
+        batch = batch_of(tensors(memory.to(self.device), sizes), tables, lens, lens)
+        batch.token_types = torch.zeros_like(batch.token_ids)
+        return batch
+
+
+# ---- the types of pooling: (states of the step, batch, what was kept of the rows, whether anything was)
+
+Gather = Callable[[Tensor, Batch, Tensor, Tensor], Tensor]
+
+
+def _last(hidden: Tensor, batch: Batch, before: Tensor, started: Tensor) -> Tensor:
+    return hidden[batch.query_starts[1:].long() - 1].float()
+
+
+def _first(hidden: Tensor, batch: Batch, before: Tensor, started: Tensor) -> Tensor:
+    return torch.where(started, before, hidden[batch.query_starts[:-1].long()].float())
+
+
+def _sum(hidden: Tensor, batch: Batch, before: Tensor, started: Tensor) -> Tensor:
+    lens = (batch.query_starts[1:] - batch.query_starts[:-1]).long()
+    return before + torch.segment_reduce(hidden.float(), "sum", lengths=lens, axis=0)
+
+
+_TYPES: dict[str, Gather] = {"LAST": _last, "CLS": _first, "MEAN": _sum}
+
+
+# ---- what a request sees
+
+
+def finished(values: Floats, params: PoolingParams, pooling: PoolingFacts) -> NDArray[np.float32]:
+    """[..., size] as asked for: cut, and normalised or made probabilities."""
+    if pooling.task == "embed":
+        values = values[..., : params.dimensions]
+        return _normalised(values) if params.use_activation else values
+    return _ACTIVATIONS[pooling.activation](values) if params.use_activation else values
+
+
+def _normalised(values: Floats) -> Floats:
+    length = np.sqrt((values.astype(np.float64) ** 2).sum(-1, keepdims=True))
+    out: Floats = (values / np.maximum(length, 1e-12)).astype(np.float32)
+    return out
+
+
+def _softmax(values: Floats) -> Floats:
+    powers = np.exp(values - values.max(-1, keepdims=True))
+    out: Floats = powers / powers.sum(-1, keepdims=True)
+    return out
+
+
+def _sigmoid(values: Floats) -> Floats:
+    out: Floats = 0.5 + 0.5 * np.tanh(0.5 * values)
+    return out
+
+
+_ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
+    "identity": lambda values: values,
+    "sigmoid": _sigmoid,
+    "softmax": _softmax,
+}
