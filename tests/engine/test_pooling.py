@@ -1,5 +1,6 @@
 """Pooling engines say what transformers says: embeddings, classes, scores, however the tokens went."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from tiny_text import TextModel, text_model
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.errors import ConfigError, RequestError
+from quire.frontend.inputs import Prompt
+from quire.prepare import configure
+from quire.private import private_engine
 
 TOLERANCE = 1e-3
 RAW = PoolingParams(use_activation=False)
@@ -207,6 +211,26 @@ def test_scores_of_an_embedding_model_are_cosines(text: TextModel) -> None:
     assert np.abs([e.outputs.score for e in pairwise] - (vectors * vectors[::-1]).sum(-1)).max() < TOLERANCE
     with pytest.raises(RequestError, match="1:1, 1:N or N:N"):
         llm.score(texts[:2], texts)
+
+
+# ---- over the wire
+
+
+def test_a_core_in_another_process_sends_vectors(qwen3: tuple[Path, Any]) -> None:
+    path, hf = qwen3
+    prompts = prompts_of(5, 9, 12)
+    settings = {"model": str(path), "runner": "pooling", "skip_tokenizer_init": True, "dtype": "float32"}
+
+    async def encode() -> list[np.ndarray[Any, Any]]:
+        async with private_engine(configure(settings | {"num_gpu_blocks_override": 64})) as engine:
+            with pytest.raises(RequestError, match="--runner generate"):
+                engine.generate(Prompt(prompts[0]), SamplingParams(), "a")
+            answers = [engine.encode(Prompt(ids), RAW, f"r{i}") for i, ids in enumerate(prompts)]
+            outputs = [[output async for output in answer] for answer in answers]
+        assert [[output.finished for output in each] for each in outputs] == [[True]] * len(prompts)
+        return [each[0].outputs.data for each in outputs]
+
+    assert np.abs(np.stack(asyncio.run(encode())) - expected(hf, prompts)).max() < TOLERANCE
 
 
 # ---- what cannot be had

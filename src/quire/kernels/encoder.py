@@ -1,0 +1,64 @@
+"""Attention in both directions over sequences that lie one after the other, without a cache."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE = 64
+"""Queries that one program of the GPU kernel takes."""
+
+
+class Spans(NamedTuple):
+    """The sequences of a batch: made once, used by every layer."""
+
+    lens: list[int]
+    tiles: Tensor | None
+    """On a GPU [tiles, 3] int32: first token of the sequence, its end, first query of the tile."""
+
+
+def spans_of(lens: NDArray[np.int32], device: torch.device) -> Spans:
+    if device.type != "cuda":
+        return Spans(lens.tolist(), None)
+    return Spans(lens.tolist(), torch.from_numpy(tiles_of(lens)).to(device))
+
+
+def tiles_of(lens: NDArray[np.int32]) -> NDArray[np.int32]:
+    counts = -(-lens // TILE)
+    ends = np.cumsum(lens)
+    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts, ends = np.repeat(ends - lens, counts), np.repeat(ends, counts)
+    return np.stack([starts, ends, starts + TILE * place], 1).astype(np.int32)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
+    """[T, heads, head_dim] each -> the same. With a window a token sees those at most so far away, before
+    and behind it."""
+    if spans.tiles is not None:
+        from quire.kernels.triton.encoder import attend as by_tiles
+
+        return by_tiles(q, k, v, spans.tiles, window)
+    return reference(q, k, v, spans.lens, window)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int], window: int | None = None) -> Tensor:
+    """One sequence after the other."""
+    out = torch.empty_like(q)
+    start = 0
+    for length in lens:
+        here = slice(start, start + length)
+        mask = None if window is None or length <= window else _band(length, window, q.device)
+        mixed = F.scaled_dot_product_attention(
+            *(each[here].transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask
+        )
+        out[here] = mixed[0].transpose(0, 1)
+        start += length
+    return out
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    return (places[:, None] - places).abs() <= window
