@@ -83,13 +83,13 @@ def resolve(
     model = _model(values, checkpoint, machine, env)
     pooling = settle(
         checkpoint.pooling,
-        is_encoder=False,
+        is_encoder=checkpoint.facts.encoder is not None,
         hidden=checkpoint.facts.hidden,
         runner=model.runner,
         convert=model.convert,
         pooler=model.pooler_config,
     )
-    values = _for_pooling(values, pooling)
+    values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
     scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
     return EngineConfig(
         model=model,
@@ -105,13 +105,19 @@ def resolve(
     )
 
 
-def _for_pooling(values: dict[str, Any], pooling: PoolingFacts | None) -> dict[str, Any]:
+def _for_pooling(
+    values: dict[str, Any], pooling: PoolingFacts | None, facts: ArchFacts, max_model_len: int
+) -> dict[str, Any]:
     """What pooling cannot have is off; who asked for it is told."""
     if pooling is None:
         return values
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
         off["enable_prefix_caching"] = f"pooling of the type {pooling.type}"
+    if facts.encoder is not None:
+        off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), "an encoder")
+        # It caches nothing: its blocks are empty, and a prompt has one of them.
+        values = {**values, "block_size": 1 << (max_model_len - 1).bit_length()}
     for name in (name for name in off if values.get(name)):
         warn_once(logger, f"{name} has no effect with {off[name]} and is off")
     return {**values, **dict.fromkeys(off, False)}

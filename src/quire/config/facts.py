@@ -115,8 +115,25 @@ class StateFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderFacts:
+    """A model that reads a whole text in both directions, keeps nothing of it and generates nothing. Its
+    windows reach as far ahead as back."""
+
+    prefix: str
+    """What its checkpoints call all but the classifier."""
+    positions: int = 0
+    """Learned ones; 0: none, its heads turn."""
+    first_position: int = 0
+    """The position of the first token."""
+    token_types: int = 0
+    """Of how many texts in one prompt each has a vector of its own."""
+    classifier_bias: bool = False
+    classifier_activation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ArchFacts:
-    """The shape of a decoder: all that a model file may ask for."""
+    """The shape of a model: all that a model file may ask for."""
 
     architecture: str
     """A key of the model table, such as LlamaForCausalLM."""
@@ -168,3 +185,4 @@ class ArchFacts:
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     state: StateFacts | None = None
+    encoder: EncoderFacts | None = None

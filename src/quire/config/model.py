@@ -14,6 +14,7 @@ from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
 from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
+_OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
@@ -112,11 +113,10 @@ def _architecture(keys: Keys) -> tuple[str, str]:
 
 
 def _family(name: str) -> str:
-    """A classifier's body, or one that was saved without a head, is its family's."""
-    for ending in ("ForSequenceClassification", "Model"):
-        if name.endswith(ending) and name not in FAMILIES:
-            return name.removesuffix(ending) + "ForCausalLM"
-    return name
+    """A classifier's body, or one that was saved without its head or with another, is its family's."""
+    bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
+    others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]
+    return next((each for each in (name, *others) if each in FAMILIES), name)
 
 
 def _dtype(keys: Keys) -> str:

@@ -104,8 +104,10 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
     if two_way and len(tokens or ()) != 2:
         raise keys.wrong("classifier_from_token", "the tokens for no and yes, such as ['no', 'yes']")
     stored: dict[str, Any] = {}
+    if architecture.endswith(_CLASSES) and keys.get("classifier_pooling") is not None:
+        stored["type"] = _STORED_TYPES.get(keys.get("classifier_pooling"))
     if (path / "modules.json").is_file():
-        stored = _read_modules(path)
+        stored |= _read_modules(path)
     return StoredPooling(
         architecture=architecture,
         labels=_labels(keys) if not tokens else ("yes",) if two_way else tuple(tokens),

@@ -42,7 +42,19 @@ MODELS = LazyTable(
         "Qwen3NextForCausalLM": "quire.models.qwen3_next:Qwen3Next",
         "Qwen3_5ForCausalLM": "quire.models.qwen3_next:Qwen35",
         "Qwen3_5MoeForCausalLM": "quire.models.qwen3_next:Qwen35",
+        "BertModel": "quire.models.bert:Bert",
+        "RobertaModel": "quire.models.bert:Bert",
+        "XLMRobertaModel": "quire.models.bert:Bert",
+        "ModernBertModel": "quire.models.modernbert:ModernBert",
     },
 )
-CLASSIFIERS = LazyTable("classifier", {})
+CLASSIFIERS = LazyTable(
+    "classifier",
+    {
+        "BertModel": "quire.models.bert:BertClassifier",
+        "RobertaModel": "quire.models.bert:RobertaClassifier",
+        "XLMRobertaModel": "quire.models.bert:RobertaClassifier",
+        "ModernBertModel": "quire.models.modernbert:ModernBertClassifier",
+    },
+)
 """By architecture, where it is more than one product."""

@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
-from quire.capacity import activation_bytes
+from quire.capacity import CacheSize, activation_bytes, human
 from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
 from quire.config.pooling import PoolingFacts
@@ -18,6 +17,7 @@ from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.data.pooling import Floats, Pooled, PoolingParams
 from quire.errors import ConfigError
 from quire.layers.scope import Scope
+from quire.logs import get_logger
 from quire.models.pooling import PoolingModel
 from quire.prepare import open_tokenizer
 from quire.worker.device import batch_of
@@ -25,6 +25,8 @@ from quire.worker.host import Done
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, blank, bytes_of, host_arrays, sizes_of, tensors
+
+log = get_logger(__name__)
 
 _NO_SECOND = np.iinfo(np.int32).max
 
@@ -51,14 +53,15 @@ class PoolingRunner:
     def __init__(
         self,
         model: PoolingModel,
-        attention: AttentionBackend,
+        plan_attention: Callable[[Batch], None] | None,
         all_rows: Rows,
         pooling: PoolingFacts,
         device: torch.device,
     ) -> None:
         max_rows = len(all_rows.num_tokens)
         self.model = model
-        self.attention = attention
+        self.plan_attention = plan_attention
+        """None of a model without a cache."""
         self.all_rows = all_rows
         self.pooling = pooling
         self.device = device
@@ -74,8 +77,7 @@ class PoolingRunner:
         self.all_rows.apply(plan)
         self._admit(plan)
         batch = self._batch(plan)
-        self.attention.plan(batch)
-        hidden = self.model(batch)
+        hidden = self._forward(batch)
         result = StepResult(np.empty(0, np.int32), pooled=self._pool(plan, batch, hidden))
         self.all_rows.advance(plan)
         return Done(result)
@@ -92,6 +94,12 @@ class PoolingRunner:
             self.states.pop(new.row, None)
             if new.pooling.is_by_token:
                 self.states[new.row] = []
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if self.plan_attention is not None:
+            self.plan_attention(batch)
+        out: Tensor = self.model(batch)
+        return out
 
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows, sizes = self.all_rows, sizes_of(plan, 0)
@@ -148,6 +156,11 @@ class PoolingRunner:
 
     # ---- memory
 
+    def empty_cache(self, config: EngineConfig, weights: int) -> CacheSize:
+        """Of an encoder: each row has a block that holds nothing, and is promised another."""
+        log.info("%s needs %s and no cache", config.checkpoint.facts.architecture, human(weights))
+        return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len)
+
     @torch.inference_mode()
     def needs(self, config: EngineConfig, weights: int) -> Needs:
         """Reckoned on a CPU, measured on a GPU: the largest step is run."""
@@ -162,8 +175,7 @@ class PoolingRunner:
         batch = self._blank(limits.max_num_batched_tokens, config.model.max_model_len)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.attention.plan(batch)
-        hidden = self.model(batch)
+        hidden = self._forward(batch)
         self._vectors(hidden[:1].float(), hidden.dtype)
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - before

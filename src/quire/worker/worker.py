@@ -76,8 +76,11 @@ class Worker:
         )
         if config.pooling is not None:
             model.settle()
-            pooler = PoolingRunner(model, backend, all_rows, config.pooling, self.device)
+            plan = None if facts.encoder else backend.plan
+            pooler = PoolingRunner(model, plan, all_rows, config.pooling, self.device)
             self._runner = pooler
+            if facts.encoder is not None:
+                return pooler.empty_cache(config, weights)
             return self._make_cache(model, lambda: pooler.needs(config, weights))
         device = open_device(Model(model, model.logits, backend), all_rows, self.device)
         counts = None

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import quire.config.families.dense as dense
+import quire.config.families.encoder as encoder
 import quire.config.families.gguf as gguf
 import quire.config.families.latent as latent
 import quire.config.families.moe as moe
@@ -70,6 +71,10 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),
+    "BertModel": Family("bert", encoder.bert),
+    "RobertaModel": Family("roberta", encoder.roberta),
+    "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
+    "ModernBertModel": Family("modernbert", encoder.modernbert),
 }
 GGUF_FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),

@@ -1,0 +1,48 @@
+"""EncoderAttention: each token sees all of its text, or what is near; nothing is kept."""
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.kernels.encoder import Spans, attend, spans_of
+from quire.kernels.reference import rotate
+from quire.layers.linear import QKVLinear, RowLinear
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+def spans(batch: Batch) -> Spans:
+    """The texts of a batch, which are whole: what comes later would have been seen by what came before."""
+    assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder reads whole prompts"
+    return spans_of(batch.query_lens_host, batch.token_ids.device)
+
+
+class EncoderAttention(nn.Module):
+    """Queries, keys and values, the mix of all in reach, and the way back. `names` are those of the
+    checkpoint: query, key and value, or all as one; and the output."""
+
+    def __init__(
+        self,
+        facts: ArchFacts,
+        layer: LayerFacts,
+        scope: Scope,
+        *,
+        names: tuple[str, ...],
+        out: str,
+        rope: Rope | None = None,
+    ) -> None:
+        super().__init__()
+        self.window = layer.window
+        self.rope = rope
+        sizes = facts.heads, facts.kv_heads, facts.head_dim
+        self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)
+        self.out = RowLinear(facts.hidden, facts.hidden, scope / out, bias=facts.out_bias)
+
+    def forward(self, x: Tensor, positions: Tensor, texts: Spans) -> Tensor:
+        """[T, hidden] -> the same."""
+        q, k, v = self.qkv.multiply(x).view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
+        if self.rope is not None:
+            cos, sin = self.rope.table[positions][:, None].chunk(2, -1)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out: Tensor = self.out(attend(q, k, v, texts, self.window).flatten(1))
+        return out

@@ -1,0 +1,103 @@
+"""BERT, and by their facts RoBERTa and XLM-R."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.kernels.encoder import Spans
+from quire.layers.embedding import Embedding
+from quire.layers.encoder import EncoderAttention, spans
+from quire.layers.linear import ColumnLinear
+from quire.layers.mlp import PlainMLP
+from quire.layers.norm import norm_of
+from quire.layers.scope import Scope
+
+
+class Embeddings(nn.Module):
+    """Which token, at which place, of which text: three vectors, added and normed."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        self.first = facts.encoder.first_position
+        self.words = Embedding(facts.vocab, facts.hidden, scope / "word_embeddings")
+        self.positions = Embedding(facts.encoder.positions, facts.hidden, scope / "position_embeddings")
+        self.types = Embedding(facts.encoder.token_types, facts.hidden, scope / "token_type_embeddings")
+        self.norm = norm_of(facts, scope / "LayerNorm")
+
+    def forward(self, batch: Batch) -> Tensor:
+        types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
+        x: Tensor = self.words(batch.token_ids)
+        x = x + self.types(types) + self.positions(batch.positions + self.first)
+        return self.norm.alone(x)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each with a norm behind the sum."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> None:
+        super().__init__()
+        self.attention = EncoderAttention(
+            facts,
+            layer,
+            scope / "attention",
+            names=("self.query", "self.key", "self.value"),
+            out="output.dense",
+        )
+        self.attention_norm = norm_of(facts, scope / "attention" / "output" / "LayerNorm")
+        self.mlp = PlainMLP(facts, scope, names=("intermediate.dense", "output.dense"))
+        self.mlp_norm = norm_of(facts, scope / "output" / "LayerNorm")
+
+    def forward(self, x: Tensor, batch: Batch, texts: Spans) -> Tensor:
+        x = self.attention_norm.added(self.attention(x, batch.positions, texts), x)
+        return self.mlp_norm.added(self.mlp(x), x)
+
+
+class Bert(nn.Module):
+    """Embeddings and layers."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        body = scope / facts.encoder.prefix
+        self.embeddings = Embeddings(facts, body / "embeddings")
+        self.layers = nn.ModuleList(
+            Layer(facts, layer, body / "encoder" / "layer" / i) for i, layer in enumerate(facts.layers)
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden]"""
+        x, texts = self.embeddings(batch), spans(batch)
+        for layer in self.layers:
+            x = layer(x, batch, texts)
+        return x
+
+
+class BertClassifier(nn.Module):
+    """BERT's pooler, and a product."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        body = scope / facts.encoder.prefix
+        self.pooler = ColumnLinear(facts.hidden, facts.hidden, body / "pooler" / "dense", bias=True)
+        self.classifier = ColumnLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.classifier(self.pooler(states).tanh())
+        return out
+
+
+class RobertaClassifier(nn.Module):
+    """The same under other names."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        head = scope / "classifier"
+        self.dense = ColumnLinear(facts.hidden, facts.hidden, head / "dense", bias=True)
+        self.out = ColumnLinear(facts.hidden, num_labels, head / "out_proj", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        out: Tensor = self.out(self.dense(states).tanh())
+        return out

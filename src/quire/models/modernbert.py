@@ -1,0 +1,86 @@
+"""ModernBERT: norms in front, gated feed-forward, heads that turn, and most layers that look only near."""
+
+from functools import cache
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.kernels.encoder import Spans
+from quire.layers.embedding import Embedding
+from quire.layers.encoder import EncoderAttention, spans
+from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm and beside a residual. The first layer's input is
+    normed already."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope, *, first: bool) -> None:
+        super().__init__()
+        self.attention_norm = None if first else norm_of(facts, scope / "attn_norm")
+        self.attention = EncoderAttention(facts, layer, scope / "attn", names=("Wqkv",), out="Wo", rope=rope)
+        self.mlp_norm = norm_of(facts, scope / "mlp_norm")
+        inner = scope / "mlp"
+        self.gate_up = GateUpLinear(
+            facts.hidden,
+            facts.intermediate,
+            inner / "Wi",
+            bias=facts.mlp_bias,
+            activation=facts.activation,
+            names=("Wi",),
+        )
+        self.down = RowLinear(facts.intermediate, facts.hidden, inner / "Wo", bias=facts.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor, batch: Batch, texts: Spans) -> tuple[Tensor, Tensor]:
+        """What the layer says, and what it adds to."""
+        if self.attention_norm is not None:
+            x = self.attention_norm.added(x, residual)
+        x = self.mlp_norm.added(self.attention(x, batch.positions, texts), residual)
+        return self.down(self.gate_up(x)), residual
+
+
+class ModernBert(nn.Module):
+    """Embedding, layers, norm."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        body = scope / facts.encoder.prefix
+        self.embed = Embedding(facts.vocab, facts.hidden, body / "embeddings" / "tok_embeddings")
+        self.embed_norm = norm_of(facts, body / "embeddings" / "norm")
+        rope = cache(lambda rope: Rope(rope, scope))
+        self.layers = nn.ModuleList(
+            Layer(facts, layer, rope(layer.rope), body / "layers" / i, first=i == 0)
+            for i, layer in enumerate(facts.layers)
+        )
+        self.norm = norm_of(facts, body / "final_norm")
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, hidden], after the final norm."""
+        x = residual = self.embed_norm.alone(self.embed(batch.token_ids))
+        texts = spans(batch)
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch, texts)
+        return self.norm.added(x, residual)
+
+
+class ModernBertClassifier(nn.Module):
+    """A product, activated and normed, and another."""
+
+    def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
+        super().__init__()
+        assert facts.encoder is not None
+        self.ops, self.activation = scope.ops, facts.encoder.classifier_activation
+        head, bias = scope / "head", facts.encoder.classifier_bias
+        self.dense = ColumnLinear(facts.hidden, facts.hidden, head / "dense", bias=bias)
+        self.norm = norm_of(facts, head / "norm")
+        self.classifier = ColumnLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+
+    def forward(self, states: Tensor) -> Tensor:
+        x = self.ops.activate(self.dense(states), self.activation)
+        out: Tensor = self.classifier(self.norm.alone(x))
+        return out

@@ -1,0 +1,178 @@
+"""Encoders say what transformers says: every state, every class, in batches of texts of any length."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, PoolingParams
+from quire.errors import ConfigError, RequestError
+
+TOLERANCE = 1e-3
+RAW = PoolingParams(use_activation=False)
+ARCHITECTURES = {
+    "BertModel": ("Bert", {}),
+    "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
+    "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
+    "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
+}
+SETTINGS = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "attn_implementation": "eager",
+    "num_labels": 3,
+}
+
+
+class Tiny(NamedTuple):
+    path: Path
+    hf: Any
+    """ForSequenceClassification."""
+
+    @property
+    def body(self) -> Any:
+        return self.hf.base_model
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    family, overrides = ARCHITECTURES[request.param]
+    return make(tmp_path_factory.mktemp(family), family, **overrides)
+
+
+def make(path: Path, family: str, **overrides: Any) -> Tiny:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SETTINGS | overrides))
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower() or name.endswith(".bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+    return Tiny(path, model)
+
+
+def opened(path: Path, **settings: Any) -> LLM:
+    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4, "use_tqdm_on_load": False}
+    return LLM(str(path), **(defaults | settings))
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    draw = np.random.default_rng(5)
+    return [draw.integers(3, 96, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def states(tiny: Tiny, ids: list[int], types: list[int] | None = None) -> np.ndarray[Any, Any]:
+    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    found: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **given).last_hidden_state[0].numpy()
+    return found
+
+
+def test_every_state(tiny: Tiny) -> None:
+    llm = opened(tiny.path, convert="embed", max_num_batched_tokens=96)
+    prompts = texts(1, 40, 7, 62, 3, 23)
+    found = llm.encode(prompts, RAW, pooling_task="token_embed", use_tqdm=False)
+    for ids, each in zip(prompts, found, strict=True):
+        assert np.abs(each.outputs.data - states(tiny, ids)).max() < TOLERANCE
+    firsts = llm.embed(prompts, RAW, use_tqdm=False)
+    for ids, each in zip(prompts, firsts, strict=True):
+        wanted = states(tiny, ids)
+        wanted = wanted.mean(0) if llm.config.pooling.type == "MEAN" else wanted[0]  # type: ignore[union-attr]
+        assert np.abs(each.outputs.embedding - wanted).max() < TOLERANCE
+
+
+def test_every_class(tiny: Tiny) -> None:
+    llm = opened(tiny.path)
+    prompts = texts(9, 1, 30)
+    with torch.inference_mode():
+        logits = np.stack([tiny.hf(torch.tensor([ids])).logits[0].numpy() for ids in prompts])
+    found = [each.outputs.probs for each in llm.classify(prompts, RAW, use_tqdm=False)]
+    assert np.abs(found - logits).max() < TOLERANCE
+    assert llm.config.checkpoint.pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def test_a_bare_body_with_old_names_and_files_of_sentence_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tiny = make(tmp_path / "whole", "Bert")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    config = tiny.hf.config.to_dict() | {"architectures": ["BertModel"]}
+    (bare / "config.json").write_text(json.dumps(config))
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {}
+    for name, tensor in tiny.body.state_dict().items():
+        for new, before in old.items():
+            name = name.replace(new, before)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, bare / "model.safetensors")
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in kinds.items()]
+    (bare / "modules.json").write_text(json.dumps(modules))
+    (bare / "1_Pooling").mkdir()
+    (bare / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    prompts = texts(5, 17)
+    found = opened(bare).embed(prompts, use_tqdm=False)
+    for ids, each in zip(prompts, found, strict=True):
+        wanted = states(tiny, ids).mean(0)
+        assert np.abs(each.outputs.embedding - wanted / np.linalg.norm(wanted)).max() < TOLERANCE
+
+
+def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
+    """Tokens of the second text are of another type, as the tokenizer says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tiny = make(tmp_path, "Bert", num_labels=1)
+    words = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "one": 4, "two": 5, "three": 6}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = opened(tmp_path, skip_tokenizer_init=False)
+    found = llm.score("one two", ["three", "two one three"], use_tqdm=False)
+    for ids, start, each in zip(([1, 4, 5, 2, 6, 2], [1, 4, 5, 2, 5, 4, 6, 2]), (4, 4), found, strict=True):
+        types = [int(place >= start) for place in range(len(ids))]
+        with torch.inference_mode():
+            logit = tiny.hf(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0, 0]
+        assert each.prompt_token_ids == ids
+        assert abs(each.outputs.score - float(logit.sigmoid())) < TOLERANCE
+    given = {"prompt_token_ids": [1, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    (tokens,) = llm.encode(given, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        wanted = tiny.hf(
+            torch.tensor([given["prompt_token_ids"]]), token_type_ids=torch.tensor([given["token_type_ids"]])
+        ).logits[0]
+    assert np.abs(tokens.outputs.data - wanted.numpy()).max() < TOLERANCE
+
+
+def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
+    tiny = make(tmp_path, "Roberta", pad_token_id=1)
+    with pytest.raises(ConfigError, match="does not generate"):
+        opened(tiny.path, runner="generate")
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        opened(tiny.path, max_num_batched_tokens=16)
+    llm = opened(tiny.path)
+    assert llm.config.model.max_model_len == 62, "two positions are not for tokens"
+    with pytest.raises(RequestError, match="maximum context length is 62"):
+        llm.classify(texts(63))
