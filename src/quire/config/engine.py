@@ -80,15 +80,15 @@ def resolve(
     env = env or Env.read(os.environ)
     values = checked(given)
     parallel = _parallel(values, machine)
-    model = _model(values, checkpoint, machine, env)
     pooling = settle(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
         hidden=checkpoint.facts.hidden,
-        runner=model.runner,
-        convert=model.convert,
-        pooler=model.pooler_config,
+        runner=values.get("runner", "auto"),
+        convert=values.get("convert", "auto"),
+        pooler=values.get("pooler_config"),
     )
+    model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
     scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
     return EngineConfig(
@@ -117,6 +117,12 @@ def _for_pooling(
     if facts.encoder is not None:
         off |= dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), "an encoder")
         # It caches nothing: its blocks are empty, and a prompt has one of them.
+        for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+            if values.get(name, max_model_len) < max_model_len:
+                raise ConfigError(
+                    f"{name} ({values[name]}) is smaller than max_model_len ({max_model_len}), and an encoder"
+                    " reads a whole prompt in one step: raise the first or lower the second"
+                )
         values = {**values, "block_size": 1 << (max_model_len - 1).bit_length()}
     for name in (name for name in off if values.get(name)):
         warn_once(logger, f"{name} has no effect with {off[name]} and is off")
@@ -137,7 +143,9 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
     return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
 
 
-def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env) -> ModelSection:
+def _model(
+    values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env, *, pools: bool
+) -> ModelSection:
     named = values.get("model")
     model = DEFAULT_MODEL_ID if named is None or named in DEFAULT_MODEL_NAMES else named
     quantization = values.get("quantization")
@@ -161,7 +169,7 @@ def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, 
         "model": model,
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
-        "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine),
+        "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine, pools=pools),
         "quantization": quantization,
         "max_model_len": length,
         "auto_fit": auto_fit,
@@ -170,7 +178,7 @@ def _model(values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, 
     return ModelSection(**{**_of("model", values), **own})
 
 
-def _dtype(asked: str, stored: str, machine: Machine) -> Any:
+def _dtype(asked: str, stored: str, machine: Machine, *, pools: bool) -> Any:
     native = {"bfloat16": machine.bf16, "float16": machine.fp16, "float32": True}
     asked = DTYPE_ALIASES.get(asked, asked)
     if machine.device == "cpu":
@@ -184,7 +192,8 @@ def _dtype(asked: str, stored: str, machine: Machine) -> Any:
         )
     if asked != "auto":
         return asked
-    wanted = "bfloat16" if stored == "float32" else stored
+    # What is pooled is compared number by number: digits count for more than range.
+    wanted = stored if stored != "float32" else "float16" if pools else "bfloat16"
     return wanted if native[wanted] else "float16"
 
 

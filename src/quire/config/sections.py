@@ -69,7 +69,7 @@ class ModelSection:
     """Accepted for old scripts. Quire never runs code out of a checkpoint."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     """Type of weights and activations. Default: the checkpoint's where the machine computes it natively; a
-    float32 checkpoint becomes bfloat16 on CUDA."""
+    float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling."""
     seed: int = 0
     """Seed of the sampling of requests that bring none."""
     revision: str | None = None

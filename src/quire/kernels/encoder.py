@@ -51,9 +51,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int], window: int | No
     for length in lens:
         here = slice(start, start + length)
         mask = None if window is None or length <= window else _band(length, window, q.device)
-        mixed = F.scaled_dot_product_attention(
-            *(each[here].transpose(0, 1)[None] for each in (q, k, v)), attn_mask=mask
-        )
+        queries, keys, values = (each[here].transpose(0, 1)[None] for each in (q, k, v))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         out[here] = mixed[0].transpose(0, 1)
         start += length
     return out

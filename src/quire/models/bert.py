@@ -68,7 +68,8 @@ class Bert(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """[T, hidden]"""
-        x, texts = self.embeddings(batch), spans(batch)
+        x: Tensor = self.embeddings(batch)
+        texts = spans(batch)
         for layer in self.layers:
             x = layer(x, batch, texts)
         return x

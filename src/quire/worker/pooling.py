@@ -158,7 +158,8 @@ class PoolingRunner:
 
     def empty_cache(self, config: EngineConfig, weights: int) -> CacheSize:
         """Of an encoder: each row has a block that holds nothing, and is promised another."""
-        log.info("%s needs %s and no cache", config.checkpoint.facts.architecture, human(weights))
+        needs = self.needs(config, weights)
+        log.info("Memory: %s, of which %s weights, and no cache", human(needs.total), human(needs.weights))
         return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len)
 
     @torch.inference_mode()
