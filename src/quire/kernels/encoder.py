@@ -35,20 +35,11 @@ def tiles_of(lens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
-    """[T, heads, head_dim] each -> the same. With a window a token sees those at most so far away, before
-    and behind it."""
-    if spans.tiles is not None:
-        from quire.kernels.triton.encoder import attend as by_tiles
-
-        return by_tiles(q, k, v, spans.tiles, window)
-    return reference(q, k, v, spans.lens, window)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int], window: int | None = None) -> Tensor:
-    """One sequence after the other."""
+    """One sequence after the other: [T, heads, head_dim] each -> the same. With a window a token sees those
+    at most so far away, before and behind it."""
     out = torch.empty_like(q)
     start = 0
-    for length in lens:
+    for length in spans.lens:
         here = slice(start, start + length)
         mask = None if window is None or length <= window else _band(length, window, q.device)
         queries, keys, values = (each[here].transpose(0, 1)[None] for each in (q, k, v))

@@ -1,5 +1,8 @@
 """EncoderAttention: each token sees all of its text, or what is near; nothing is kept."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
@@ -15,6 +18,14 @@ def spans(batch: Batch) -> Spans:
     """The texts of a batch, which are whole: what comes later would have been seen by what came before."""
     assert (batch.query_lens_host == batch.seq_lens_host).all(), "an encoder reads whole prompts"
     return spans_of(batch.query_lens_host, batch.token_ids.device)
+
+
+def _attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, int | None], Tensor]:
+    if device.type != "cuda":
+        return attend
+    from quire.kernels.triton import encoder
+
+    return encoder.attend
 
 
 class EncoderAttention(nn.Module):
@@ -33,6 +44,7 @@ class EncoderAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = layer.window
+        self.attend = _attend_on(scope.device)
         self.rope = rope
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)
@@ -44,5 +56,5 @@ class EncoderAttention(nn.Module):
         if self.rope is not None:
             cos, sin = self.rope.table[positions][:, None].chunk(2, -1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out: Tensor = self.out(attend(q, k, v, texts, self.window).flatten(1))
+        out: Tensor = self.out(self.attend(q, k, v, texts, self.window).flatten(1))
         return out

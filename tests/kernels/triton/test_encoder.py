@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.encoder import reference, tiles_of
-from quire.kernels.triton.encoder import attend
+from quire.kernels.encoder import Spans, attend, tiles_of
+from quire.kernels.triton import encoder
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -18,8 +18,8 @@ def test_ragged_sequences(heads: int, dim: int, window: int | None, dtype: torch
     torch.manual_seed(0)
     lens = np.array([1, 130, 7, 64, 65], np.int32)
     qkv = torch.randn(int(lens.sum()), 3, heads, dim, device=DEVICE).to(dtype)
-    tiles = torch.from_numpy(tiles_of(lens)).to(DEVICE)
-    ours = attend(*qkv.unbind(1), tiles, window)
-    theirs = reference(*qkv.unbind(1), lens.tolist(), window)
+    spans = Spans(lens.tolist(), torch.from_numpy(tiles_of(lens)).to(DEVICE))
+    ours = encoder.attend(*qkv.unbind(1), spans, window)
+    theirs = attend(*qkv.unbind(1), spans, window)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.encoder import TILE
+from quire.kernels.encoder import TILE, Spans
 from quire.kernels.triton.launch import launch
 
 _NEVER = tl.constexpr(-1.0e30)
@@ -70,8 +70,10 @@ def _tiles(
     tl.store(into, acc.to(out.dtype.element_ty), mask=used)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, window: int | None) -> Tensor:
-    """[T, heads, head_dim] each, whose heads lie side by side -> the same; `tiles` as of `Spans`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
+    """`kernels.encoder.attend`, of tensors whose heads lie side by side."""
+    tiles = spans.tiles
+    assert tiles is not None, "made for a CPU"
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     assert all(each.stride(1) == dim and each.stride(2) == 1 for each in (q, k, v, out))
