@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from encoders import Tiny, make, states, texts
 
 from quire import LLM, PoolingParams
 from quire.errors import ConfigError, RequestError
@@ -20,32 +21,6 @@ ARCHITECTURES = {
     "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
     "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
 }
-SETTINGS = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-    "attn_implementation": "eager",
-    "num_labels": 3,
-}
-
-
-class Tiny(NamedTuple):
-    path: Path
-    hf: Any
-    """ForSequenceClassification."""
-
-    @property
-    def body(self) -> Any:
-        return self.hf.base_model
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -54,35 +29,9 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make(tmp_path_factory.mktemp(family), family, **overrides)
 
 
-def make(path: Path, family: str, **overrides: Any) -> Tiny:
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SETTINGS | overrides))
-    model = getattr(transformers, f"{family}ForSequenceClassification")(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name.lower() or name.endswith(".bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(path)
-    return Tiny(path, model)
-
-
 def opened(path: Path, **settings: Any) -> LLM:
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4, "use_tqdm_on_load": False}
     return LLM(str(path), **(defaults | settings))
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    draw = np.random.default_rng(5)
-    return [draw.integers(3, 96, length).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def states(tiny: Tiny, ids: list[int], types: list[int] | None = None) -> np.ndarray[Any, Any]:
-    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
-    found: np.ndarray[Any, Any] = tiny.body(torch.tensor([ids]), **given).last_hidden_state[0].numpy()
-    return found
 
 
 def test_every_state(tiny: Tiny) -> None:
