@@ -72,5 +72,7 @@ def test_one_class_has_a_sigmoid() -> None:
     stored = StoredPooling("LlamaForSequenceClassification", labels=("yes",))
     facts = settle(stored, is_encoder=False, hidden=8)
     assert facts is not None and (facts.size, facts.activation) == (1, "sigmoid")
+    with pytest.raises(ConfigError, match="both directions"):
+        settle(StoredPooling(both_ways=True), is_encoder=False, hidden=8, runner="pooling")
     with pytest.raises(ConfigError, match="does not generate"):
         settle(stored, is_encoder=False, hidden=8, runner="generate")

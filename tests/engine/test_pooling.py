@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import make_tiny
+from oracle import make_tiny, write_gguf
 from tiny import prompts_of
 from tiny_text import TextModel, text_model
 
@@ -142,6 +142,13 @@ def test_a_body_alone_and_the_files_of_sentence_transformers(qwen3: tuple[Path, 
     assert np.abs(embeddings(llm, prompts, None) - expected(hf, prompts, "MEAN")).max() < TOLERANCE
     normalises = open_pooling(tmp_path, pooler_config={"pooling_type": "LAST", "use_activation": True})
     assert np.abs(embeddings(normalises, prompts, None) - normalised(expected(hf, prompts))).max() < TOLERANCE
+
+
+def test_a_packed_gguf_file(qwen3: tuple[Path, Any], tmp_path: Path) -> None:
+    _, hf = make_tiny("qwen3", tmp_path)
+    llm = open_pooling(write_gguf(tmp_path / "tiny.gguf", hf, "Q8_0"))
+    prompts = prompts_of(*LENGTHS)
+    assert np.abs(normalised(expected(hf, prompts)) - embeddings(llm, prompts, None)).max() < 0.02
 
 
 # ---- classes and scores of a decoder

@@ -59,6 +59,8 @@ class StoredPooling:
     """A classifier that is made of the output head: the tokens whose logits are its classes."""
     two_way: bool = False
     """Of these two, their softmax: one class."""
+    both_ways: bool = False
+    """A decoder that was trained to look ahead, too."""
 
     @property
     def is_classifier(self) -> bool:
@@ -116,6 +118,7 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
         matryoshka_dimensions=tuple(dimensions or ()),
         label_tokens=tuple(tokens or ()),
         two_way=two_way,
+        both_ways=keys.get("is_causal") is False or keys.flag("use_bidirectional_attention"),
         **stored,
     )
 
@@ -208,6 +211,11 @@ def settle(
         raise ConfigError(
             f"{stored.architecture} does not pool as it is: set convert to 'embed' or 'classify', or leave"
             " it out"
+        )
+    if stored.both_ways and not is_encoder:
+        raise ConfigError(
+            f"config.json says that this {stored.architecture} attends in both directions, which is not"
+            " supported yet for decoders"
         )
     task = convert if converts else "classify" if stored.is_classifier or stored.label_tokens else "embed"
     asked = _asked(pooler or {})

@@ -1,8 +1,6 @@
 """Attention in both directions on a GPU: a tile of queries of one sequence and head over all its keys."""
 # mypy: disable-error-code="untyped-decorator"
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,16 +15,16 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _tiles(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    tiles: Any,
-    q_stride: Any,
-    k_stride: Any,
-    v_stride: Any,
-    out_stride: Any,
-    scale: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    out: tl.tensor,
+    tiles: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    out_stride: tl.tensor,
+    scale: tl.tensor,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
