@@ -15,6 +15,18 @@ from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import UNBUILT, refuse
 
+_POOLED = {
+    skip: SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=skip,
+    )
+    for skip in (False, True)
+}
+"""What requests to a pooling model are to those who only know sampling, by whether they read no prefixes."""
+
 
 class TextPrompt(TypedDict, total=False):
     """A prompt as text, in a dict."""
@@ -226,13 +238,7 @@ class InputProcessor:
         return Request(
             id=request_id,
             tokens=prompt.token_ids,
-            params=SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                skip_reading_prefix_cache=params.skip_reading_prefix_cache,
-            ),
+            params=_POOLED[bool(params.skip_reading_prefix_cache)],
             prompt_len=len(prompt.token_ids),
             limit=len(prompt.token_ids) + 1,
             seed=0,

@@ -131,11 +131,7 @@ class PoolingRunner:
         if self.pooling.type == "MEAN":
             lens = self.all_rows.prompt_len[plan.rows[ended]].astype(np.float32)
             states = states / torch.from_numpy(lens)[:, None].to(self.device)
-        vectors = self._vectors(states, hidden.dtype)
-        return {
-            row: self._answer(row, vector)
-            for row, vector in zip(plan.rows[ended].tolist(), vectors, strict=True)
-        }
+        return self._answers(plan.rows[ended].tolist(), self._vectors(states, hidden.dtype))
 
     def _keep_states(self, plan: StepPlan, hidden: Tensor) -> None:
         if self.states:
@@ -147,12 +143,22 @@ class PoolingRunner:
         found: Floats = self.model.vectors(states.to(dtype)).float().cpu().numpy()
         return found
 
-    def _answer(self, row: int, vector: Floats) -> Pooled:
-        params = self.asked[row]
-        if params.is_by_token:
-            states = torch.cat(self.states.pop(row))
-            vector = self._vectors(states, states.dtype)
-        return Pooled.of(finished(vector, params, self.pooling))
+    def _answers(self, rows: list[int], vectors: Floats) -> dict[int, Pooled]:
+        """Rows that ask for the same, most often all, are finished together."""
+        answers: dict[int, Pooled] = {}
+        ways: dict[tuple[object, ...], list[int]] = {}
+        for place, row in enumerate(rows):
+            params = self.asked[row]
+            if params.is_by_token:
+                states = torch.cat(self.states.pop(row))
+                found = self._vectors(states, states.dtype)
+                answers[row] = Pooled.of(finished(found, params, self.pooling))
+            else:
+                ways.setdefault((params.use_activation, params.dimensions), []).append(place)
+        for places in ways.values():
+            made = finished(vectors[places], self.asked[rows[places[0]]], self.pooling)
+            answers |= {rows[place]: Pooled.of(each) for place, each in zip(places, made, strict=True)}
+        return answers
 
     # ---- memory
 
