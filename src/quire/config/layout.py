@@ -118,7 +118,9 @@ def _useful(window: int | None, max_len: int) -> int | None:
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
-    """What each layer of a model keeps."""
+    """What each layer of a model keeps; an encoder's nothing."""
+    if facts.encoder is not None:
+        return (None,) * len(facts.layers)
     return tuple(_spec(facts, layer) for layer in facts.layers)
 
 

@@ -97,20 +97,21 @@ class PoolingRunner:
 
     def _forward(self, batch: Batch) -> Tensor:
         if self.plan_attention is not None:
-            self.plan_attention(batch)
+            for group in batch.groups:
+                self.plan_attention(group)
         out: Tensor = self.model(batch)
         return out
 
     def _batch(self, plan: StepPlan) -> Batch:
-        all_rows, sizes = self.all_rows, sizes_of(plan, 0)
+        all_rows, sizes = self.all_rows, sizes_of(plan, 0, len(self.all_rows.block_tables))
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         page = Page(memory, sizes)
         page.write(plan, all_rows)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
-        width = -(-int(seq_lens.max()) // all_rows.block_size)
-        tables = torch.from_numpy(all_rows.block_tables[plan.rows, :width]).to(self.device)
-        page.arrays["rows"][:] = np.arange(len(plan.rows))  # in `tables`
-        batch = batch_of(tensors(memory.to(self.device), sizes), tables, plan.num_tokens, seq_lens)
+        rows, width = int(plan.rows.max()) + 1, -(-int(seq_lens.max()) // all_rows.block_size)
+        tables = torch.from_numpy(np.ascontiguousarray(all_rows.block_tables[:, :rows, :width]))
+        sheet = tensors(memory.to(self.device), sizes)
+        batch = batch_of(sheet, tables.to(self.device), plan.num_tokens, seq_lens)
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
@@ -166,7 +167,7 @@ class PoolingRunner:
         """Of an encoder: each row has a block that holds nothing, and is promised another."""
         needs = self.needs(config, weights)
         log.info("Memory: %s, of which %s weights, and no cache", human(needs.total), human(needs.weights))
-        return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len)
+        return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len, num_tokens=0)
 
     @torch.inference_mode()
     def needs(self, config: EngineConfig, weights: int) -> Needs:
@@ -194,13 +195,14 @@ class PoolingRunner:
         """Sequences as long as they can be, that read the first block and write nothing."""
         lens = np.full(-(-num_tokens // max_len), max_len, np.int32)
         lens[-1] = num_tokens - int(lens[:-1].sum())
-        sizes = Sizes(num_tokens, len(lens), len(lens), 0)
+        groups, _, width = self.all_rows.block_tables.shape
+        sizes = Sizes(num_tokens, len(lens), len(lens), 0, groups)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         arrays = host_arrays(memory, sizes)
         blank(arrays, 0, 0, 0)
         np.cumsum(lens, out=arrays["query_starts"][1:])
         arrays["seq_lens"][:] = lens
-        tables = torch.zeros((1, self.all_rows.block_tables.shape[1]), dtype=torch.int32, device=self.device)
+        tables = torch.zeros((groups, 1, width), dtype=torch.int32, device=self.device)
         batch = batch_of(tensors(memory.to(self.device), sizes), tables, lens, lens)
         batch.token_types = torch.zeros_like(batch.token_ids)
         return batch

@@ -71,7 +71,7 @@ def modernbert(keys: Keys) -> ArchFacts:
         qkv_bias=biased,
         out_bias=biased,
         mlp_bias=keys.flag("mlp_bias"),
-        fused=True,
+        fused_gate_up=True,
     )
 
 
