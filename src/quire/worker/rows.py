@@ -23,6 +23,7 @@ class Rows:
         width = -(-max_len // block_size)
         self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
         """By group of layers; the row behind all others is padding."""
+        self.tables = list(self.block_tables)
         self.num_blocks: Ints = np.zeros(max_rows, np.int32)
         """In every group."""
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)

@@ -141,9 +141,9 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
         positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
     blocks, offsets = np.divmod(positions, all_rows.block_size)
     into["positions"][:num_tokens] = positions
-    for group, tables in enumerate(all_rows.block_tables):
+    for group, tables in enumerate(all_rows.tables):
         slots = into[slots_of(group)][:num_tokens]
-        slots[:] = tables[row_of_token, blocks].astype(np.int64) * all_rows.block_size
+        np.multiply(tables[row_of_token, blocks], all_rows.block_size, out=slots, dtype=np.int64)
         slots += offsets
     into["token_ids"][:num_tokens] = all_rows.tokens[row_of_token, positions]
     unknown = positions >= all_rows.num_known[row_of_token]
