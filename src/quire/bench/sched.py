@@ -113,12 +113,22 @@ def main() -> None:
         help="requests that decode in every step; one table each",
     )
     parser.add_argument("--num-steps", type=int, default=400)
+    parser.add_argument(
+        "--windows",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="how many tokens back each group of layers looks; 0: to the first",
+    )
     args = parser.parse_args()
+    windows = tuple(window or None for window in args.windows)
     for num_running in args.num_running:
         print(f"{num_running} running requests, {args.num_steps} decode steps; median milliseconds a step")
         print(f"{'overlapped':>10} {'prefix caching':>14} {'plan':>8} {'update':>8} {'both':>8} {'p99':>8}")
         for depth, prefix_caching in itertools.product((1, 2), (True, False)):
-            times = measure(num_running, args.num_steps, prefix_caching=prefix_caching, depth=depth) * 1e3
+            times = 1e3 * measure(
+                num_running, args.num_steps, prefix_caching=prefix_caching, depth=depth, windows=windows
+            )
             both = times.sum(axis=1)
             print(
                 f"{'yes' if depth > 1 else 'no':>10} {'on' if prefix_caching else 'off':>14} "
