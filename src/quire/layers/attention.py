@@ -22,8 +22,9 @@ class Caching(Protocol):
     def keeps(self) -> CacheSpec: ...
 
     def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
-        """Use these bytes from now on: a plane after the other, each with a page for each block, or for a
-        state [rows, bytes_per_row]. `group` is the one whose blocks are this layer's."""
+        """Use these bytes from now on: one plane after the other, each with a page for each block. For a
+        state [rows, bytes_per_row], the last row for padding; a sequence whose first token is computed starts
+        from nothing, whatever its row held. `group` is the one whose blocks are this layer's."""
 
 
 class PagedAttention(nn.Module):
