@@ -322,10 +322,11 @@ def test_the_ladder_ends_at_what_can_run(largest: int) -> None:
 
 
 def test_padding_reads_and_writes_nothing() -> None:
-    sizes = Sizes(4, 4, 4, 8)
+    sizes = Sizes(4, 4, 4, 8, groups=2)
     arrays = host_arrays(torch.full((bytes_of(sizes),), 7, dtype=torch.uint8), sizes)
     blank(arrays, 1, 9, 90)
-    assert arrays["slots"][1:].tolist() == [-1] * 3 and arrays["seq_lens"][1:].tolist() == [0] * 3
+    assert arrays["slots"][1:].tolist() == arrays["slots1"][1:].tolist() == [-1] * 3
+    assert arrays["seq_lens"][1:].tolist() == [0] * 3
     assert arrays["rows"][1:].tolist() == [9] * 3 and arrays["block_places"][2:].tolist() == [90] * 6
     assert arrays["query_starts"].tolist() == [0, 1, 2, 3, 4]
 
