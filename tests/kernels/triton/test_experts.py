@@ -109,7 +109,7 @@ def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
         assert len(set(row)) == 4 and set(row) <= set(range(12))
 
 
-@pytest.mark.parametrize("num", [1, 19])
+@pytest.mark.parametrize("num", [1, 3, 19])
 def test_product_and_route_in_one(num: int) -> None:
     """Of more numbers than a split has."""
     x, router, bias = random(num, 1112)[:, 8:] / 33, random(20, 1104), random(20)
@@ -125,7 +125,7 @@ def test_product_and_route_in_one(num: int) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("plan", "num"), zip([PLANS[0], *PLANS], [1, 3, 5, 40], strict=True), ids=str)
+@pytest.mark.parametrize(("plan", "num"), [*zip([PLANS[0], *PLANS], [1, 3, 5, 40], strict=True)], ids=str)
 def test_mixes_of_odd_sizes(plan: Plan, num: int, biased: bool) -> None:
     x, experts = random(num, 80)[:, 8:], layer(5, 72, 40, biased=biased)
     ids, weights = pairs(num, 3, 5)

@@ -24,8 +24,8 @@ from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "route"]
 
-_FEW, _CHUNK = 512, 4096
-"""Pairs that a program sorts, where there are few and where there are more."""
+_CHUNKS = 128, 512, 2048, 4096
+"""Pairs that a program sorts: as many as there are, or the most."""
 _SUMMED = 1024
 """Numbers of a token that a program sums."""
 _MOST_AHEAD = 256
@@ -178,8 +178,8 @@ def _sort(
 ) -> None:
     """Grid (experts, chunks): the pairs of an expert in a chunk go to their places, in their order.
 
-    Those of the first chunk also list the tiles of `HEIGHT` pairs: how many there are, and from 4 on of each the
-    expert, the first pair and the end. If `ALONE` there is one chunk, which nobody has counted.
+    Those of the first chunk also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
+    which nobody has counted.
     """
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at, bins = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BINS)
@@ -191,11 +191,10 @@ def _sort(
     else:
         totals = tl.zeros([BINS], tl.int32)
         before = tl.zeros([BINS], tl.int32)
-        for i in range(0, chunks, 16):
-            some = i + tl.arange(0, 16)[:, None]
-            rows = tl.load(counts + some * BINS + bins[None, :], mask=some < chunks, other=0)
-            totals += tl.sum(rows, 0)
-            before += tl.sum(tl.where(some < chunk, rows, 0), 0)
+        for i in range(chunks):
+            row = tl.load(counts + i * BINS + bins)
+            totals += row
+            before += tl.where(i < chunk, row, 0)
         earlier = tl.sum(tl.where(bins == expert, before, 0), 0)
     first = tl.sum(tl.where(bins < expert, totals, 0), 0)
     is_own = found == expert
@@ -375,10 +374,10 @@ def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Tensor, Tensor]:
-    """Pairs by expert [pairs]; how many tiles of `height` pairs of one expert there are, and from 4 on for each
-    its expert, its first pair and its end."""
+    """Pairs by expert [pairs]; how many tiles of up to `height` pairs of one expert there are, and from 4 on
+    the expert of each, its first pair, its end, and nothing."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
-    chunk = _FEW if num <= _FEW else _CHUNK
+    chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
     order = torch.empty(num, dtype=torch.int32, device=ids.device)
     work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
@@ -388,7 +387,7 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Te
         launch(_count, chunks)(counts, ids, num, CHUNK=chunk, BINS=bins, num_warps=8)
     launch(_sort, num_experts, chunks)(
         order, work, counts, ids, num, chunks, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
-        OVERLAP=ahead, launch_pdl=ahead, num_warps=chunk // 512,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(chunk // 256, 1), 8),
     )  # fmt: skip
     return order, work
 

@@ -1,6 +1,6 @@
 """Which experts a token goes to, on a GPU: `route` of `kernels/experts.py`, and the router's product with it.
 
-`_choose` splits the product along its length; the last split to finish adds them all and routes.
+For few tokens `_choose` spreads the rows of the router over programs, the last of which to finish routes.
 """
 
 import torch
@@ -11,14 +11,17 @@ from torch.nn import functional as F
 
 from quire.kernels.experts import Routing
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import arrivals_of, times, upright
+from quire.kernels.triton.matmul import LONGEST, Tiles, aligned, arrivals_of, has_room, multiply
 
-_MOST_CHOSEN = 256
+_FEW = 4
 """Up to so many tokens the router's product and the choice are one kernel."""
-_TOKENS, _NUMBERS = 16, 2**14
-"""Of a program: tokens, and numbers of the router."""
+_HELD = 4096
+"""Numbers of the router that a program of it has."""
+_TILES, _MOST_TILED = Tiles(16, 64, 128, 8, 4, 4), 256
+"""How more tokens are multiplied, and how many at most."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
-"""Where a score could not be."""
+"""Less than any score."""
+_TAKEN: tl.constexpr = tl.constexpr(-(2**31))
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -47,7 +50,7 @@ def _route(
 def _choose(
     ids: tl.tensor,
     weights: tl.tensor,
-    parts: tl.tensor,
+    logits: tl.tensor,
     x: tl.tensor,
     router: tl.tensor,
     router_bias: tl.tensor,
@@ -57,37 +60,35 @@ def _choose(
     num: tl.tensor,
     size: tl.tensor,
     stride: tl.tensor,
+    EXPERTS: tl.constexpr,
     BIASED: tl.constexpr,
     HOW: tl.constexpr,
     NUM: tl.constexpr,
+    ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM, SPLITS), where LENGTH * SPLITS >= size; `arrivals` is zero before and after."""
-    tile, split = tl.program_id(0), tl.program_id(1)
-    token, k = tile.to(tl.int64) * NUM + tl.arange(0, NUM), split * LENGTH + tl.arange(0, LENGTH)
-    expert, exists = _experts(HOW)
-    held = exists[:, None] & (k < size)[None, :]
-    w = tl.load(router + expert[:, None] * size + k[None, :], mask=held, other=0.0)
-    follow(OVERLAP)
-    known = (token < num)[:, None] & (k < size)[None, :]
-    a = tl.load(x + token[:, None] * stride + k[None, :], mask=known, other=0.0)
-    acc = upright(times(a, w, tl.zeros([expert.shape[0], NUM], tl.float32)), NUM)
-    if SPLITS > 1:
-        at = tl.arange(0, NUM)[:, None] * expert.shape[0] + tl.arange(0, expert.shape[0])[None, :]
-        own = parts + tile * SPLITS * NUM * expert.shape[0] + at
-        tl.store(own + split * NUM * expert.shape[0], acc)
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1) < SPLITS - 1:
-            return
-        tl.store(arrivals + tile, 0)
-        acc = tl.zeros_like(acc)
-        for i in tl.static_range(SPLITS):
-            acc += tl.load(own + i * NUM * expert.shape[0], cache_modifier=".cg")
+    """Grid (EXPERTS / ROWS) for up to `NUM` tokens; `arrivals` is zero before and after."""
+    n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    held = (n < EXPERTS)[:, None] & (k < size)[None, :]
+    w = tl.load(router + n[:, None] * size + k[None, :], mask=held, other=0.0)
+    offset = tl.zeros([ROWS], tl.float32)
     if BIASED:
-        acc += tl.load(router_bias + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
-    _pick(acc.to(x.dtype.element_ty), token, num, ids, weights, bias, scale, HOW)
+        offset += tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    for m in tl.static_range(NUM):
+        row = tl.load(x + m * stride + k, mask=k < tl.where(m < num, size, 0), other=0.0).to(tl.float32)
+        y = tl.sum(w.to(tl.float32) * row[None, :], 1) + offset
+        tl.store(logits + m * EXPERTS + n, y.to(logits.dtype.element_ty), mask=n < EXPERTS)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals, 1) < tl.num_programs(0) - 1:
+        return
+    tl.store(arrivals, 0)
+    token = tl.arange(0, NUM).to(tl.int64)
+    expert, exists = _experts(HOW)
+    at = logits + token[:, None] * EXPERTS + expert[None, :]
+    values = tl.load(at, mask=exists[None, :], other=0.0, cache_modifier=".cg")
+    _pick(values, token, num, ids, weights, bias, scale, HOW)
 
 
 @triton.jit
@@ -131,12 +132,14 @@ def _pick(
     choice = tl.where(exists[None, :], choice, -float("inf"))
     if HOW[6] > 1:
         choice = _in_best_groups(choice, HOW[4], HOW[5], HOW[8], HOW[9])
-    at = tl.arange(0, HOW[4] * HOW[5])[None, :]
-    rank = tl.full(choice.shape, -1, tl.int32)
+    # as whole numbers of the same order, whose largest the hardware finds at once
+    bits = choice.to(tl.int32, bitcast=True)
+    keys = tl.where(exists[None, :], bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN)
+    at, rank = tl.arange(0, HOW[4] * HOW[5])[None, :], tl.full(keys.shape, -1, tl.int32)
     for i in tl.static_range(TOP):
-        best = at == tl.argmax(choice, 1)[:, None]
+        best = at == tl.min(tl.where(keys == tl.max(keys, 1)[:, None], at, HOW[4] * HOW[5]), 1)[:, None]
         rank = tl.where(best, i, rank)
-        choice = tl.where(best, -float("inf"), choice)
+        keys = tl.where(best, _TAKEN, keys)
     if RENORMALIZED:
         scores /= tl.sum(tl.where(rank >= 0, scores, 0.0), 1)[:, None]
     place, chosen = token[:, None] * TOP + rank, (rank >= 0) & (token < num)[:, None]
@@ -170,10 +173,10 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     num, size = logits.shape
     ids, weights = _results(num, routing, logits.device)
     if num:
-        ahead, few = overlap(num, size), 4
-        launch(_route, triton.cdiv(num, few))(
+        ahead = overlap(num, size)
+        launch(_route, num)(
             ids, weights, logits, logits if bias is None else bias, routing.scale, num, logits.stride(0),
-            HOW=_how(routing, size, bias), NUM=few, OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
+            HOW=_how(routing, size, bias), NUM=1, OVERLAP=ahead, launch_pdl=ahead, num_warps=1,
         )  # fmt: skip
     return ids, weights
 
@@ -186,19 +189,22 @@ def choose(
     router_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` of x R^T + b for x [T, hidden] and R [experts, hidden]."""
-    num, size = x.shape
-    if not 0 < num <= _MOST_CHOSEN or x.dtype != router.dtype or x.dtype == torch.float32:
+    (num, size), experts = x.shape, len(router)
+    length = triton.next_power_of_2(size)
+    if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= _MOST_TILED:
         return route(F.linear(x.to(router.dtype), router, router_bias), routing, bias)
+    if num > _FEW or length > LONGEST:
+        tiled = aligned(x) and aligned(router) and has_room()
+        logits = multiply(x, router, router_bias, _TILES) if tiled else F.linear(x, router, router_bias)
+        return route(logits, routing, bias)
     ids, weights = _results(num, routing, x.device)
-    how = _how(routing, len(router), bias)
-    columns = how[4] * how[5]
-    length = max(_NUMBERS // columns, 16)
-    tiles, splits, ahead = triton.cdiv(num, _TOKENS), triton.cdiv(size, length), overlap(num, size)
-    parts = torch.empty(tiles * splits * _TOKENS * columns, dtype=torch.float32, device=x.device)
-    launch(_choose, tiles, splits)(
-        ids, weights, parts, x, router, x if router_bias is None else router_bias, x if bias is None else bias,
-        arrivals_of(x.device), routing.scale, num, size, x.stride(0), BIASED=router_bias is not None, HOW=how,
-        NUM=_TOKENS, LENGTH=length, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
+    ahead, rows, few = overlap(num, size), max(_HELD // length, 1), triton.next_power_of_2(num)
+    logits = torch.empty(few, experts, dtype=x.dtype, device=x.device)
+    launch(_choose, triton.cdiv(experts, rows))(
+        ids, weights, logits, x, router, x if router_bias is None else router_bias,
+        x if bias is None else bias, arrivals_of(x.device), routing.scale, num, size, x.stride(0),
+        EXPERTS=experts, BIASED=router_bias is not None, HOW=_how(routing, experts, bias), NUM=few, ROWS=rows,
+        LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=max(length // 4096, 1),
     )  # fmt: skip
     return ids, weights
 
@@ -210,8 +216,7 @@ def _results(num: int, routing: Routing, device: torch.device) -> tuple[Tensor, 
 
 def _how(routing: Routing, experts: int, bias: Tensor | None) -> tuple[int, ...]:
     """What a kernel is compiled for: experts per token, sigmoid, renormalized, biased; groups and the size of
-    one in powers of two, and as they are; how many groups are taken, and how many experts say what one is worth.
-    """
+    one in powers of two, and as they are; groups that are taken, and experts that say what one is worth."""
     top, scoring, renormalized, _, groups, top_groups, group_best = routing
     size, columns = experts // groups, triton.next_power_of_2(groups)
     wide = max(triton.next_power_of_2(size), 16 // columns)
