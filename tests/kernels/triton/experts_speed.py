@@ -36,9 +36,9 @@ class Layer(NamedTuple):
 
 
 def layers(weights: list[ExpertWeights], num: int) -> list[Layer]:
-    """More of them for few tokens, which choose others each time."""
+    """As many as a model has where a layer is quick: a graph itself takes some microseconds."""
     made = []
-    for i in range(max(LAYERS, 16 // num)):
+    for i in range(48 if num <= 8 else 16 if num <= 512 else LAYERS):
         router, x = random(EXPERTS, HIDDEN), 50 * random(num, HIDDEN)
         ids = torch.rand(num, EXPERTS, device="cuda").topk(TOP).indices.to(torch.int32)
         made.append(Layer(weights[i % LAYERS], router, x, ids, torch.rand(num, TOP, device="cuda")))

@@ -111,7 +111,6 @@ def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
 
 @pytest.mark.parametrize("num", [1, 3, 19])
 def test_product_and_route_in_one(num: int) -> None:
-    """Of more numbers than a split has."""
     x, router, bias = random(num, 1112)[:, 8:] / 33, random(20, 1104), random(20)
     routing = Routing(3, scoring="sigmoid", renormalized=True)
     for router_bias, choice_bias in itertools.product([None, random(20)], [None, bias]):
@@ -159,9 +158,9 @@ def test_an_expert_that_all_want_and_no_token_at_all() -> None:
     assert mix(x[:0], ids[:0], weights[:0], experts, "silu").shape == (0, 32)
 
 
-@pytest.mark.parametrize(("num", "top", "experts"), [(1, 1, 1), (11, 3, 7), (300, 4, 20), (2100, 4, 9)])
+@pytest.mark.parametrize(("num", "top", "experts"), [(1, 1, 1), (11, 3, 7), (300, 4, 20), (6000, 4, 5)])
 def test_sorting(num: int, top: int, experts: int) -> None:
-    """The last of these in chunks."""
+    """The last of these in six chunks, two of them for a program."""
     ids, _ = pairs(num, top, experts)
     order, work = sort(ids, experts, 16, ahead=False)
     assert torch.equal(order.long(), ids.flatten().sort(stable=True).indices)

@@ -19,13 +19,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import empty, has_room, tiled, times, upright
+from quire.kernels.triton.matmul import LONGEST, empty, has_room, tiled, times, upright
 from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "route"]
 
 _CHUNKS = 128, 512, 2048, 4096
-"""Pairs that a program sorts: as many as there are, or the most."""
+"""Pairs that a program sorts at a time: as many as there are, or the most."""
+_SPANS = 4
+"""Programs for an expert, where there are many."""
 _SUMMED = 1024
 """Numbers of a token that a program sums."""
 _MOST_AHEAD = 256
@@ -162,7 +164,7 @@ def _count(
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num))
 
 
-@triton.jit(do_not_specialize=["num", "chunks"])
+@triton.jit(do_not_specialize=["num", "chunks", "span"])
 def _sort(
     order: tl.tensor,
     work: tl.tensor,
@@ -170,36 +172,36 @@ def _sort(
     ids: tl.tensor,
     num: tl.tensor,
     chunks: tl.tensor,
+    span: tl.tensor,
     HEIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (experts, chunks): the pairs of an expert in a chunk go to their places, in their order.
+    """Grid (experts, chunks / span): the pairs of an expert in `span` chunks go to their places, in their order.
 
-    Those of the first chunk also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
+    Those of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
     which nobody has counted.
     """
-    expert, chunk = tl.program_id(0), tl.program_id(1)
-    at, bins = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, BINS)
+    expert, chunk, bins = tl.program_id(0), tl.program_id(1) * span, tl.arange(0, BINS)
     follow(OVERLAP)
-    found = tl.load(ids + at, mask=at < num, other=-1)
+    totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     if ALONE:
-        totals = tl.histogram(found, BINS, mask=at < num)
-        earlier = 0
+        at = tl.arange(0, CHUNK)
+        totals += tl.histogram(tl.load(ids + at, mask=at < num, other=0), BINS, mask=at < num)
     else:
-        totals = tl.zeros([BINS], tl.int32)
-        before = tl.zeros([BINS], tl.int32)
         for i in range(chunks):
             row = tl.load(counts + i * BINS + bins)
             totals += row
             before += tl.where(i < chunk, row, 0)
-        earlier = tl.sum(tl.where(bins == expert, before, 0), 0)
     first = tl.sum(tl.where(bins < expert, totals, 0), 0)
-    is_own = found == expert
-    place = first + earlier + tl.cumsum(is_own.to(tl.int32), 0) - 1
-    tl.store(order + place, at, mask=is_own)
+    place = first + tl.sum(tl.where(bins == expert, before, 0), 0)
+    for i in range(chunk, tl.minimum(chunk + span, chunks)):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        is_own = (tl.load(ids + at, mask=at < num, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
+        place += tl.sum(is_own, 0)
     if chunk == 0:
         tiles = tl.cdiv(totals, HEIGHT)
         own = tl.sum(tl.where(bins == expert, totals, 0), 0)
@@ -385,8 +387,9 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Te
     if chunks > 1:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
         launch(_count, chunks)(counts, ids, num, CHUNK=chunk, BINS=bins, num_warps=8)
-    launch(_sort, num_experts, chunks)(
-        order, work, counts, ids, num, chunks, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
+    span = triton.cdiv(chunks, _SPANS)
+    launch(_sort, num_experts, triton.cdiv(chunks, span))(
+        order, work, counts, ids, num, chunks, span, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
         OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(chunk // 256, 1), 8),
     )  # fmt: skip
     return order, work
@@ -433,10 +436,11 @@ def plan_of(num_pairs: int, top: int, num_experts: int, hidden: int, inner: int,
 
     As measured on an H200 in graphs of layers with different weights: docs/performance.md has the table.
     """
-    long, short = triton.next_power_of_2(hidden), triton.next_power_of_2(inner)
-    held = triton.next_power_of_2(top) * short
-    if num_pairs <= 2 * top and long <= 16384 and held <= 2**15 or hidden % 8 or inner % 8:
-        return Rows(max(8192 // long, 1), max(2**14 // held, 1), 8, 4)
+    length = triton.next_power_of_2(hidden)
+    held = triton.next_power_of_2(top) * triton.next_power_of_2(inner)
+    if num_pairs <= 3 * top and length <= LONGEST and held <= 2**15 or hidden % 8 or inner % 8:
+        warps = 4 if length <= 4096 else 8, 4 if held <= 2**14 else 8
+        return Rows(max(2048 // length, 1), max(2**14 // held, 1), *warps)
     mean = num_pairs / num_experts
     height = 16 if mean <= 10 else 32 if mean <= 24 else 64 if mean <= 96 else 128
     if dtype == torch.float32:

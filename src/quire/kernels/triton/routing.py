@@ -1,6 +1,6 @@
 """Which experts a token goes to, on a GPU: `route` of `kernels/experts.py`, and the router's product with it.
 
-For few tokens `_choose` spreads the rows of the router over programs, the last of which to finish routes.
+For one token `_choose` spreads the rows of the router over programs, the last of which to finish routes.
 """
 
 import torch
@@ -13,10 +13,8 @@ from quire.kernels.experts import Routing
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, Tiles, aligned, arrivals_of, has_room, multiply
 
-_FEW = 4
-"""Up to so many tokens the router's product and the choice are one kernel."""
 _HELD = 4096
-"""Numbers of the router that a program of it has."""
+"""Numbers of the router that a program of `_choose` has."""
 _TILES, _MOST_TILED = Tiles(16, 64, 128, 8, 4, 4), 256
 """How more tokens are multiplied, and how many at most."""
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
@@ -46,7 +44,7 @@ def _route(
     _pick(values, token, num, ids, weights, bias, scale, HOW)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def _choose(
     ids: tl.tensor,
     weights: tl.tensor,
@@ -57,38 +55,34 @@ def _choose(
     bias: tl.tensor,
     arrivals: tl.tensor,
     scale: tl.tensor,
-    num: tl.tensor,
     size: tl.tensor,
-    stride: tl.tensor,
     EXPERTS: tl.constexpr,
     BIASED: tl.constexpr,
     HOW: tl.constexpr,
-    NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (EXPERTS / ROWS) for up to `NUM` tokens; `arrivals` is zero before and after."""
+    """Grid (EXPERTS / ROWS); `arrivals` is zero before and after."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     held = (n < EXPERTS)[:, None] & (k < size)[None, :]
     w = tl.load(router + n[:, None] * size + k[None, :], mask=held, other=0.0)
-    offset = tl.zeros([ROWS], tl.float32)
     if BIASED:
-        offset += tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
+        offset = tl.load(router_bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     follow(OVERLAP)
-    for m in tl.static_range(NUM):
-        row = tl.load(x + m * stride + k, mask=k < tl.where(m < num, size, 0), other=0.0).to(tl.float32)
-        y = tl.sum(w.to(tl.float32) * row[None, :], 1) + offset
-        tl.store(logits + m * EXPERTS + n, y.to(logits.dtype.element_ty), mask=n < EXPERTS)
+    row = tl.load(x + k, mask=k < size, other=0.0).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * row[None, :], 1)
+    if BIASED:
+        y += offset
+    tl.store(logits + n, y.to(logits.dtype.element_ty), mask=n < EXPERTS)
     tl.debug_barrier()
     if tl.atomic_add(arrivals, 1) < tl.num_programs(0) - 1:
         return
     tl.store(arrivals, 0)
-    token = tl.arange(0, NUM).to(tl.int64)
+    token = tl.zeros([1], tl.int64)
     expert, exists = _experts(HOW)
-    at = logits + token[:, None] * EXPERTS + expert[None, :]
-    values = tl.load(at, mask=exists[None, :], other=0.0, cache_modifier=".cg")
-    _pick(values, token, num, ids, weights, bias, scale, HOW)
+    values = tl.load(logits + expert, mask=exists, other=0.0, cache_modifier=".cg")
+    _pick(values[None, :], token, 1, ids, weights, bias, scale, HOW)
 
 
 @triton.jit
@@ -193,18 +187,18 @@ def choose(
     length = triton.next_power_of_2(size)
     if x.dtype != router.dtype or x.dtype == torch.float32 or not 0 < num <= _MOST_TILED:
         return route(F.linear(x.to(router.dtype), router, router_bias), routing, bias)
-    if num > _FEW or length > LONGEST:
+    if num > 1 or length > LONGEST:
         tiled = aligned(x) and aligned(router) and has_room()
         logits = multiply(x, router, router_bias, _TILES) if tiled else F.linear(x, router, router_bias)
         return route(logits, routing, bias)
     ids, weights = _results(num, routing, x.device)
-    ahead, rows, few = overlap(num, size), max(_HELD // length, 1), triton.next_power_of_2(num)
-    logits = torch.empty(few, experts, dtype=x.dtype, device=x.device)
+    ahead, rows = overlap(num, size), max(_HELD // length, 1)
     launch(_choose, triton.cdiv(experts, rows))(
-        ids, weights, logits, x, router, x if router_bias is None else router_bias,
-        x if bias is None else bias, arrivals_of(x.device), routing.scale, num, size, x.stride(0),
-        EXPERTS=experts, BIASED=router_bias is not None, HOW=_how(routing, experts, bias), NUM=few, ROWS=rows,
-        LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=max(length // 4096, 1),
+        ids, weights, torch.empty(experts, dtype=x.dtype, device=x.device), x, router,
+        x if router_bias is None else router_bias, x if bias is None else bias, arrivals_of(x.device),
+        routing.scale, size, EXPERTS=experts, BIASED=router_bias is not None,
+        HOW=_how(routing, experts, bias), ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=max(length // 4096, 1),
     )  # fmt: skip
     return ids, weights
 
