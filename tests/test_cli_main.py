@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from oracle import make_tiny, write_gguf
+from gguf_files import write_gguf
+from oracle import make_tiny
 from tiny_text import CHATML, TextModel, text_model
 
 import quire

@@ -100,6 +100,49 @@ def test_missing_tensors_are_counted_and_the_first_named(tiny: tuple[Path, Any])
         load_tiny(tiny[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("cohere", "model.layers.1.input_layernorm.weight"),
+        ("glm4", "model.layers.1.post_mlp_layernorm.weight"),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight"),
+        ("olmo2", "model.layers.1.self_attn.k_norm.weight"),
+        ("opt", "model.decoder.embed_positions.weight"),
+    ],
+)
+def test_what_other_families_lack_or_have_too_much_of_is_named(
+    family: str,
+    name: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    path, _ = make_tiny(family, tmp_path)
+    rewrite(path, lambda tensors: tensors.update({f"{name}.extra": torch.zeros(2)}))
+    load_tiny(path)
+    assert f"1 weights are not used: {name}.extra" in caplog.text
+    rewrite(path, lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
+    with pytest.raises(ConfigError, match=rf"{name} has the shape"):
+        load_tiny(path)
+    rewrite(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the .*{name}"):
+        load_tiny(path)
+
+
+def test_a_checkpoint_of_the_body_alone_is_read(tmp_path: Path) -> None:
+    """GPT-2 as it was published: without the name of the body in front, and with its causal mask."""
+    path, hf_model = make_tiny("gpt2", tmp_path, tie_word_embeddings=True)
+
+    def published(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+
+    rewrite(path, published)
+    assert_same_logits(path, hf_model)
+
+
 def test_a_wrong_shape_is_named_with_both(tiny: tuple[Path, Any]) -> None:
     """A shape that would broadcast into place without an error."""
     name = "model.layers.0.mlp.down_proj.weight"

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged, write_gguf
+from gguf_files import CONVERSIONS, make_tiny_gguf
+from oracle import load_tiny, random_prompts, run_hf, run_paged
 
+from quire.config.families import GGUF_FAMILIES
 from quire.config.gguf import GGUFFile
 from quire.errors import ConfigError
 from quire.loader import gguf as loader_gguf
@@ -20,19 +22,39 @@ STEPS = [[9, 5], [1, 4], [7, 1]]
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logits_match_the_model_it_was_written_from(family: str, kind: str, tmp_path: Path) -> None:
     """A wrong name, a block read wrongly, Llama's rows left interleaved (or Qwen's taken apart)."""
-    _, hf_model = make_tiny(family, tmp_path)
-    path = write_gguf(tmp_path / "m.gguf", hf_model, kind)
+    path, hf_model = make_tiny_gguf(family, tmp_path, kind)
     prompts = random_prompts(17, 10)
     for ours, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
         torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", CONVERSIONS)
+def test_every_architecture_as_its_converter_writes_it(family: str, tmp_path: Path) -> None:
+    """A wrong name or key, norms with a 1 too many, rows or weights turned the wrong way."""
+    path, hf_model = make_tiny_gguf(family, tmp_path)
+    prompts = random_prompts(17, 10)
+    for ours, ids in zip(run_paged(load_tiny(path), prompts, STEPS), prompts, strict=True):
+        torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_every_architecture_of_the_format_has_a_file_to_be_compared_with() -> None:
+    """One that is read, and never was."""
+    assert set(GGUF_FAMILIES) == {made.architecture or name for name, made in CONVERSIONS.items()}
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi3"])
+def test_packed_weights_of_fused_and_reordered_layers(family: str, tmp_path: Path) -> None:
+    path, hf_model = make_tiny_gguf(family, tmp_path, "Q8_0")
+    ids = random_prompts(12)[0]
+    ours = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
+    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=0.2, rtol=0.1)
 
 
 @pytest.mark.parametrize(
     "overrides", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}]
 )
 def test_tied_and_biased_files(overrides: dict[str, Any], tmp_path: Path) -> None:
-    _, hf_model = make_tiny("llama", tmp_path, **overrides)
-    path = write_gguf(tmp_path / "m.gguf", hf_model)
+    path, hf_model = make_tiny_gguf("llama", tmp_path, **overrides)
     ids = random_prompts(12)[0]
     ours = run_paged(load_tiny(path), [ids], [[12]])[0]
     torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
@@ -40,8 +62,7 @@ def test_tied_and_biased_files(overrides: dict[str, Any], tmp_path: Path) -> Non
 
 def test_large_tensors_are_unpacked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece that is lost or put in the wrong place, also across interleaved rows."""
-    _, hf_model = make_tiny("llama", tmp_path)
-    path = write_gguf(tmp_path / "m.gguf", hf_model, "Q8_0")
+    path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
     whole = load_tiny(path).state_dict()
     monkeypatch.setattr(loader_gguf, "_CHUNK_WEIGHTS", 64 * 7)
     pieces = load_tiny(path).state_dict()
@@ -49,8 +70,7 @@ def test_large_tensors_are_unpacked_piece_by_piece(tmp_path: Path, monkeypatch: 
 
 
 def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, hf_model = make_tiny("llama", tmp_path)
-    path = write_gguf(tmp_path / "m.gguf", hf_model, "Q8_0")
+    path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
 
     def refuse(data: np.ndarray, kind: Any) -> np.ndarray:
         raise NotImplementedError(kind)
@@ -63,8 +83,7 @@ def test_a_type_that_cannot_be_unpacked_is_named(tmp_path: Path, monkeypatch: py
 def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, hf_model = make_tiny("llama", tmp_path)
-    path = write_gguf(tmp_path / "m.gguf", hf_model)
+    path, _ = make_tiny_gguf("llama", tmp_path)
     init = GGUFFile.__init__
 
     def without_one(self: GGUFFile, path: Path) -> None:
@@ -77,15 +96,16 @@ def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("stored", "name"),
+    ("stored", "name", "architecture"),
     [
-        ("blk.12.attn_k.bias", "model.layers.12.self_attn.k_proj.bias"),
-        ("blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("output.weight", "lm_head.weight"),
-        ("rope_freqs.weight", "rope_freqs.weight"),
-        ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_exps.weight"),
+        ("blk.12.attn_k.bias", "model.layers.12.self_attn.k_proj.bias", "LlamaForCausalLM"),
+        ("blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight", "LlamaForCausalLM"),
+        ("output_norm.weight", "model.norm.weight", "LlamaForCausalLM"),
+        ("output.weight", "lm_head.weight", "LlamaForCausalLM"),
+        ("blk.0.ffn_up.bias", "transformer.h.0.mlp.c_fc.bias", "GPT2LMHeadModel"),
+        ("rope_freqs.weight", "rope_freqs.weight", "LlamaForCausalLM"),
+        ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_exps.weight", "LlamaForCausalLM"),
     ],
 )
-def test_names(stored: str, name: str) -> None:
-    assert hf_name(stored) == name
+def test_names(stored: str, name: str, architecture: str) -> None:
+    assert hf_name(stored, architecture) == name

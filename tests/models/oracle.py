@@ -18,23 +18,6 @@ from quire.models.causal_lm import CausalLM
 
 BLOCK_SIZE = 4
 MAX_ROWS = 8
-_GGUF_NAMES = {
-    "model.layers.": "blk.",
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]:
@@ -151,52 +134,3 @@ def run_hf(hf_model: Any, ids: list[int]) -> Tensor:
 def random_prompts(*lengths: int, vocab: int = 128) -> list[list[int]]:
     rng = np.random.default_rng(3)
     return [rng.integers(3, vocab, length).tolist() for length in lengths]
-
-
-def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
-    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
-    from gguf import GGUFWriter
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    config = hf_model.config
-    arch = config.model_type
-    writer = GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, parameter in hf_model.named_parameters():
-        values = parameter.detach().numpy()
-        packed_as = GGMLQuantizationType["F32" if values.ndim == 1 else kind]
-        # Rows are packed one by one, so that moving rows and packing them can be done in any order.
-        rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
-        parameter.data.copy_(torch.from_numpy(rounded))
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            values = _interleave(values, heads)
-        writer.add_tensor(_gguf_name(name), quantize(values, packed_as), raw_dtype=packed_as)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _interleave(values: Any, heads: int) -> Any:
-    """What the converter of llama.cpp does to the query and key rows of a Llama."""
-    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)
-
-
-def _gguf_name(name: str) -> str:
-    for theirs, ours in _GGUF_NAMES.items():
-        name = name.replace(theirs, ours)
-    return name

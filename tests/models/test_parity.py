@@ -9,6 +9,7 @@ from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from zoo import ZOO, rope
 
 from quire.config.families import FAMILIES
+from quire.config.model import read_checkpoint
 from quire.models import MODELS
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +46,14 @@ def test_a_token_at_a_time_is_the_same_as_all_at_once(tmp_path: Path) -> None:
     steps = [[int(step < 6), 1] for step in range(11)]
     for ours, ids in zip(run_paged(load_tiny(path), prompts, steps), prompts, strict=True):
         torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ZOO)
+def test_overrides_change_any_config(architecture: str, tmp_path: Path) -> None:
+    """A reader that takes a size from somewhere else."""
+    path, _ = make_tiny(architecture, tmp_path)
+    facts = read_checkpoint(path, {"vocab_size": 77, "tie_word_embeddings": True}).facts
+    assert (facts.vocab, facts.tied) == (77, True)
 
 
 def test_every_architecture_that_is_read_has_a_model_and_is_in_the_zoo() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged, write_gguf
+from gguf_files import write_gguf
+from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from torch import nn
 
 from quire.kernels import native

@@ -79,7 +79,7 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
     return facts
 
 
-def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int) -> RopeFacts:
+def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
     kind = arch.get("rope.scaling.type") or "none"
     if kind not in ("none", "linear", "yarn"):
         raise arch.wrong("rope.scaling.type", "none, linear or yarn (no other is supported)")
@@ -91,26 +91,40 @@ def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int) -> RopeFacts:
     if kind == "yarn" and arch.get("rope.scaling.attn_factor") is not None:
         attention_factor = arch.number("rope.scaling.attn_factor") * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     dim = arch.size("rope.dimension_count", head_dim)
-    factors: tuple[float, ...] = ()
-    if tensor := file.tensors.get("rope_freqs.weight"):
-        if tensor.type != "F32" or tensor.shape != (dim // 2,):
-            raise ConfigError(
-                f"{file.path}: rope_freqs.weight is {tensor.type} {tensor.shape}, expected F32 ({dim // 2},)"
-            )
-        kind, factors = "factors", tuple(file.raw("rope_freqs.weight").view(np.float32).tolist())
+    factors = _gguf_factors(file, "rope_freqs", dim)
+    long_factors = _gguf_factors(file, "rope_factors_long", dim)
+    if factors:
+        kind = "factors"
+    elif long_factors:
+        kind, factors = "longrope", _gguf_factors(file, "rope_factors_short", dim) or long_factors
+        attention_factor = arch.number("rope.scaling.attn_factor", 1.0)
     max_len = arch.size("context_length", FALLBACK_MAX_LEN)
     facts = RopeFacts(
         theta=arch.number("rope.freq_base", 10000.0),
         dim=dim,
         max_len=max_len,
         kind="default" if kind == "none" else kind,
+        pairs=pairs,
         factor=factor,
         original_max_len=arch.size("rope.scaling.original_context_length", max_len),
         attention_factor=attention_factor,
         factors=factors,
+        long_factors=long_factors,
     )
     _check_rope(arch.source, facts, head_dim)
     return facts
+
+
+def _gguf_factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
+    """The numbers of a tensor for half of `dim` frequencies; none if there is no such tensor."""
+    tensor = file.tensors.get(f"{name}.weight")
+    if tensor is None:
+        return ()
+    if tensor.type != "F32" or tensor.shape != (dim // 2,):
+        raise ConfigError(
+            f"{file.path}: {name}.weight is {tensor.type} {tensor.shape}, expected F32 ({dim // 2},)"
+        )
+    return tuple(file.raw(tensor.name).view(np.float32).tolist())
 
 
 def longest(rope: RopeFacts) -> int:

@@ -16,12 +16,11 @@ from quire.errors import ConfigError
 from quire.quant.gguf import choose
 from quire.quant.method import LinearMethod
 
-_TOP = {
+_NAMES = {
+    "blk": "model.layers",
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-}
-_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -34,8 +33,36 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_TOP_NAME = re.compile(r"(\w+)\.(weight|bias)")
+_OTHER_NAMES: dict[str, dict[str, str]] = {
+    "GPT2LMHeadModel": {
+        "blk": "transformer.h",
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    "Glm4ForCausalLM": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "Olmo2ForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "SeedOssForCausalLM": {"post_attention_norm": "post_attention_layernorm"},
+    "Starcoder2ForCausalLM": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+"""By architecture: what it calls otherwise."""
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_INTERLEAVED = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
+"""Whose files have the two halves of each query and key head in turns, for a rotation of neighbours."""
 
 # Unpacked at a time, so that a large embedding does not exist in float32 as a whole.
 _CHUNK_WEIGHTS = 1 << 24
@@ -49,7 +76,7 @@ class GGUFSource:
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
         self._facts = checkpoint.facts
-        self._stored = {hf_name(name): name for name in self._file.tensors}
+        self._stored = {hf_name(name, checkpoint.facts.architecture): name for name in self._file.tensors}
         self._num_read = 0
 
     def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
@@ -111,21 +138,19 @@ def _is_packed(target: Tensor | None) -> bool:
     return target is not None and target.dtype == torch.uint8
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, architecture: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays."""
-    if (match := _LAYER_NAME.fullmatch(name)) and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
-    if (match := _TOP_NAME.fullmatch(name)) and match[1] in _TOP:
-        return f"{_TOP[match[1]]}.{match[2]}"
-    return name
+    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in names:
+        return name
+    layer = "" if match[1] is None else f"{names['blk']}.{match[1]}."
+    return f"{layer}{names[match[2]]}.{match[3]}"
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
-    """The stored rows in the order that the model wants them; None: as they are.
-
-    Llama files interleave the two halves of each query and key head, for a rotation of neighbouring pairs.
-    """
-    if facts.architecture != "LlamaForCausalLM" or not re.search(r"self_attn\.[qk]_proj\.", name):
+    """The stored rows in the order that the model wants them; None: as they are."""
+    if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):
         return None
     heads = facts.heads if ".q_proj." in name else facts.kv_heads
     return np.arange(num_rows).reshape(heads, num_rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -77,7 +77,18 @@ FAMILIES = {
     "ModernBertModel": Family("modernbert", encoder.modernbert),
 }
 GGUF_FAMILIES = {
+    "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
+    "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
+    "glm4": GGUFFamily("Glm4ForCausalLM", gguf.glm4),
+    "gpt2": GGUFFamily("GPT2LMHeadModel", gguf.gpt2),
+    "granite": GGUFFamily("GraniteForCausalLM", gguf.granite),
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
+    "nemotron": GGUFFamily("NemotronForCausalLM", gguf.nemotron),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", gguf.olmo2),
+    "phi3": GGUFFamily("Phi3ForCausalLM", gguf.phi3),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.qwen2),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", gguf.qwen3),
+    "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
+    "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.starcoder2),
 }

@@ -1,17 +1,27 @@
 """Decoders as GGUF headers describe them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.config.families.decoder import check_heads, longest_of
+from quire.config.families.decoder import Windows, check_heads, longest_of
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
-from quire.config.rope import read_gguf_rope
+from quire.config.rope import FALLBACK_MAX_LEN, read_gguf_rope
 from quire.errors import ConfigError
 
 
-def gguf_decoder(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
-    """Llama, but for what `facts` say."""
+def gguf_decoder(
+    file: GGUFFile,
+    arch: Keys,
+    *,
+    windows: Windows | None = None,
+    layers: tuple[LayerFacts, ...] | None = None,
+    turning: Sequence[bool] | None = None,
+    pairs: bool = False,
+    **facts: Any,
+) -> ArchFacts:
+    """Llama, but for what `facts` say; the rest as for `decoder`."""
     hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
     kv_heads = arch.size("attention.head_count_kv", heads)
     if arch.get("attention.key_length") is None and hidden % heads:
@@ -21,9 +31,14 @@ def gguf_decoder(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
         raise arch.wrong("attention.value_length", f"attention.key_length, {head_dim}")
     check_heads(arch.source, heads, kv_heads)
     embedding = file.tensors.get("token_embd.weight")
-    layers = facts.pop("layers", None)
     if layers is None:
-        layers = (LayerFacts(read_gguf_rope(file, arch, head_dim)),) * arch.size("block_count")
+        windows = windows or (None,) * arch.size("block_count")
+        turning = turning or [True] * len(windows)
+        rope = read_gguf_rope(file, arch, head_dim, pairs=pairs) if any(turning) else None
+        layers = tuple(
+            LayerFacts(rope if turns else None, window)
+            for window, turns in zip(windows, turning, strict=True)
+        )
     base: dict[str, Any] = {
         "architecture": "",
         "vocab": embedding.shape[0] if embedding and embedding.shape else arch.size("vocab_size"),
@@ -38,7 +53,7 @@ def gguf_decoder(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "max_len": longest_of(layers),
+        "max_len": longest_of(layers) or arch.size("context_length", FALLBACK_MAX_LEN),
     }
     return ArchFacts(**(base | facts))
 
@@ -55,3 +70,85 @@ def qwen2(file: GGUFFile, arch: Keys) -> ArchFacts:
 
 def qwen3(file: GGUFFile, arch: Keys) -> ArchFacts:
     return gguf_decoder(file, arch, qk_norm="head")
+
+
+def smollm3(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Every fourth layer does not turn its heads; files do not say so."""
+    return gguf_decoder(file, arch, turning=_three_of_four(arch))
+
+
+def granite(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(
+        file,
+        arch,
+        embed_scale=arch.number("embedding_scale", 1.0),
+        residual_scale=arch.number("residual_scale", 1.0),
+        attention_scale=arch.optional_number("attention.scale"),
+        logit_scale=1 / arch.number("logit_scale", 1.0),
+    )
+
+
+def phi3(file: GGUFFile, arch: Keys) -> ArchFacts:
+    window = arch.get("attention.sliding_window") or None  # 0: there is none
+    windows = (window,) * arch.size("block_count")
+    return gguf_decoder(file, arch, fused_qkv=True, fused_gate_up=True, windows=windows)
+
+
+def glm4(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(file, arch, pairs=True, fused_gate_up=True)
+
+
+def olmo2(file: GGUFFile, arch: Keys) -> ArchFacts:
+    if arch.get("attention.sliding_window"):
+        raise arch.wrong("attention.sliding_window", "none: OLMo 3 is not supported in this format")
+    return gguf_decoder(file, arch, qk_norm="all")
+
+
+def cohere(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
+    if "blk.0.attn_q_norm.weight" in file.tensors:
+        raise ConfigError(f"{file.path}: norms of queries and keys (attn_q_norm) are not supported")
+    return gguf_decoder(
+        file,
+        arch,
+        pairs=True,
+        norm="layer",
+        norm_eps=arch.number("attention.layer_norm_epsilon"),
+        logit_scale=arch.number("logit_scale", 1.0),
+        **facts,
+    )
+
+
+def cohere2(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Three window layers, whose heads turn, to a full one, whose heads do not; files do not say so."""
+    turning = _three_of_four(arch)
+    window = arch.size("attention.sliding_window")
+    return cohere(file, arch, turning=turning, windows=tuple(window if turns else None for turns in turning))
+
+
+def starcoder2(file: GGUFFile, arch: Keys, **facts: Any) -> ArchFacts:
+    norms: dict[str, Any] = {
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_eps": arch.number("attention.layer_norm_epsilon"),
+    }
+    return gguf_decoder(file, arch, **({"activation": "gelu_tanh"} | norms | facts))
+
+
+def nemotron(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Its norms have the 1 added in these files."""
+    return starcoder2(file, arch, activation="relu2")
+
+
+def gpt2(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return starcoder2(
+        file,
+        arch,
+        fused_qkv=True,
+        qkv_bias="blk.0.attn_qkv.bias" in file.tensors,
+        learned_positions=True,
+        turning=[False] * arch.size("block_count"),
+    )
+
+
+def _three_of_four(arch: Keys) -> list[bool]:
+    return [bool((layer + 1) % 4) for layer in range(arch.size("block_count"))]

@@ -1,0 +1,164 @@
+"""Tiny models as GGUF files, as the converter of llama.cpp writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from oracle import make_tiny
+from zoo import TIED, Settings, longrope
+
+
+class Conversion(NamedTuple):
+    """What the converter does for one architecture, beside what it does for all."""
+
+    architecture: str = ""
+    """llama.cpp's name of it, unless it is the model_type."""
+    keys: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Further keys of the header, out of the model's configuration."""
+    tensors: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Further tensors."""
+    settings: Settings = {}
+    """What a model must have since files do not say it."""
+    change: Callable[[str, NDArray[Any], Any], NDArray[Any]] = lambda name, values, config: values
+    """A tensor, by its Hugging Face name, as it is stored."""
+
+
+def _interleaved(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    """The halves of each query and key head in turns."""
+    if ".q_proj." not in name and ".k_proj." not in name:
+        return values
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _transposed(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    return values.T if ".c_" in name else values
+
+
+def _plus_one(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    return values + 1 if name.endswith("norm.weight") else values
+
+
+def _granite_keys(config: Any) -> dict[str, Any]:
+    return {
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "attention.scale": config.attention_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _phi3_keys(config: Any) -> dict[str, Any]:
+    scale = config.max_position_embeddings / config.original_max_position_embeddings
+    return {
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "rope.scaling.attn_factor": np.sqrt(
+            1 + np.log(scale) / np.log(config.original_max_position_embeddings)
+        ).item(),
+        "attention.sliding_window": config.sliding_window or 0,
+    }
+
+
+def _phi3_tensors(config: Any) -> dict[str, Any]:
+    return {f"rope_factors_{kind}": config.rope_parameters[f"{kind}_factor"] for kind in ("short", "long")}
+
+
+FOUR_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
+EPSILONS = {
+    "rms_norm_eps": "layer_norm_rms_epsilon",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "layer_norm_epsilon": "layer_norm_epsilon",
+    "norm_epsilon": "layer_norm_epsilon",
+    "norm_eps": "layer_norm_epsilon",
+}
+"""What configurations call it -> what headers do."""
+CONVERSIONS = {
+    "cohere": Conversion("command-r", lambda config: {"logit_scale": config.logit_scale}, settings=TIED),
+    "cohere2": Conversion(
+        keys=lambda config: {
+            "logit_scale": config.logit_scale,
+            "attention.sliding_window": config.sliding_window,
+        },
+        settings=TIED | {"num_hidden_layers": 4, "layer_types": FOUR_LAYERS},
+    ),
+    "glm4": Conversion(),
+    "gpt2": Conversion(change=_transposed),
+    "granite": Conversion(keys=_granite_keys, change=_interleaved),
+    "llama": Conversion(change=_interleaved),
+    "nemotron": Conversion(change=_plus_one),
+    "olmo2": Conversion(),
+    "phi3": Conversion(keys=_phi3_keys, tensors=_phi3_tensors, settings=longrope(original=8)),
+    "qwen2": Conversion(),
+    "qwen3": Conversion(),
+    "seed_oss": Conversion(),
+    "smollm3": Conversion(
+        settings={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, change=_interleaved
+    ),
+    "starcoder2": Conversion(),
+}
+"""By model_type."""
+
+
+def make_tiny_gguf(family: str, tmp_path: Path, kind: str = "F32", **overrides: Any) -> tuple[Path, Any]:
+    """The zoo's model as a file, and transformers' twin of it."""
+    _, hf_model = make_tiny(family, tmp_path, **(CONVERSIONS[family].settings | overrides))
+    return write_gguf(tmp_path / "m.gguf", hf_model, kind), hf_model
+
+
+def _shared_keys(config: Any) -> dict[str, Any]:
+    heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", {})
+    head_dim = getattr(config, "head_dim", config.hidden_size // heads)
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or config.n_inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
+        "attention.key_length": head_dim,
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+    }
+    epsilon = next(name for name in EPSILONS if hasattr(config, name))
+    keys[f"attention.{EPSILONS[epsilon]}"] = getattr(config, epsilon)
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
+    """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
+    from gguf import GGUFWriter
+    from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    config = hf_model.config
+    conversion = CONVERSIONS[config.model_type]
+    arch = conversion.architecture or config.model_type
+    writer = GGUFWriter(path, arch)
+    for key, value in (_shared_keys(config) | conversion.keys(config)).items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    enum = next(enum for enum, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(enum, config.num_hidden_layers)
+    for name, parameter in hf_model.named_parameters():
+        values = parameter.detach().numpy()
+        packed_as = GGMLQuantizationType["F32" if values.ndim == 1 else kind]
+        # Rows are packed one by one, so that moving rows and packing them can be done in any order.
+        rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
+        stored = np.ascontiguousarray(conversion.change(name, values, config))
+        parameter.data.copy_(torch.from_numpy(rounded))
+        stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored_as is not None, f"the converter has no name for {name}"
+        writer.add_tensor(stored_as, quantize(stored, packed_as), raw_dtype=packed_as)
+    for name, numbers in conversion.tensors(config).items():
+        writer.add_tensor(f"{name}.weight", np.array(numbers, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
