@@ -40,11 +40,13 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_chunks_preemption_and_prefix_hits_of_every_architecture(architecture: str, tmp_path: Path) -> None:
     path, hf_model = make_tiny(architecture, tmp_path)
     llm = open_tiny(
-        path, max_num_batched_tokens=7, max_num_seqs=4, num_gpu_blocks_override=12, max_model_len=44
+        path, max_num_batched_tokens=7, max_num_seqs=4, num_gpu_blocks_override=20, max_model_len=44
     )
-    prompts = prompts_of(10, 17, 12, 2)
-    check_against(hf_model, generate(llm, prompts, count=14))
-    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    prompts = prompts_of(10, 17, 12, 13)
+    check_against(hf_model, generate(llm, prompts, count=20))
+    scheduler = llm.llm_engine.core.scheduler
+    if scheduler.kv.windows == (None,):  # requests with windows are let in with most of what they will hold
+        assert scheduler.num_preemptions > 0
     check_against(hf_model, generate(llm, prompts[1:2]))
     (again,) = generate(llm, prompts[1:2])
     assert again.num_cached_tokens == 16
