@@ -121,7 +121,7 @@ class TorchLatent:
 
     def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
         """All heads of [T, heads, width] queries against one head, whose keys are its values too."""
-        own, backend = replace(batch), TorchSDPA()
+        own, backend = replace(batch, others=()), TorchSDPA()
         backend.plan(own)
         one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
         return backend.forward(queries, cache, cache, own, one)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentEntry, LatentSpec, choose
 from quire.config.layout import CacheSpec
+from quire.errors import ConfigError
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -35,6 +36,9 @@ class LatentAttention(nn.Module):
         return CacheSpec("latent", planes=1, numbers=self.spec.width)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
+        if kept_as != self.weight.dtype:
+            kind = str(kept_as).removeprefix("torch.")
+            raise ConfigError(f"latent attention keeps a cache of the model's own type, not {kind}")
         self.bind(memory.view(kept_as).view(-1, block_size, self.spec.width), group)
 
     def bind(self, cache: Tensor, group: int = 0) -> None:
