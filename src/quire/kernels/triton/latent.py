@@ -15,9 +15,6 @@ import triton.language as tl
 from quire.kernels.triton.attention import NEVER, share, soften
 from quire.kernels.triton.launch import follow
 
-_MERGED = tl.constexpr(4096)
-"""Numbers of partial sums that are loaded at once."""
-
 
 class Latents(NamedTuple):
     """One layer's cache; strides in elements."""
@@ -259,16 +256,17 @@ def merge(
     RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SHARES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (sequences, rows of one, pieces of RANK): of sequences that lie in several shares."""
+    """Grid (sequences, rows of one, pieces of RANK): of sequences that lie in several shares, so many of
+    which are loaded at once."""
     seq, row, dims = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = tl.load(query_starts + seq)
     num_rows = (tl.load(query_starts + seq + 1) - start) * HEADS
     follow(OVERLAP)
     earliest, latest = tl.load(partial.spans + 2 * seq), tl.load(partial.spans + 2 * seq + 1)
     if (earliest < latest) & (row < num_rows):
-        SHARES: tl.constexpr = max(1, _MERGED // BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)
         most, total = tl.full([], NEVER, tl.float32), tl.zeros([], tl.float32)
         for passed in range(0, latest + 1 - earliest, SHARES):

@@ -17,7 +17,6 @@ _LOG2_E = 1.4426950408889634
 _HOPPER_BYTES = 228 << 10
 """Of memory that a multiprocessor has of its own."""
 _FEW_SEQS = 8
-"""Up to here the merge is divided further: there are more parts than sequences."""
 GATHERED_KEYS = 16
 """In a tile of `gather`."""
 
@@ -111,10 +110,12 @@ def attend_shares(
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if shares > 1:
-        dims = min(128 if num_seqs <= _FEW_SEQS else 1024, _wide(sizes.rank))
+        # Of few sequences each lies in many shares, of many in few.
+        dims, at_once, num_warps = (64, 256, 8) if num_seqs <= _FEW_SEQS else (_wide(sizes.rank), 8, 4)
         launch(kernels.merge, num_seqs, rows, triton.cdiv(sizes.rank, dims))(
             out, seqs.query_starts, partial, shares, HEADS=sizes.heads, RANK=sizes.rank,
-            BLOCK_M=shape.block_m, BLOCK_D=dims, OVERLAP=ahead, launch_pdl=ahead,
+            BLOCK_M=shape.block_m, BLOCK_D=dims, SHARES=at_once, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=num_warps,
         )  # fmt: skip
 
 
