@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.attention.triton_attn import TritonAttention
 from quire.config.model import read_checkpoint
 from quire.layers.attention import attention_layers
+from quire.layers.moe import MoE
 from quire.loader import load_model
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,8 @@ def test_logits_match_transformers(twins: tuple[Any, Any]) -> None:
 def test_a_captured_decode_goes_on_from_what_its_rows_hold(twins: tuple[Any, Any]) -> None:
     """A row or a position read when the graph was captured; padding that takes somebody's state."""
     model, hf_model = twins
+    if any(isinstance(module, MoE) for module in model.modules()):
+        pytest.skip("experts have graphs in tests of their own")
     (ids,) = random_prompts(12)
     expected, pad = run_hf(hf_model, ids), MAX_ROWS
     padded = make_batch([([1], 5), ([1], 0)], [[1, 2, 3], [0]], BLOCK_SIZE)

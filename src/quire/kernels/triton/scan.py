@@ -77,6 +77,26 @@ def conv_single(
 
 
 @triton.jit
+def before(
+    x: tl.tensor,
+    state: tl.tensor,
+    start: tl.tensor,
+    at: tl.tensor,
+    stride: tl.tensor,
+    exist: tl.tensor,
+    old: tl.tensor,
+    KERNEL: tl.constexpr,
+) -> tl.tensor:
+    """A sequence's inputs at its token `at` of this batch, or for -1, -2 .. those that its state has kept; what
+    lies before those has no weight."""
+    if at >= 0:
+        seen = tl.load(x + (start + at) * stride, mask=exist, other=0.0)
+    else:
+        seen = tl.load(state + max(at + KERNEL - 1, 0), mask=old, other=0.0)
+    return seen.to(tl.float32)
+
+
+@triton.jit
 def conv_chunks(
     out: tl.tensor,
     x: tl.tensor,
@@ -94,33 +114,42 @@ def conv_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (chunks, channels / BLOCK). The states are only read."""
+    """Grid (chunks, channels / BLOCK), KERNEL <= 4: tokens four by four, so that each input is read once. The
+    states are only read."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exist = (channel < channels)[None, :]
+    exist, none = channel < channels, 0 * channel
     seq, first = tl.load(chunks + 2 * tl.program_id(0)), tl.load(chunks + 2 * tl.program_id(0) + 1)
-    start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1)
-    row, position = tl.load(rows + seq).to(tl.int64), tl.load(positions + start)
-    at = first + tl.arange(0, CHUNK)
-    live = (start + at < end)[:, None] & exist
-    total = tl.zeros((CHUNK, BLOCK), tl.float32)
-    for i in tl.static_range(KERNEL):
-        then = at - (KERNEL - 1 - i)
-        seen = tl.load(
-            x + (start + then)[:, None] * stride + channel[None, :],
-            mask=live & (then >= 0)[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        if first == 0:
-            kept = state + (row * channels + channel)[None, :] * (KERNEL - 1) + (then + KERNEL - 1)[:, None]
-            seen += tl.load(
-                kept, mask=live & (position + 0 * then > 0)[:, None] & (then < 0)[:, None], other=0.0
-            ).to(tl.float32)
-        factor = tl.load(weight + channel * KERNEL + i, mask=channel < channels, other=0.0).to(tl.float32)
-        total += seen * factor[None, :]
+    start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1).to(tl.int64)
+    old = exist & (tl.load(positions + start + none) > 0)
+    kept = state + (tl.load(rows + seq).to(tl.int64) * channels + channel) * (KERNEL - 1)
+    taps = weight + channel * KERNEL + KERNEL - 4
+    w0 = tl.load(taps, mask=exist & (none + KERNEL > 3), other=0.0).to(tl.float32)
+    w1 = tl.load(taps + 1, mask=exist & (none + KERNEL > 2), other=0.0).to(tl.float32)
+    w2 = tl.load(taps + 2, mask=exist & (none + KERNEL > 1), other=0.0).to(tl.float32)
+    w3 = tl.load(taps + 3, mask=exist, other=0.0).to(tl.float32)
+    added = tl.zeros((BLOCK,), tl.float32)
     if BIASED:
-        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    into = out + (start + at)[:, None] * channels + channel[None, :]
-    tl.store(into, silu(total).to(out.dtype.element_ty), mask=live)
+        added = tl.load(bias + channel, mask=exist, other=0.0).to(tl.float32)
+    x += channel
+    out += channel
+    a = before(x, kept, start, first - 3, stride, exist, old, KERNEL)
+    b = before(x, kept, start, first - 2, stride, exist, old, KERNEL)
+    c = before(x, kept, start, first - 1, stride, exist, old, KERNEL)
+    kind = out.dtype.element_ty
+    for at in range(start + first, min(start + first + CHUNK, end), 4):
+        d = tl.load(x + at * stride, mask=exist, other=0.0).to(tl.float32)
+        e = tl.load(x + (at + 1) * stride, mask=exist & (none + at + 1 < end), other=0.0).to(tl.float32)
+        f = tl.load(x + (at + 2) * stride, mask=exist & (none + at + 2 < end), other=0.0).to(tl.float32)
+        g = tl.load(x + (at + 3) * stride, mask=exist & (none + at + 3 < end), other=0.0).to(tl.float32)
+        y = silu(added + a * w0 + b * w1 + c * w2 + d * w3)
+        tl.store(out + at * channels, y.to(kind), mask=exist)
+        y = silu(added + b * w0 + c * w1 + d * w2 + e * w3)
+        tl.store(out + (at + 1) * channels, y.to(kind), mask=exist & (none + at + 1 < end))
+        y = silu(added + c * w0 + d * w1 + e * w2 + f * w3)
+        tl.store(out + (at + 2) * channels, y.to(kind), mask=exist & (none + at + 2 < end))
+        y = silu(added + d * w0 + e * w1 + f * w2 + g * w3)
+        tl.store(out + (at + 3) * channels, y.to(kind), mask=exist & (none + at + 3 < end))
+        a, b, c = e, f, g
 
 
 @triton.jit

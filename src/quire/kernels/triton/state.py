@@ -24,11 +24,13 @@ class Shape(NamedTuple):
 
 _CHANNELS = 256
 """Of a convolution, per program; no less than the threads of four warps."""
+_WIDE_CHANNELS = 512
+"""The same of chunks, eight to a thread."""
 _SMALL, _TILE = 2048, 4096
 """Numbers of state per program for few and for many sequences with one token."""
 _FEW = 512
 """Up to so many heads of all sequences together, programs are small, so that there are enough."""
-_SINGLE_WARPS, _SOLVE_WARPS = 4, 4
+_SINGLE_WARPS, _SOLVE_WARPS = 8, 4
 _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
 _GATED = 1024
@@ -95,6 +97,7 @@ class TritonStateOps:
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
+        assert kernel <= 4
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
@@ -109,9 +112,10 @@ class TritonStateOps:
             )  # fmt: skip
         if not seqs.single:
             split = seqs.split
-            launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, 64))(
-                *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK, BLOCK=64
-            )
+            launch(scan_kernels.conv_chunks, len(split.chunks), triton.cdiv(channels, _WIDE_CHANNELS))(
+                *tensors, split.chunks, *batch, channels, x.stride(0), **form, CHUNK=CHUNK,
+                BLOCK=_WIDE_CHANNELS, num_warps=_WIDE_CHANNELS // 256,
+            )  # fmt: skip
             launch(scan_kernels.conv_keep, len(split.longer), blocks)(
                 x, state, split.longer, *batch, channels, x.stride(0), KERNEL=kernel, BLOCK=_CHANNELS
             )
