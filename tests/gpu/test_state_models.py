@@ -60,7 +60,7 @@ def test_a_captured_decode_goes_on_from_what_its_rows_hold(twins: tuple[Any, Any
         pytest.skip("experts have graphs in tests of their own")
     (ids,) = random_prompts(12)
     expected, pad = run_hf(hf_model, ids), MAX_ROWS
-    padded = make_batch([([1], 5), ([1], 0)], [[1, 2, 3], [0]], BLOCK_SIZE)
+    padded = make_batch([([1], 11), ([1], 0)], [[1, 2, 3], [0]], BLOCK_SIZE)
     batch = on_rows(padded, [2, pad], "cuda")
     backend = attention_layers(model.modules())[0].backend
 

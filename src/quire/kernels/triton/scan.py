@@ -87,8 +87,8 @@ def before(
     old: tl.tensor,
     KERNEL: tl.constexpr,
 ) -> tl.tensor:
-    """A sequence's inputs at its token `at` of this batch, or for -1, -2 .. those that its state has kept; what
-    lies before those has no weight."""
+    """A sequence's inputs at its token `at` of this batch, or for -1, -2 .. those that its state has kept;
+    what lies before those has no weight."""
     if at >= 0:
         seen = tl.load(x + (start + at) * stride, mask=exist, other=0.0)
     else:

@@ -30,7 +30,7 @@ _SMALL, _TILE = 2048, 4096
 """Numbers of state per program for few and for many sequences with one token."""
 _FEW = 512
 """Up to so many heads of all sequences together, programs are small, so that there are enough."""
-_SINGLE_WARPS, _SOLVE_WARPS = 8, 4
+_SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
 _GATED = 1024
@@ -137,7 +137,7 @@ class TritonStateOps:
             block, ahead = _tile(count * heads, head_dim, block_size), overlap(count, heads * head_dim)
             launch(scan_kernels.scan_single, count, heads, triton.cdiv(head_dim, block))(
                 *tensors, singles, *rest, **form, ALL=seqs.single, BLOCK_DIM=block, OVERLAP=ahead,
-                launch_pdl=ahead, num_warps=_SINGLE_WARPS,
+                launch_pdl=ahead, num_warps=_SCAN_WARPS,
             )  # fmt: skip
         if not seqs.single:
             block = min(triton.next_power_of_2(max(head_dim, 16)), _SCAN.dim)
@@ -163,7 +163,7 @@ class TritonStateOps:
             block, ahead = _tile(count * heads, value_dim, block_key), overlap(count, heads * value_dim)
             launch(delta_kernels.delta_single, count, heads, triton.cdiv(value_dim, block))(
                 out, qkv, a, b, *rates, state, singles, *batch, *strides, scale, **form, ALL=seqs.single,
-                BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_SINGLE_WARPS,
+                BLOCK_DIM=block, OVERLAP=ahead, launch_pdl=ahead, num_warps=_DELTA_WARPS,
             )  # fmt: skip
         if not seqs.single:
             split, form, exact = seqs.split, form | {"CHUNK": CHUNK}, _exactness(qkv.dtype, _DELTA)
