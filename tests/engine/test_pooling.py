@@ -206,6 +206,10 @@ def test_a_reranker_out_of_two_tokens(text: TextModel) -> None:
         logits = text.logits(ids)[-1]
         assert each.prompt_token_ids == ids
         assert abs(each.outputs.score - float(torch.sigmoid(logits[yes] - logits[no]))) < TOLERANCE
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    (rendered,) = llm.score("fox", "dog", chat_template=template, use_tqdm=False)
+    wanted = tokenizer.encode("query: fox\ndocument: dog\n", add_special_tokens=False)
+    assert rendered.prompt_token_ids == wanted
 
 
 def test_scores_of_an_embedding_model_are_cosines(text: TextModel) -> None:

@@ -10,6 +10,7 @@ import torch
 from encoders import Tiny, make, states, texts
 
 from quire import LLM, PoolingParams
+from quire.config.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
 
 TOLERANCE = 1e-3
@@ -113,6 +114,35 @@ def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
             torch.tensor([given["prompt_token_ids"]]), token_type_ids=torch.tensor([given["token_type_ids"]])
         ).logits[0]
     assert np.abs(tokens.outputs.data - wanted.numpy()).max() < TOLERANCE
+
+
+def test_older_files_of_modernbert_say_the_same(tmp_path: Path) -> None:
+    """Before layers had names, and rotations a place of their own."""
+    tiny = make(tmp_path, "ModernBert", local_attention=8, num_hidden_layers=4)
+    today = read_checkpoint(tmp_path).facts
+    config = json.loads((tmp_path / "config.json").read_text())
+    thetas = {kind: config["rope_parameters"][kind]["rope_theta"] for kind in config["rope_parameters"]}
+    del config["rope_parameters"], config["layer_types"]
+    config |= {
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": thetas["full_attention"],
+        "local_rope_theta": thetas["sliding_attention"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_checkpoint(tmp_path).facts == today
+    assert [layer.window for layer in today.layers] == [None, 4, 4, None]
+    assert tiny.hf.config.sliding_window == 4
+
+
+def test_narrow_weights_on_a_cpu(tmp_path: Path) -> None:
+    """A bfloat16 checkpoint that is computed in float32 keeps its tables as they are stored."""
+    tiny = make(tmp_path, "Bert")
+    tiny.hf.to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny.hf.float()
+    prompts = texts(9, 30)
+    found = opened(tmp_path, convert="embed").embed(prompts, RAW, use_tqdm=False)
+    for ids, each in zip(prompts, found, strict=True):
+        assert np.abs(each.outputs.embedding - states(tiny, ids)[0]).max() < TOLERANCE
 
 
 def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
