@@ -21,6 +21,7 @@ from quire.loader.bare import renamed
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.quant.experts import PlainExperts
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -65,6 +66,7 @@ def load_model(
         max_len=max_model_len,
         ops=choose(device, dtype),
         linear=linear,
+        experts=lambda parts: PlainExperts(narrow),
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]

@@ -47,7 +47,11 @@ class ExpertMethod(Protocol):
 
 
 class PlainExperts:
-    """Experts whose weights are as they were stored."""
+    """Experts whose weights are as they were stored. `kept_as`: a narrower type than the model's, in which
+    they stay; the products widen them."""
+
+    def __init__(self, kept_as: torch.dtype | None = None) -> None:
+        self.kept_as = kept_as
 
     def create(
         self, layer: nn.Module, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device
@@ -59,7 +63,8 @@ class PlainExperts:
         }
         sizes |= {"gate_up_bias": (num, 2 * inner), "down_bias": (num, hidden)} if bias else {}
         for name, size in sizes.items():
-            tensor = torch.empty(size, dtype=dtype, device=device)
+            kept_as = None if name.endswith("_bias") else self.kept_as
+            tensor = torch.empty(size, dtype=kept_as or dtype, device=device)
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def parts(self, layer: nn.Module, shape: ExpertShape) -> dict[str, Tensor]:
