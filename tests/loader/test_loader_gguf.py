@@ -19,7 +19,7 @@ STEPS = [[9, 5], [1, 4], [7, 1]]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_logits_match_the_model_it_was_written_from(family: str, kind: str, tmp_path: Path) -> None:
     """A wrong name, a block read wrongly, Llama's rows left interleaved (or Qwen's taken apart)."""
     path, hf_model = make_tiny_gguf(family, tmp_path, kind)

@@ -7,13 +7,16 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
+from packed import stored
 from torch import nn
 
 from quire.kernels import native
+from quire.kernels.experts import ExpertWeights, mix
 from quire.kernels.linear import linear_reference
 from quire.kernels.quantized import unpack_reference
 from quire.loader.gguf import GGUFSource
-from quire.quant.gguf import Packed, choose
+from quire.quant.experts import ExpertShape, PlainExperts
+from quire.quant.gguf import Packed, choose, choose_experts
 from quire.quant.plain import Plain
 
 CPU = torch.device("cpu")
@@ -62,8 +65,8 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
     x = torch.randn(7, 512, generator=generator)
     for kind, part in zip(kinds, parts, strict=True):
         # Small bytes are small scales too, wherever they are stored.
-        stored = torch.randint(0, 30, part["weight"].shape, generator=generator)
-        part["weight"].data = stored.to(torch.uint8)
+        content = torch.randint(0, 30, part["weight"].shape, generator=generator)
+        part["weight"].data = content.to(torch.uint8)
         weight = unpack_reference(part["weight"].clone(), kind)
         if bias:
             part["bias"].copy_(torch.randn(len(weight), generator=generator) * 1e-3)
@@ -85,6 +88,8 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
         ("llama", {"attention_bias": True}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts_per_tok": 2}),
     ],
 )
 def test_logits_match_the_model_it_was_written_from(
@@ -100,6 +105,43 @@ def test_logits_match_the_model_it_was_written_from(
     for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
         expected = run_hf(hf_model, ids)
         assert (ours - expected).norm() / expected.norm() < 1e-3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("kinds", "sizes"), [(("Q4_K", "Q5_K", "Q6_K"), (256, 512)), (("Q8_0", "Q4_0", "Q4_1"), (96, 32))]
+)
+def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) -> None:
+    """An expert in the place of another, or the type of another part; a bias lost."""
+    torch.manual_seed(0)
+    (hidden, inner), layer = sizes, nn.Module()
+    shape = ExpertShape(3, hidden, inner, "silu", bias=True)
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    method = choose_experts([(kind, 3, *of) for kind, of in zip(kinds, shapes, strict=True)], CPU)
+    method.create(layer, shape, dtype=torch.float32, device=CPU)
+    parts, values = method.parts(layer, shape), []
+    for kind, name, of in zip(kinds, ("gate", "up", "down"), shapes, strict=True):
+        assert parts[name].dtype == torch.uint8
+        parts[name].data = stored(kind, 3 * of[0], of[1], len(values)).view(3, -1)
+        values.append(unpack_reference(parts[name].view(3 * of[0], -1), kind).view(3, *of))
+    biases = [parts[name].copy_(torch.randn_like(parts[name])) for name in ("gate_up_bias", "down_bias")]
+    method.finish(layer, shape)
+    x, ids = torch.randn(5, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2], [0, 1]], dtype=torch.int32)
+    weights = torch.rand(5, 2)
+    expected = mix(
+        x, ids, weights, ExpertWeights(torch.cat(values[:2], 1), values[2], *biases), shape.activation
+    )
+    ours = method.apply(layer, shape, x, ids, weights)
+    assert (ours - expected).norm() / expected.norm() < 1e-3
+
+
+def test_experts_stay_packed_only_where_every_part_can() -> None:
+    """Experts in one tensor of gate and up, or with a type that has no kernel."""
+    three = [("Q8_0", 4, 32, 64), ("Q8_0", 4, 32, 64), ("Q4_K", 4, 256, 256)]
+    assert isinstance(choose_experts(three[:2], CPU), PlainExperts)
+    assert isinstance(choose_experts([*three[:2], ("F16", 4, 64, 32)], CPU), PlainExperts)
+    assert isinstance(choose_experts([*three[:2], ("Q8_0", 64, 32)], CPU), PlainExperts)
+    assert isinstance(choose_experts(list(three), torch.device("cuda")), PlainExperts)
 
 
 @needs_native

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Checkpoint
+from quire.quant.experts import ExpertMethod, PlainExperts
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -29,6 +30,9 @@ class DummySource:
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
         return Plain()
+
+    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
+        return PlainExperts()
 
     def fill(self, name: str, into: Tensor) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""

@@ -13,7 +13,8 @@ from quire.config.facts import ArchFacts
 from quire.config.gguf import GGUFFile
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
-from quire.quant.gguf import choose
+from quire.quant.experts import ExpertMethod
+from quire.quant.gguf import choose, choose_experts
 from quire.quant.method import LinearMethod
 
 _NAMES = {
@@ -32,6 +33,10 @@ _NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "GPT2LMHeadModel": {
@@ -91,8 +96,15 @@ class GGUFSource:
         return [name for name in self._stored if name in targets]
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
+        return choose(self._forms(parts), device)
+
+    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
+        return choose_experts(self._forms(parts), device)
+
+    def _forms(self, parts: tuple[str, ...]) -> list[tuple[str | int, ...]]:
+        """Type and shape of each part that there is."""
         stored = [self._file.tensors.get(self._stored.get(f"{part}.weight", "")) for part in parts]
-        return choose([(tensor.type, *tensor.shape) for tensor in stored if tensor is not None], device)
+        return [(tensor.type, *tensor.shape) for tensor in stored if tensor is not None]
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, row by row."""

@@ -21,7 +21,7 @@ from quire.loader.bare import renamed
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
-from quire.quant.experts import PlainExperts
+from quire.quant.experts import ExpertMethod, PlainExperts
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -58,6 +58,10 @@ def load_model(
         method = source.linear(parts, device) if packed else Plain()
         return Plain(narrow) if isinstance(method, Plain) else method
 
+    def experts(parts: tuple[str, ...]) -> ExpertMethod:
+        method = source.experts(parts, device) if packed else PlainExperts()
+        return PlainExperts(narrow) if isinstance(method, PlainExperts) else method
+
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     scope = Scope(
         dtype=dtype,
@@ -66,7 +70,7 @@ def load_model(
         max_len=max_model_len,
         ops=choose(device, dtype),
         linear=linear,
-        experts=lambda parts: PlainExperts(narrow),
+        experts=experts,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.loader.shards import find_shards
+from quire.quant.experts import ExpertMethod, PlainExperts
 from quire.quant.method import LinearMethod
 from quire.quant.plain import Plain
 
@@ -30,6 +31,9 @@ class PickleSource:
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
         return Plain()
+
+    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
+        return PlainExperts()
 
     def fill(self, name: str, into: Tensor) -> None:
         into.copy_(self._tensors[name])

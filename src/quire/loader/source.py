@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError, nearest
+from quire.quant.experts import ExpertMethod
 from quire.quant.method import LinearMethod
 from quire.registry import LazyTable
 
@@ -35,6 +36,10 @@ class Source(Protocol):
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
         """The format in which a layer made of these parts may stay as it is stored."""
+        ...
+
+    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
+        """The same for the experts of a layer, all of which are in each part."""
         ...
 
     def fill(self, name: str, into: Tensor) -> None:

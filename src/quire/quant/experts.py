@@ -56,16 +56,11 @@ class PlainExperts:
     def create(
         self, layer: nn.Module, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        num, hidden, inner, _, bias = shape
-        sizes: dict[str, tuple[int, ...]] = {
-            "gate_up": (num, 2 * inner, hidden),
-            "down": (num, hidden, inner),
-        }
-        sizes |= {"gate_up_bias": (num, 2 * inner), "down_bias": (num, hidden)} if bias else {}
-        for name, size in sizes.items():
-            kept_as = None if name.endswith("_bias") else self.kept_as
-            tensor = torch.empty(size, dtype=kept_as or dtype, device=device)
+        num, hidden, inner, *_ = shape
+        for name, size in (("gate_up", (num, 2 * inner, hidden)), ("down", (num, hidden, inner))):
+            tensor = torch.empty(size, dtype=self.kept_as or dtype, device=device)
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        add_biases(layer, shape, dtype, device)
 
     def parts(self, layer: nn.Module, shape: ExpertShape) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = dict(layer.named_parameters())
@@ -89,3 +84,11 @@ class PlainExperts:
         if experts is not None:
             return experts(x, ids, weights)
         return mix(x, ids, weights, ExpertWeights(**dict(layer.named_parameters())), shape.activation)
+
+
+def add_biases(layer: nn.Module, shape: ExpertShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Those of gate and up, and of down, unfilled, where there are any."""
+    sizes = {"gate_up_bias": 2 * shape.intermediate, "down_bias": shape.hidden} if shape.bias else {}
+    for name, size in sizes.items():
+        tensor = torch.empty(shape.experts, size, dtype=dtype, device=device)
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -91,4 +91,5 @@ GGUF_FAMILIES = {
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
     "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.starcoder2),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
 }

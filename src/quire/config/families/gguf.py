@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
 from quire.config.families.decoder import Windows, check_heads, longest_of
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
@@ -152,3 +152,13 @@ def gpt2(file: GGUFFile, arch: Keys) -> ArchFacts:
 
 def _three_of_four(arch: Keys) -> list[bool]:
     return [bool((layer + 1) % 4) for layer in range(arch.size("block_count"))]
+
+
+def qwen3moe(file: GGUFFile, arch: Keys) -> ArchFacts:
+    inner = arch.size("expert_feed_forward_length")
+    layer = LayerFacts(read_gguf_rope(file, arch, arch.size("attention.key_length")), moe=True)
+    experts = MoeFacts(
+        arch.size("expert_count"), arch.size("expert_used_count"), inner, renormalized=True, names="apart"
+    )
+    layers = (layer,) * arch.size("block_count")
+    return gguf_decoder(file, arch, qk_norm="head", moe=experts, intermediate=inner, layers=layers)
