@@ -46,7 +46,7 @@ def test_a_refusal_comes_before_any_download(given: dict[str, Any], monkeypatch:
 
 def serve_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, Any]) -> None:
     """A hub with one repository; what was downloaded of it is in `folder`."""
-    files = {"config.json": json.dumps(config), **dict.fromkeys(WEIGHTS, "")}
+    files = {"config.json": json.dumps(config), **dict.fromkeys((*WEIGHTS, "modeling.py"), "")}
 
     def snapshot(repo: str, allow_patterns: list[str], **more: Any) -> str:
         folder.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def downloaded(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("changes", "given", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, {}, "'MambaForCausalLM' is not supported"),
+        ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, {}, r"quantized weights \(awq\)"),
         ({}, {"quantization": "gguf"}, "quantization='gguf' is not supported yet for a checkpoint"),
         ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
@@ -101,3 +101,9 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
     config = configure({"model": "org/m", "device": "cpu", "load_format": load_format})
     assert config.checkpoint.path == tmp_path / "repo"
     assert downloaded(tmp_path / "repo") == {"config.json"} | fetched
+
+
+def test_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_hub(monkeypatch, tmp_path / "repo", TINY)
+    configure({"model": "org/m", "device": "cpu", "load_format": "dummy", "trust_remote_code": True})
+    assert downloaded(tmp_path / "repo") == {"config.json", "modeling.py"}

@@ -77,11 +77,13 @@ def locate(
     progress: bool = True,
     load_format: str = "auto",
     gguf_file: str | None = None,
+    with_code: bool = False,
     check: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """A directory with config.json, or a .gguf file; downloads what is not here yet.
 
-    Of a hub model `check` sees the directory before the weights are in it, and may raise.
+    Of a hub model `check` sees the directory before the weights are in it, and may raise; its Python files
+    come only `with_code`.
     """
     if gguf_file is not None:
         model = _with_file(model, gguf_file)
@@ -98,7 +100,9 @@ def locate(
     hub = _Hub(named["repo"], revision=revision, cache_dir=download_dir, token=token, progress=progress)
     if named.re is _HUB_FILE:
         return _gguf_file(hub.file(named["file"]))
-    return hub.quantized(named["quant"]) if named["quant"] else hub.snapshot(load_format, check)
+    if named["quant"]:
+        return hub.quantized(named["quant"])
+    return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check)
 
 
 def _with_file(model: str | None, gguf_file: str) -> str:
@@ -149,8 +153,8 @@ class _Hub:
         self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
         self.progress = progress
 
-    def snapshot(self, load_format: str, check: Callable[[Path], object]) -> Path:
-        folder = self._download(allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    def snapshot(self, wanted: list[str], load_format: str, check: Callable[[Path], object]) -> Path:
+        folder = self._download(allow_patterns=wanted, ignore_patterns=_UNWANTED)
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{self.repo!r} holds no config.json; of a repository with GGUF files name one,"

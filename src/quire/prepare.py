@@ -30,7 +30,12 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     machine = detect(values.get("device", "auto"))
 
     def settled(path: Path) -> EngineConfig:
-        checkpoint = read_checkpoint(path, values.get("hf_overrides"))
+        checkpoint = read_checkpoint(
+            path,
+            values.get("hf_overrides"),
+            model_impl=values.get("model_impl", "auto"),
+            trust_remote_code=values.get("trust_remote_code", False),
+        )
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
         return resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env)
@@ -44,6 +49,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         progress=values.get("use_tqdm_on_load", True),
         load_format=values.get("load_format", "auto"),
         gguf_file=values.get("gguf_file"),
+        with_code=values.get("trust_remote_code", False),
         check=settled,
     )
     config = settled(path)

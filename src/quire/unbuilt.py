@@ -44,7 +44,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "kv_transfer_config": (),
         "logits_processors": ([], ()),
         "model_class_overrides": ({},),
-        "model_impl": ("auto", "quire", "vllm"),
         "nnodes": (1,),
         "node_rank": (0,),
         "offload_group_size": (0,),

@@ -217,7 +217,7 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"architectures": ["LamaForCausalLM"]}, "known: .*did you mean 'LlamaForCausalLM'"),
         ({"architectures": "LlamaForCausalLM"}, "expected a list of names"),
-        ({"architectures": "absent", "model_type": "bloom"}, "'bloom' is not supported"),
+        ({"architectures": "absent", "model_type": "gpt9"}, "'gpt9' is not supported"),
         ({"rope_scaling": {"type": "su"}}, "rope type 'su' .*known: default, linear"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor is \\[1.0\\], expected 8"),
         ({"rope_scaling": {"type": "linear"}}, "the key factor is missing"),

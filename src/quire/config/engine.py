@@ -109,6 +109,8 @@ def _for_pooling(
     values: dict[str, Any], pooling: PoolingFacts | None, facts: ArchFacts, max_model_len: int
 ) -> dict[str, Any]:
     """What pooling cannot have is off; who asked for it is told."""
+    if pooling is not None and facts.borrowed is not None:
+        raise ConfigError("a model that transformers runs only generates: leave runner and convert out")
     if pooling is None:
         return values
     off = {"async_scheduling": "a pooling model"}
@@ -175,6 +177,8 @@ def _model(
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,
     }
+    if checkpoint.facts.borrowed is not None:  # its code may wait for the device, which a graph cannot hold
+        own["enforce_eager"] = True
     return ModelSection(**{**_of("model", values), **own})
 
 

@@ -132,6 +132,18 @@ class EncoderFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A model whose code is not Quire's: what builds it."""
+
+    config: str
+    """Its config.json, hf_overrides laid over it."""
+    path: str
+    """The directory of the checkpoint."""
+    remote: bool = False
+    """The code lies in the checkpoint and may be run; else transformers has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ArchFacts:
     """The shape of a model: all that a model file may ask for."""
 
@@ -186,3 +198,5 @@ class ArchFacts:
     mla: MlaFacts | None = None
     state: StateFacts | None = None
     encoder: EncoderFacts | None = None
+    borrowed: Borrowed | None = None
+    """Set where transformers runs the model."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quire.config.borrowed import is_installed, read_borrowed, source_of
 from quire.config.facts import ArchFacts
 from quire.config.families import FAMILIES, GGUF_FAMILIES
 from quire.config.gguf import GGUFFile
@@ -39,15 +40,23 @@ class Checkpoint:
     pooling: StoredPooling = StoredPooling()
 
 
-def read_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: Path,
+    overrides: dict[str, Any] | None = None,
+    *,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+) -> Checkpoint:
     """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first."""
     path = Path(path)
     if path.is_dir():
-        return _read_directory(path, overrides or {})
+        return _read_directory(path, overrides or {}, model_impl, trust_remote_code)
     if not path.exists():
         raise ConfigError(f"there is no model at {path}: give a directory with config.json or a .gguf file")
     if overrides:
         raise ConfigError(f"hf_overrides change config.json, but {path} is a GGUF file, which has none")
+    if model_impl == "transformers":
+        raise ConfigError(f"model_impl='transformers' needs a model directory, but {path} is a GGUF file")
     return _read_gguf(path)
 
 
@@ -60,11 +69,10 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
+def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trusted: bool) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
-    named, architecture = _architecture(keys)
     for key in ("quantization_config", "compression_config"):
         if quantization := keys.get(key):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -72,7 +80,7 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
                 f"{keys.source}: {key} says quantized weights ({method}), which is not supported yet; "
                 "use the unquantized checkpoint or a GGUF file"
             )
-    facts = replace(FAMILIES[architecture].read(keys), architecture=architecture)
+    named, facts = _facts(keys, path, model_impl, trusted)
     dtype = _dtype(keys)
     generation_path = path / "generation_config.json"
     generation = Keys(str(generation_path), read_json(generation_path) if generation_path.is_file() else {})
@@ -95,21 +103,45 @@ def _read_directory(path: Path, overrides: dict[str, Any]) -> Checkpoint:
     )
 
 
-def _architecture(keys: Keys) -> tuple[str, str]:
-    """As config.json names it, and the family's that it is read and built as."""
+def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
+    """The architecture as config.json names it, and its facts: out of our own table, or for transformers."""
+    named = _architectures(keys)
+    known = [name for name in named if _family(name) in FAMILIES]
+    if known and model_impl != "transformers":
+        architecture = _family(known[0])
+        return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
+    if model_impl == "transformers" and not is_installed():
+        raise ConfigError("model_impl='transformers' needs the transformers package: install it, or use 'auto'")
+    name = named[0] if named else str(keys.get("model_type"))
+    source = None
+    generates = name.endswith("LMHeadModel") or not name.endswith(_OTHER_ENDINGS)
+    if model_impl in ("auto", "transformers") and generates:
+        source = source_of(keys, name, trusted=trusted)
+    if source is None:
+        raise ConfigError(f"{keys.source}: {_unknown(keys, name, model_impl)}")
+    return name, read_borrowed(keys, path, remote=source == "checkpoint")
+
+
+def _architectures(keys: Keys) -> list[str]:
     named: Any = keys.get("architectures")
     if named is None:
         named = [name for name, family in FAMILIES.items() if family.model_type == keys.get("model_type")]
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise keys.wrong("architectures", "a list of names")
-    for name in named:
-        if (family := _family(name)) in FAMILIES:
-            return name, family
-    unknown = named[0] if named else str(keys.get("model_type"))
-    raise ConfigError(
-        f"{keys.source}: the architecture {unknown!r} is not supported; "
-        f"known: {', '.join(sorted(FAMILIES))}{nearest(unknown, FAMILIES)}"
-    )
+    return named
+
+
+def _unknown(keys: Keys, name: str, model_impl: str) -> str:
+    """What to do about an architecture that nobody here can run."""
+    more = " and the decoders of the installed transformers"
+    if model_impl not in ("auto", "transformers"):
+        more = "; model_impl='auto' takes those of transformers, too"
+    elif not is_installed():
+        more = "; with the transformers package installed, its decoders, too"
+    elif keys.get("auto_map"):
+        more += "; trust_remote_code=True would run the code that the checkpoint brings along"
+    known = f"{', '.join(sorted(FAMILIES))}{more}"
+    return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"
 
 
 def _family(name: str) -> str:

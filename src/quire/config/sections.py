@@ -66,7 +66,11 @@ class ModelSection:
     skip_tokenizer_init: bool = False
     """Leave the tokenizer out: prompts and outputs are token ids."""
     trust_remote_code: bool = False
-    """Accepted for old scripts. Quire never runs code out of a checkpoint."""
+    """Run the Python code of a checkpoint whose architecture neither Quire nor transformers has. Never needed
+    for the others, and never done for them."""
+    model_impl: Literal["auto", "quire", "vllm", "transformers"] = "auto"
+    """Whose code the model is: `quire` (also `vllm`), Quire's own; `transformers`, slower, any decoder of the
+    installed transformers; `auto`, the second where Quire has none."""
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
     """Type of weights and activations. Default: the checkpoint's where the machine computes it natively; a
     float32 checkpoint becomes bfloat16 on CUDA, or float16 for pooling."""

@@ -46,6 +46,7 @@ MODELS = LazyTable(
         "RobertaModel": "quire.models.bert:Bert",
         "XLMRobertaModel": "quire.models.bert:Bert",
         "ModernBertModel": "quire.models.modernbert:ModernBert",
+        "TransformersForCausalLM": "quire.models.transformers:Transformers",
     },
 )
 CLASSIFIERS = LazyTable(

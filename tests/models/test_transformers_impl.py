@@ -1,0 +1,288 @@
+"""Decoders that transformers runs over our cache, in whole engines, against transformers alone in float32."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import check_against, generate, open_tiny, prompts_of
+
+from quire.config import borrowed
+from quire.config.model import read_checkpoint
+from quire.errors import ConfigError
+from quire.logs import warn_once
+
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+GROUPED: dict[str, Any] = {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+DECODERS: dict[str, dict[str, Any]] = {
+    "phi": {"intermediate_size": 96, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"intermediate_size": 96, "rotary_pct": 0.25},
+    "olmo": {"intermediate_size": 96, "clip_qkv": 0.5},
+    "gemma": GROUPED | {"tie_word_embeddings": True},
+    "helium": GROUPED,
+    "cohere": GROUPED | {"logit_scale": 0.3},
+    "apertus": GROUPED,
+    "ctrl": {"n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "exaone4": GROUPED | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": GROUPED | {"sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    "smollm3": GROUPED | {"no_rope_layers": [0, 1]},
+    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama": GROUPED | {"tie_word_embeddings": False},
+}
+LATENT: dict[str, Any] = {
+    "intermediate_size": 96,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "Bloom.* 0 attention modules took part, but it has 2 layers"),
+    "bert": ({"intermediate_size": 96}, "Bert.* gives other logits over the paged cache"),
+    "diffllama": (GROUPED, "DiffLlama.* some twice"),
+    "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
+    "t5": ({}, "is_encoder_decoder is True, expected false"),
+    "mamba": ({}, "Mamba.* 0 attention modules took part"),
+    "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
+}
+
+
+def make(kind: str, folder: Path, **settings: Any) -> tuple[Path, Any]:
+    """A seeded random float32 model that transformers can say something with."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[kind](**(SETTINGS | settings))
+    seq2seq, decoder = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForCausalLM
+    auto: Any = seq2seq if config.is_encoder_decoder else decoder
+    hf_model = auto.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
+        for parameter in hf_model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    hf_model.save_pretrained(folder / kind)
+    return folder / kind, hf_model
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Messages of Quire's loggers, which do not propagate."""
+    warn_once.cache_clear()
+    logger = logging.getLogger("quire")
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(scope="module")
+def olmo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return make("olmo", tmp_path_factory.mktemp("olmo"), **DECODERS["olmo"])
+
+
+def edited(path: Path, folder: Path, **changes: Any) -> Path:
+    """The checkpoint with another config.json."""
+    shutil.copytree(path, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_every_logit_is_that_of_transformers_alone(kind: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside decodes, prefix hits, and a cache that not all requests fit into."""
+    path, hf_model = make(kind, tmp_path, **DECODERS[kind])
+    llm = open_tiny(
+        path,
+        model_impl="transformers",
+        max_model_len=80,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        num_gpu_blocks_override=30,
+    )
+    (common,) = prompts_of(17)
+    prompts = [common + tail for tail in prompts_of(1, 9, 23, seed=8)] + [common[:8], *prompts_of(30, 50, 2)]
+    check_against(hf_model, generate(llm, prompts))
+    check_against(hf_model, generate(llm, prompts_of(10, 11, 12, 13, 9, 10, 8, 12, seed=5), count=24))
+    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    generate(llm, prompts[:1], count=1)
+    again = generate(llm, prompts[:1], count=3)
+    check_against(hf_model, again)
+    assert again[0].num_cached_tokens > 0
+
+
+def test_windows_that_config_json_does_not_name_are_kept_to(tmp_path: Path) -> None:
+    """Those of older checkpoints follow from the class of their configuration."""
+    path, hf_model = make("gemma2", tmp_path, **DECODERS["gemma2"])
+    path = edited(path, tmp_path / "older", layer_types=None)
+    llm = open_tiny(path, model_impl="transformers", max_model_len=64)
+    check_against(hf_model, generate(llm, prompts_of(23, 9)))
+    windows = [layer.window for layer in llm.llm_engine.config.checkpoint.facts.layers]
+    assert windows == [None, None]
+
+
+def test_sinks_take_part(tmp_path: Path) -> None:
+    settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
+    path, hf_model = make("gpt_oss", tmp_path, **settings)
+    llm = open_tiny(path, model_impl="transformers", attention_backend="TORCH_SDPA", max_model_len=64)
+    check_against(hf_model, generate(llm, prompts_of(23, 9)))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+def test_chunks_of_any_size(chunk: int, olmo: tuple[Path, Any]) -> None:
+    path, hf_model = olmo
+    llm = open_tiny(path, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 3))
+    check_against(hf_model, generate(llm, prompts_of(23, 9, 37), count=3))
+
+
+def test_auto_takes_transformers_where_we_have_no_model_and_warns_once(
+    olmo: tuple[Path, Any], tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    llm = open_tiny(olmo[0])
+    open_tiny(olmo[0])
+    slow = [said for said in warnings() if "slower" in said]
+    assert len(slow) == 1 and slow[0].startswith("OlmoForCausalLM runs through transformers")
+    assert llm.llm_engine.config.model.enforce_eager
+    llama = open_tiny(make("llama", tmp_path, **DECODERS["llama"])[0])
+    assert llama.llm_engine.config.checkpoint.facts.borrowed is None
+
+
+@pytest.mark.parametrize("model_impl", ["quire", "vllm"])
+def test_our_own_table_can_be_asked_for(model_impl: str, olmo: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"'OlmoForCausalLM' is not supported.*model_impl='auto'"):
+        open_tiny(olmo[0], model_impl=model_impl)
+
+
+def test_without_transformers_the_families_are_listed(
+    olmo: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borrowed._known_to_transformers.cache_clear()
+    monkeypatch.setattr(borrowed, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"known: .*LlamaForCausalLM.*transformers package installed"):
+        read_checkpoint(olmo[0])
+    borrowed._known_to_transformers.cache_clear()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_run_says_why(kind: str, tmp_path: Path) -> None:
+    """Rather than wrong logits, or an error from inside of someone else's code."""
+    settings, reason = REFUSED[kind]
+    path, _ = make(kind, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=reason):
+        open_tiny(path, model_impl="transformers")
+
+
+def test_it_does_not_pool(olmo: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only generates: leave runner and convert out"):
+        open_tiny(olmo[0], runner="pooling")
+    classifier = edited(olmo[0], tmp_path / "c", architectures=["GPTNeoXForSequenceClassification"])
+    with pytest.raises(ConfigError, match="'GPTNeoXForSequenceClassification' is not supported"):
+        open_tiny(classifier)
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(
+    olmo: tuple[Path, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"lacks 7 of .*model\.layers\.2\.mlp"):
+        open_tiny(edited(olmo[0], tmp_path / "deeper", num_hidden_layers=3))
+    with pytest.raises(ConfigError, match=r"\(96, 64\), but the model's configuration says \(80, 64\)"):
+        open_tiny(edited(olmo[0], tmp_path / "narrower", intermediate_size=80))
+
+
+def test_each_expert_of_a_checkpoint_is_a_part_of_one_parameter(tmp_path: Path) -> None:
+    path, _ = make("mixtral", tmp_path, **DECODERS["mixtral"])
+    with pytest.raises(ConfigError, match=r"lacks 12 of .*block_sparse_moe\.experts\.4\.w1"):
+        open_tiny(edited(path, tmp_path / "more", num_local_experts=6), model_impl="transformers")
+
+
+REMOTE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({mark!r}).touch()
+class FarConfig(LlamaConfig):
+    model_type = "far"
+class FarForCausalLM(LlamaForCausalLM):
+    config_class = FarConfig
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    llama, hf_model = make("llama", tmp_path, **DECODERS["llama"])
+    auto_map = {"AutoConfig": "far.FarConfig", "AutoModelForCausalLM": "far.FarForCausalLM"}
+    named = {"architectures": ["FarForCausalLM"], "model_type": "far", "auto_map": auto_map}
+    path, mark = edited(llama, tmp_path / "far", **named), tmp_path / "was-run"
+    (path / "far.py").write_text(REMOTE.format(mark=str(mark)))
+    for model_impl in ("auto", "transformers"):
+        with pytest.raises(ConfigError, match=r"'FarForCausalLM' is not supported.*trust_remote_code=True"):
+            open_tiny(path, model_impl=model_impl)
+    # Code beside a model that is known is of no interest.
+    open_tiny(edited(llama, tmp_path / "near", auto_map=auto_map), trust_remote_code=True)
+    assert not mark.exists()
+    check_against(hf_model, generate(open_tiny(path, trust_remote_code=True), prompts_of(9, 20)))
+    assert mark.exists()
+    assert any("Running the Python code in" in said for said in warnings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_len", "windows"),
+    [
+        ({}, 128, (None, None)),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, 512, (None, None)),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, 128, (None, None)),
+        (
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32},
+            32,
+            (None, None),
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
+            128,
+            (None, 9),
+        ),
+    ],
+)
+def test_facts_of_any_config(
+    olmo: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any], max_len: int, windows: tuple[Any, ...]
+) -> None:
+    """A rope whose angles follow the longest of a batch must not stretch: requests change each other."""
+    facts = read_checkpoint(edited(olmo[0], tmp_path / "m", **changes)).facts
+    assert (facts.max_len, tuple(layer.window for layer in facts.layers)) == (max_len, windows)
+    assert (facts.heads, facts.kv_heads, facts.head_dim, facts.hidden, facts.vocab) == (4, 4, 16, 64, 128)
+
+
+def test_the_decoder_of_a_model_with_other_parts_runs_alone(tmp_path: Path) -> None:
+    import transformers
+
+    text = SETTINGS | GROUPED | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, image_token_index=127
+    )
+    auto: Any = transformers.AutoModelForCausalLM
+    hf_model = auto.from_config(config, attn_implementation="eager").float().eval()
+    hf_model.save_pretrained(tmp_path)
+    llm = open_tiny(tmp_path, model_impl="transformers", max_num_batched_tokens=40)
+    check_against(hf_model, generate(llm, prompts_of(9, 50, vocab=120), count=4))
