@@ -219,7 +219,10 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ({"architectures": "LlamaForCausalLM"}, "expected a list of names"),
         ({"architectures": "absent", "model_type": "gpt9"}, "'gpt9' is not supported"),
         ({"rope_scaling": {"type": "su"}}, "rope type 'su' .*known: default, linear"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor is \\[1.0\\], expected 8"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "short_factor is \\[1.0\\], expected 8",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "the key factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),

@@ -111,7 +111,9 @@ def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str,
         architecture = _family(known[0])
         return known[0], replace(FAMILIES[architecture].read(keys), architecture=architecture)
     if model_impl == "transformers" and not is_installed():
-        raise ConfigError("model_impl='transformers' needs the transformers package: install it, or use 'auto'")
+        raise ConfigError(
+            "model_impl='transformers' needs the transformers package: install it, or use 'auto'"
+        )
     name = named[0] if named else str(keys.get("model_type"))
     source = None
     generates = name.endswith("LMHeadModel") or not name.endswith(_OTHER_ENDINGS)
