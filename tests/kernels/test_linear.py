@@ -60,7 +60,11 @@ def test_matches_torch_on_random_shapes(
     assert ours.dtype == x_dtype
     expected = linear_reference(x, torch.cat(parts), bias)
     tolerance = 1e-2 if x_dtype == torch.bfloat16 else 1e-6
-    assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+    usual = (
+        x.double().norm() * torch.cat(parts).double().norm() / columns**0.5
+    )  # one sum may be near 0 by chance
+    error = (ours.double() - expected.double()).norm()
+    assert error <= tolerance * (expected.double().norm() + usual)
 
 
 @pytest.mark.parametrize("x_dtype", TYPES)
