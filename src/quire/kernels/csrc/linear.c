@@ -426,7 +426,6 @@ INLINE long task_rows(const LinearJob *job)
     long tasks = (job->num_rows + TASK_ROWS - 1) / TASK_ROWS;
     return tasks ? ((job->num_rows + tasks - 1) / tasks + STEP - 1) / STEP * STEP : TASK_ROWS;
 }
-
 INLINE long row_tasks(const LinearJob *job) { return (job->num_rows + task_rows(job) - 1) / task_rows(job); }
 
 static void run_task(const LinearJob *job, const Matrix *part, const uint8_t *prepared, long at, long unit, long end, long row)
