@@ -1,6 +1,6 @@
 """How fast latent attention is, by shape of tiles and number of shares; run on an idle GPU.
 
-python tests/kernels/triton/latent_speed.py {decode,prefill,layer} [--short]
+python tests/kernels/triton/latent_speed.py {decode,prefill} [--short]
 """
 
 import argparse

@@ -138,7 +138,6 @@ def shares(
     `least` of them or more."""
     at, end, size, index, begin = share(seqs, None, num_seqs, least, 0, BLOCK_N)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_R)
     follow(OVERLAP)
     while at < end:
         start, seq_len = tl.load(seqs.query_starts + index), tl.load(seqs.seq_lens + index)
@@ -149,27 +148,24 @@ def shares(
         if tl.program_id(0) * BLOCK_M < num_queries * HEADS:
             low = tl.maximum(seq_len - num_queries, 0)
             valid = row < num_queries * HEADS
-            latent, rope = _rows(q, start, row, valid, HEADS, RANK, ROPE, BLOCK_R, BLOCK_P)
-            acc, most, total = _fold(
-                latent, rope, low, tl.minimum(low + row // HEADS, tl.maximum(seq_len, 1) - 1), cache, table,
+            rows = _rows(q, start, row, valid, HEADS, RANK, ROPE, BLOCK_R, BLOCK_P)
+            sums, most, total = _fold(
+                rows, low, tl.minimum(low + row // HEADS, tl.maximum(seq_len, 1) - 1), cache, table,
                 (at - begin) * BLOCK_N, tl.minimum((until - begin) * BLOCK_N, seq_len), scores_by,
                 RANK, ROPE, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
-            there = valid[:, None] & (dims < RANK)[None, :]
             earliest, latest = begin // size, (close - 1) // size
             if at == begin:  # only one share begins it
                 tl.store(partial.spans + 2 * index, earliest)
                 tl.store(partial.spans + 2 * index + 1, latest)
             if earliest == latest:
-                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                to = (start.to(tl.int64) * HEADS + row)[:, None] * RANK + dims[None, :]
-                tl.store(out + to, acc.to(out.dtype.element_ty), mask=there)
+                by = 1 / tl.where(total > 0, total, 1.0)
+                _put(out, start.to(tl.int64) * HEADS + row, valid, sums, by, RANK)
             else:
                 own = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
                 piece = (2 * own + (tl.program_id(1) == earliest)).to(tl.int64) * BLOCK_M
                 mine = tl.arange(0, BLOCK_M)
-                to = (piece + mine)[:, None] * RANK + dims[None, :]
-                tl.store(partial.sums + to, acc, mask=there)
+                _put(partial.sums, piece + mine, valid, sums, 1.0 + 0 * total, RANK)
                 tl.store(partial.tops + 2 * piece + mine, most)
                 tl.store(partial.tops + 2 * piece + BLOCK_M + mine, total)
         at, begin, index = until, close, index + 1
@@ -187,19 +183,38 @@ def _rows(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> Any:
-    """The queries of a tile, in their two parts."""
+    """The queries of a tile: the latent's part in two halves, and the part that turned."""
     token, head = (start + row // HEADS).to(tl.int64), row % HEADS
-    dims, ropes = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    latent = q.latent + (token * q.latent_token + head * q.latent_head)[:, None] + dims[None, :]
-    rope = q.rope + (token * q.rope_token + head * q.rope_head)[:, None] + ropes[None, :]
-    latent = tl.load(latent, mask=valid[:, None] & (dims < RANK)[None, :], other=0.0)
-    return latent, tl.load(rope, mask=valid[:, None] & (ropes < ROPE)[None, :], other=0.0)
+    latent = q.latent + (token * q.latent_token + head * q.latent_head)[:, None]
+    rope = q.rope + (token * q.rope_token + head * q.rope_head)[:, None]
+    left, right = _halves(latent, valid[:, None], RANK, BLOCK_R)
+    return left, right, _load(rope, tl.arange(0, BLOCK_P), valid[:, None], ROPE)
+
+
+@triton.jit
+def _halves(rows: tl.tensor, there: tl.tensor, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> Any:
+    dims = tl.arange(0, BLOCK_R // 2)
+    right = dims + BLOCK_R // 2
+    rest = there & (right < RANK)[None, :]
+    return _load(rows, dims, there, RANK), tl.load(rows + right[None, :], mask=rest, other=0.0)
+
+
+@triton.jit
+def _put(
+    out: tl.tensor, rows: tl.tensor, valid: tl.tensor, sums: tl.tuple, by: tl.tensor, RANK: tl.constexpr
+) -> None:
+    """Both halves of some rows of `out`."""
+    HALF: tl.constexpr = sums[0].shape[1]
+    dims = tl.arange(0, HALF)
+    for half in tl.static_range(2):
+        to = out + rows[:, None] * RANK + dims[None, :] + half * HALF
+        there = valid[:, None] & (dims + half * HALF < RANK)[None, :]
+        tl.store(to, (sums[half] * by[:, None]).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _fold(
-    latent: tl.tensor,
-    rope: tl.tensor,
+    rows: tl.tuple,
     low: tl.tensor,
     places: tl.tensor,
     cache: tl.tuple,
@@ -212,10 +227,15 @@ def _fold(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """Of the keys first..end: each row's sum of latents, greatest score and sum of weights."""
-    BLOCK_M: tl.constexpr = latent.shape[0]
-    key, dims, ropes = tl.arange(0, BLOCK_N), tl.arange(0, latent.shape[1]), tl.arange(0, rope.shape[1])
-    acc = tl.zeros([BLOCK_M, latent.shape[1]], tl.float32)
+    """Of the keys first..end: each row's sum of latents, in two halves, greatest score and sum of weights.
+
+    In halves, since a product over the whole is one long chain of additions that nothing else fills.
+    """
+    left, right, rope = rows
+    BLOCK_M: tl.constexpr = left.shape[0]
+    key, ropes = tl.arange(0, BLOCK_N), tl.arange(0, rope.shape[1])
+    left_sum = tl.zeros([BLOCK_M, left.shape[1]], tl.float32)
+    right_sum = left_sum
     most = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # Blocks are looked up one turn ahead: the keys' own loads then need not wait for them.
@@ -227,15 +247,19 @@ def _fold(
         ahead = at + BLOCK_N + key
         blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
         there = (at + key < end)[:, None]
-        k = _load(cache.data + slots[:, None], dims, there, RANK)
-        turned = _load(cache.data + slots[:, None] + RANK, ropes, there, ROPE)
+        latents = cache.data + slots[:, None]
+        k_left, k_right = _halves(latents, there, RANK, 2 * left.shape[1])
+        turned = _load(latents + RANK, ropes, there, ROPE)
         scores = tl.dot(rope, tl.trans(turned), input_precision="ieee")
-        scores = tl.dot(latent, tl.trans(k), scores, input_precision="ieee")
+        scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
+        scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
         shrink, most, total, weights = soften(
             scores, most, total, at, end, low, places, scores_by, 0, False, BLOCK_N
         )
-        acc = tl.dot(weights.to(k.dtype), k, acc * shrink[:, None], input_precision="ieee")
-    return acc, most, total
+        weights = weights.to(k_left.dtype)
+        left_sum = tl.dot(weights, k_left, left_sum * shrink[:, None], input_precision="ieee")
+        right_sum = tl.dot(weights, k_right, right_sum * shrink[:, None], input_precision="ieee")
+    return (left_sum, right_sum), most, total
 
 
 @triton.jit

@@ -16,7 +16,8 @@ from quire.kernels.triton.launch import launch, overlap
 _LOG2_E = 1.4426950408889634
 _HOPPER_BYTES = 228 << 10
 """Of memory that a multiprocessor has of its own."""
-_FEW_SEQS = 8
+_MERGED = 2048
+"""Partial sums that each warp of a merge loads at once."""
 GATHERED_KEYS = 16
 """In a tile of `gather`."""
 
@@ -102,16 +103,18 @@ def attend_shares(
     groups = triton.cdiv(rows, shape.block_m)
     shares = shares or max(1, shape.per_sm * num_sms // groups)
     partial = _partial(groups * shares, shape.block_m, sizes.rank, num_seqs, latent.device)
-    ahead = overlap(len(latent))
+    ahead, block_r = overlap(len(latent), 1), max(32, _wide(sizes.rank))
     launch(kernels.shares, groups, shares)(
         out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale), partial, 1,
         HEADS=sizes.heads, RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
-        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=_wide(sizes.rank), BLOCK_P=_wide(sizes.rope),
+        BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=block_r, BLOCK_P=_wide(sizes.rope),
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if shares > 1:
         # Of few sequences each lies in many shares, of many in few.
-        dims, at_once, num_warps = (64, 256, 8) if num_seqs <= _FEW_SEQS else (_wide(sizes.rank), 8, 4)
+        at_once = min(max(8, triton.next_power_of_2(shares // num_seqs)), 256)
+        num_warps = 4 if at_once < 64 else 8
+        dims = min(_wide(sizes.rank), num_warps * _MERGED // at_once)
         launch(kernels.merge, num_seqs, rows, triton.cdiv(sizes.rank, dims))(
             out, seqs.query_starts, partial, shares, HEADS=sizes.heads, RANK=sizes.rank,
             BLOCK_M=shape.block_m, BLOCK_D=dims, SHARES=at_once, OVERLAP=ahead, launch_pdl=ahead,
