@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.loader.source import Source
+from quire.quant.experts import ExpertMethod
 from quire.quant.method import LinearMethod
 
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
@@ -30,6 +31,9 @@ class Renamed:
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
         return self._source.linear(tuple(self._stored.get(part, part) for part in parts), device)
+
+    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
+        return self._source.experts(tuple(self._stored.get(part, part) for part in parts), device)
 
     def fill(self, name: str, into: Tensor) -> None:
         self._source.fill(self._stored.get(name, name), into)

@@ -179,7 +179,7 @@ def _sort(
     ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (experts, chunks / span): the pairs of an expert in `span` chunks go to their places, in their order.
+    """Grid (experts, chunks / span): the pairs of an expert in `span` chunks go to their places, in order.
 
     Those of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
     which nobody has counted.
