@@ -22,6 +22,14 @@ SETTINGS = {
     "attn_implementation": "eager",
     "num_labels": 3,
 }
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertModel": ("Bert", {}),
+    "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
+    "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
+    "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
+}
+"""Architecture, and what else is said of a tiny one -> family of transformers, settings."""
 
 
 class Tiny(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoders import Tiny, make, states, texts
+from encoders import ENCODERS, Tiny, make, states, texts
 
 from quire import LLM, PoolingParams
 from quire.config.model import read_checkpoint
@@ -15,18 +15,11 @@ from quire.errors import ConfigError, RequestError
 
 TOLERANCE = 1e-3
 RAW = PoolingParams(use_activation=False)
-ARCHITECTURES = {
-    "BertModel": ("Bert", {}),
-    "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
-    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
-    "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
-    "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
-}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=ENCODERS)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    family, overrides = ARCHITECTURES[request.param]
+    family, overrides = ENCODERS[request.param]
     return make(tmp_path_factory.mktemp(family), family, **overrides)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoders import ENCODERS
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from zoo import ZOO, rope
 
@@ -59,5 +60,6 @@ def test_overrides_change_any_config(architecture: str, tmp_path: Path) -> None:
 
 def test_every_architecture_that_is_read_has_a_model_and_is_in_the_zoo() -> None:
     """A family added to the config reader but not to the model table, or without a parity test."""
-    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, BORROWED}
+    encoders = {name.partition(",")[0] for name in ENCODERS}
+    assert {*FAMILIES, BORROWED} == set(MODELS) == {*ZOO, *encoders, BORROWED}
     assert all(MODELS[name] for name in MODELS)
