@@ -30,7 +30,9 @@ logger = get_logger(__name__)
 Found = tuple[Tensor, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
-_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.attn\.(masked_)?bias$")
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.attn\.(masked_)?bias$"
+)
 """The angles of rotations, and GPT-2's causal mask."""
 
 
@@ -75,7 +77,6 @@ def load_model(
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found: dict[str, Found] = {name: (target, layer) for layer in layers for name, target in layer.targets()}
-    found = _as_stored(found, source)
     targets = {name: target for name, (target, _) in found.items()}
     source = renamed(source, targets)
     _check(source, targets, checkpoint)
@@ -97,17 +98,6 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     kernels widen them, and half the bytes are read."""
     fits = device.type == "cpu" and dtype == torch.float32 and checkpoint.dtype == "bfloat16"
     return torch.bfloat16 if fits and native.library() is not None else None
-
-
-def _as_stored(found: dict[str, Found], source: Source) -> dict[str, Found]:
-    """Checkpoints of a body alone do not have its name in front of all others."""
-    stored = source.shapes({})
-
-    def name_of(name: str) -> str:
-        _, _, rest = name.partition(".")
-        return rest if name not in stored and rest in stored else name
-
-    return {name_of(name): value for name, value in found.items()}
 
 
 def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:
