@@ -140,6 +140,7 @@ ZOO: dict[str, Specimen] = {
     "Cohere2ForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
     "CohereForCausalLM": Specimen({"logit_scale": 0.3}, {"biased": {"attention_bias": True}}),
     "GPT2LMHeadModel": Specimen({"num_key_value_heads": 4, "n_inner": 96}, {"tied": TIED}),
+    "GPTNeoXForCausalLM": Specimen({"num_key_value_heads": 4}, {"unbiased": {"attention_bias": False}}),
     "Glm4ForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "GlmForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "GraniteForCausalLM": Specimen(

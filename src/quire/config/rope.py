@@ -81,6 +81,8 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
 
 def read_gguf_rope(file: GGUFFile, arch: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
     kind = arch.get("rope.scaling.type") or "none"
+    if kind == "longrope" and "rope_factors_long.weight" in file.tensors:
+        kind = "none"  # the tensors say all
     if kind not in ("none", "linear", "yarn"):
         raise arch.wrong("rope.scaling.type", "none, linear or yarn (no other is supported)")
     factor = 1.0 if kind == "none" else arch.number("rope.scaling.factor")

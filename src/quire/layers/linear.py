@@ -55,7 +55,7 @@ class RowLinear(Linear):
 
 class QKVLinear(Linear):
     """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
-    all three."""
+    all three, which may have those of one head beside each other (`by_head`)."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class QKVLinear(Linear):
         bias: bool = False,
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
         paired_dim: int = 0,
+        by_head: bool = False,
     ) -> None:
         sizes = [num_heads * head_dim for num_heads in (heads, kv_heads, kv_heads)]
         parts = dict(zip(names, sizes if len(names) > 1 else [sum(sizes)], strict=True))
@@ -78,11 +79,15 @@ class QKVLinear(Linear):
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.paired_dim = paired_dim
+        self.by_head = by_head
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
         """Where queries and keys have norms over all heads."""
 
     def finish(self) -> None:
+        if self.by_head:
+            order = torch.arange(sum(self.sizes_out)).view(self.heads, 3, -1).transpose(0, 1).flatten()
+            self.method.reorder(self, self.sizes_out, [order])
         if self.paired_dim:
             q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
             orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]

@@ -31,9 +31,9 @@ Found = tuple[Tensor, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.attn\.(masked_)?bias$"
+    r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$"
 )
-"""The angles of rotations, and GPT-2's causal mask."""
+"""The angles of rotations, and the causal mask of GPT-2 and GPT-NeoX."""
 
 
 def load_model(

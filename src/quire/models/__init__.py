@@ -8,6 +8,7 @@ MODELS = LazyTable(
         "Cohere2ForCausalLM": "quire.models.cohere:Cohere",
         "CohereForCausalLM": "quire.models.cohere:Cohere",
         "GPT2LMHeadModel": "quire.models.gpt2:GPT2",
+        "GPTNeoXForCausalLM": "quire.models.gpt_neox:GPTNeoX",
         "Glm4ForCausalLM": "quire.models.glm4:Glm4",
         "GlmForCausalLM": "quire.models.llama:Llama",
         "GraniteForCausalLM": "quire.models.llama:Llama",

@@ -26,6 +26,7 @@ class Decoder(nn.Module):
     Layer: MakesLayer
     body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
     """What the checkpoint calls all but the head, the embedding, the layers, and the norm behind them."""
+    head_name = "lm_head"
     places, first_place = "embed_positions", 0
     """What it calls learned positions, and in which row they begin."""
 
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
         self.head = Head(
             facts.vocab,
             facts.hidden,
-            scope / "lm_head",
+            scope / self.head_name,
             tied=self.embed if facts.tied else None,
             bias=facts.head_bias,
         )

@@ -19,6 +19,8 @@ class Attention(nn.Module):
     """Queries, keys and values, the mix of what was seen, and the way back."""
 
     fused_name, out_name = "qkv_proj", "o_proj"
+    by_head = False
+    """Whether what is fused has query, key and value of one head beside each other."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -31,6 +33,7 @@ class Attention(nn.Module):
             bias=facts.qkv_bias,
             names=(self.fused_name,) if facts.fused_qkv else ("q_proj", "k_proj", "v_proj"),
             paired_dim=rope.paired_dim,
+            by_head=self.by_head,
         )
         norms: list[Norm] = []
         if facts.qk_norm:

@@ -37,6 +37,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": Family("cohere2", dense.cohere2),
     "CohereForCausalLM": Family("cohere", dense.cohere),
     "GPT2LMHeadModel": Family("gpt2", dense.gpt2),
+    "GPTNeoXForCausalLM": Family("gpt_neox", dense.gpt_neox),
     "Glm4ForCausalLM": Family("glm4", dense.glm),
     "GlmForCausalLM": Family("glm", dense.glm),
     "GraniteForCausalLM": Family("granite", dense.granite),

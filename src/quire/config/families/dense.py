@@ -226,6 +226,28 @@ def gpt2(keys: Keys) -> ArchFacts:
     )
 
 
+def gpt_neox(keys: Keys) -> ArchFacts:
+    _only(keys, "use_parallel_residual", True)
+    biased = keys.flag("attention_bias", True)
+    turning, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
+    return decoder(
+        _with(
+            keys,
+            partial_rotary_factor=turning or 0.25,
+            rope_theta=theta or 10000.0,
+            hidden_act="gelu",
+            layer_norm_eps=1e-5,
+        ).but(num_key_value_heads=None),
+        eps_key="layer_norm_eps",
+        fused_qkv=True,
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=True,
+    )
+
+
 def opt(keys: Keys) -> ArchFacts:
     _only(keys, "do_layer_norm_before", True)
     _only(keys, "layer_norm_elementwise_affine", True)
