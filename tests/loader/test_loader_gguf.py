@@ -104,7 +104,7 @@ def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
         ("output.weight", "lm_head.weight", "LlamaForCausalLM"),
         ("blk.0.ffn_up.bias", "transformer.h.0.mlp.c_fc.bias", "GPT2LMHeadModel"),
         ("rope_freqs.weight", "rope_freqs.weight", "LlamaForCausalLM"),
-        ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_gate_exps.weight", "LlamaForCausalLM"),
+        ("blk.0.new_part.weight", "blk.0.new_part.weight", "LlamaForCausalLM"),
     ],
 )
 def test_names(stored: str, name: str, architecture: str) -> None:

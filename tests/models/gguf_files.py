@@ -52,6 +52,14 @@ def _granite_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+
+
 def _phi3_keys(config: Any) -> dict[str, Any]:
     scale = config.max_position_embeddings / config.original_max_position_embeddings
     return {
@@ -94,6 +102,7 @@ CONVERSIONS = {
     "phi3": Conversion(keys=_phi3_keys, tensors=_phi3_tensors, settings=longrope(original=8)),
     "qwen2": Conversion(),
     "qwen3": Conversion(),
+    "qwen3_moe": Conversion("qwen3moe", keys=_moe_keys),
     "seed_oss": Conversion(),
     "smollm3": Conversion(
         settings={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, change=_interleaved
@@ -128,6 +137,18 @@ def _shared_keys(config: Any) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
+def _parts(name: str, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Experts by projection, under the names that they once had; all else as it is."""
+    where, _, last = name.rpartition(".")
+    if last == "gate_up_proj":
+        halves = np.split(values, 2, axis=1)
+        return {
+            f"{where}.{part}.weight": np.ascontiguousarray(half)
+            for part, half in zip(("gate_proj", "up_proj"), halves, strict=True)
+        }
+    return {f"{name}.weight" if last == "down_proj" else name: values}
+
+
 def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
     """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
     from gguf import GGUFWriter
@@ -152,9 +173,10 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
         rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
         stored = np.ascontiguousarray(conversion.change(name, values, config))
         parameter.data.copy_(torch.from_numpy(rounded))
-        stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored_as is not None, f"the converter has no name for {name}"
-        writer.add_tensor(stored_as, quantize(stored, packed_as), raw_dtype=packed_as)
+        for part, numbers in _parts(name, stored).items():
+            stored_as = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert stored_as is not None, f"the converter has no name for {part}"
+            writer.add_tensor(stored_as, quantize(numbers, packed_as), raw_dtype=packed_as)
     for name, numbers in conversion.tensors(config).items():
         writer.add_tensor(f"{name}.weight", np.array(numbers, np.float32))
     writer.write_header_to_file()
