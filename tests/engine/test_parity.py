@@ -49,7 +49,7 @@ def test_chunks_preemption_and_prefix_hits_of_every_architecture(architecture: s
         assert scheduler.num_preemptions > 0
     check_against(hf_model, generate(llm, prompts[1:2]))
     (again,) = generate(llm, prompts[1:2])
-    assert again.num_cached_tokens == 16
+    assert again.num_cached_tokens == (16 if llm.config.cache.enable_prefix_caching else 0)
     check_against(hf_model, [again])
 
 
