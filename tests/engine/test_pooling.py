@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import make_tiny, write_gguf
+from gguf_files import write_gguf
+from oracle import make_tiny
 from tiny import prompts_of
 from tiny_text import TextModel, text_model
 

@@ -6,6 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertModel": ("Bert", {}),
+    "RobertaModel": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "relu"}),
+    "ModernBertModel": ("ModernBert", {"local_attention": 8, "num_hidden_layers": 4, "norm_bias": True}),
+    "ModernBertModel, mean": ("ModernBert", {"classifier_pooling": "mean", "attention_bias": True}),
+}
+"""By architecture, and what is tested of it: the family in transformers, and its settings."""
 SETTINGS = {
     "vocab_size": 96,
     "hidden_size": 32,

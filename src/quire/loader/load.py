@@ -17,7 +17,6 @@ from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
 from quire.layers.scope import Loads, Scope
-from quire.loader.bare import renamed
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
@@ -30,6 +29,7 @@ logger = get_logger(__name__)
 Found = tuple[Tensor, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
+_BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$"
 )
@@ -77,8 +77,8 @@ def load_model(
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found: dict[str, Found] = {name: (target, layer) for layer in layers for name, target in layer.targets()}
+    found = _as_stored(found, source)
     targets = {name: target for name, (target, _) in found.items()}
-    source = renamed(source, targets)
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
     left = Counter(id(layer) for _, layer in found.values())
@@ -98,6 +98,20 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     kernels widen them, and half the bytes are read."""
     fits = device.type == "cpu" and dtype == torch.float32 and checkpoint.dtype == "bfloat16"
     return torch.bfloat16 if fits and native.library() is not None else None
+
+
+def _as_stored(found: dict[str, Found], source: Source) -> dict[str, Found]:
+    """Checkpoints of a body alone do not have its name in front of all others; those of the first BERTs call
+    a norm's weight gamma, and its bias beta."""
+    stored = source.shapes({})
+
+    def name_of(name: str) -> str:
+        known = [name, name.partition(".")[2]]
+        for today, before in _BEFORE.items():
+            known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
+        return next((each for each in known if each in stored), name)
+
+    return {name_of(name): value for name, value in found.items()}
 
 
 def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:
