@@ -193,8 +193,8 @@ def test_what_cannot_run_says_why(kind: str, tmp_path: Path) -> None:
 def test_it_does_not_pool(olmo: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only generates: leave runner and convert out"):
         open_tiny(olmo[0], runner="pooling")
-    classifier = edited(olmo[0], tmp_path / "c", architectures=["GPTNeoXForSequenceClassification"])
-    with pytest.raises(ConfigError, match="'GPTNeoXForSequenceClassification' is not supported"):
+    classifier = edited(olmo[0], tmp_path / "c", architectures=["HeliumForSequenceClassification"])
+    with pytest.raises(ConfigError, match="'HeliumForSequenceClassification' is not supported"):
         open_tiny(classifier)
 
 
