@@ -12,6 +12,8 @@ LOGITS_AT_ONCE = 1 << 24
 bounded, whatever the batch."""
 _COPIES = 8
 """Of these in float32, at most, one beside the other: `tests/sampling/test_rehearsal.py` counts them."""
+_PAIRS_AT_ONCE = 8192
+"""Tokens beside an expert that a CPU works on together."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 
 
@@ -21,10 +23,29 @@ def human(num_bytes: float) -> str:
 
 def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs: int) -> int:
     """Peak of one step: the widest layer for every token, float32 logits, and what sampling makes of them."""
-    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    widest = max(3 * facts.intermediate, 2 * (heads + 2 * kv_heads)) + 4 * facts.hidden
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
-    return num_tokens * widest * DTYPE_BYTES[dtype] + (num_seqs + special) * facts.vocab * 4
+    logits = (num_seqs + special) * facts.vocab * 4
+    return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
+
+
+def _widest(facts: ArchFacts) -> int:
+    """Numbers of a token that exist side by side in the widest half of a layer."""
+    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    widths = [3 * facts.intermediate, 2 * (heads + 2 * kv_heads)]
+    if facts.moe is not None:
+        widths.append(3 * facts.moe.shared_intermediate)
+    if (state := facts.state) is not None:
+        inner = state.heads * state.head_dim
+        widths.append(5 * inner + 4 * state.groups * state.state)
+    return max(widths) + 4 * facts.hidden
+
+
+def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
+    """A token beside each of its experts: in, between and out, in float32."""
+    if facts.moe is None:
+        return 0
+    pairs = min(num_tokens * facts.moe.per_token, _PAIRS_AT_ONCE)
+    return 4 * pairs * (2 * facts.hidden + 3 * facts.moe.intermediate)
 
 
 def rows_at_once(vocab: int) -> int:
@@ -93,12 +114,16 @@ def size_cache(
     if longest < max_model_len and not (auto_fit and longest > 0):
         needed_blocks = blocks_of(max_model_len) + 1
         needed = states + needed_blocks * per_block
-        raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest))
+        rows = (max(room.kv_bytes, 0) - needed_blocks * per_block) // max(layout.bytes_per_row, 1) - 1
+        fewer = f"--max-num-seqs {rows}" if states and 0 < rows < num_rows else ""
+        raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest, fewer))
     num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest, 1)
     return CacheSize(num_blocks, longest, num_tokens, layout.windows, states + num_blocks * per_block)
 
 
-def _too_small(room: CacheRoom, needed_blocks: int, needed: int, max_model_len: int, longest: int) -> str:
+def _too_small(
+    room: CacheRoom, needed_blocks: int, needed: int, max_model_len: int, longest: int, fewer: str
+) -> str:
     shorter = f"--max-model-len {longest} or --max-model-len auto" if longest else ""
     if room.num_blocks_override is not None:
         return (
@@ -107,7 +132,7 @@ def _too_small(room: CacheRoom, needed_blocks: int, needed: int, max_model_len: 
             f"{needed_blocks}" + (f" or more, or {shorter}." if shorter else " or more.")
         )
     have = max(room.kv_bytes, 0)
-    ways = [shorter] if shorter else []
+    ways = [way for way in (fewer, shorter) if way]
     share = (needed + room.other_bytes) / room.total_bytes
     if share <= 1.0:
         ways.append(f"--gpu-memory-utilization {min(1.0, share + 0.0051):.2f}")

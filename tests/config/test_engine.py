@@ -509,3 +509,11 @@ def test_a_state_cannot_be_cut_at_a_prefix(warnings: Any, monkeypatch: pytest.Mo
     warn_once.cache_clear()
     assert not make({"enable_prefix_caching": False}).cache.enable_prefix_caching
     assert warnings() == [said]
+
+
+def test_a_model_with_states_has_as_many_rows_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of a large device, whose states alone would not fit on it; what the user says stands."""
+    states = (CacheSpec("state", bytes_per_row=100 << 20),)
+    monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
+    assert make({"kv_cache_memory_bytes": 4 << 30}).scheduler.max_num_seqs == 20
+    assert make({"kv_cache_memory_bytes": 4 << 30, "max_num_seqs": 64}).scheduler.max_num_seqs == 64

@@ -90,12 +90,13 @@ def resolve(
     )
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
-    scheduler = _scheduler(values, model.max_model_len, parallel, machine, usage)
+    cache = _cache(values, model.dtype, machine, env, checkpoint.facts)
+    values = _with_room_for_states(values, cache, machine, checkpoint.facts, usage)
     return EngineConfig(
         model=model,
         load=LoadSection(**_of("load", values)),
-        cache=_cache(values, model.dtype, machine, env, checkpoint.facts),
-        scheduler=scheduler,
+        cache=cache,
+        scheduler=_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,
         attention=_attention(values, env),
         observability=ObservabilitySection(disable_log_stats=values.get("disable_log_stats", usage == "llm")),
@@ -259,6 +260,28 @@ def _budget(machine: Machine, usage: str, world: int) -> tuple[int, int]:
     )
     by_usage, seqs = next((by, seqs) for least, by, seqs in rows if machine.total_bytes >= least * GIB)
     return by_usage[usage], seqs
+
+
+def _with_room_for_states(
+    values: dict[str, Any], cache: CacheSection, machine: Machine, facts: ArchFacts, usage: str
+) -> dict[str, Any]:
+    """Every row of a model with states has memory of its own: unless the user says how many there are, as
+    many as leave most of it to weights and pages."""
+    per_row = sum(spec.bytes_per_row for spec in cache_specs(facts) if spec is not None)
+    if not per_row or "max_num_seqs" in values:
+        return values
+    room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit
+    room = room // 2 if room else int(machine.total_bytes * cache.gpu_memory_utilization) // 4
+    most, default = max(room // per_row, 1), _budget(machine, usage, 1)[1]
+    if most >= default:
+        return values
+    logger.info(
+        "max_num_seqs is %d in place of %d: each running request has a state of %.1f MiB",
+        most,
+        default,
+        per_row / 2**20,
+    )
+    return values | {"max_num_seqs": most}
 
 
 def _scheduler(
