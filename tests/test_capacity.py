@@ -178,7 +178,7 @@ def test_states_of_all_rows_and_of_padding_come_first() -> None:
 
 
 def test_states_that_leave_no_room_say_how_many_requests_fit() -> None:
-    """The only way out that is named is a shorter request, although the states of all rows are the trouble."""
+    """The only way out that is named is a shorter request, although the states of rows are the trouble."""
     specs = [CacheSpec("state", bytes_per_row=100 * BLOCK), *cache_specs(FACTS)]
     with pytest.raises(ConfigError, match=r"--max-num-seqs 6\b"):
         size(800 * BLOCK, layout=layout(specs, 64), num_rows=16)

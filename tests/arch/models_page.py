@@ -1,0 +1,98 @@
+"""docs/models.md, out of the tables: `python tests/arch/models_page.py > docs/models.md`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from zoo import SHARED, ZOO
+
+from quire.config.families import FAMILIES, GGUF_FAMILIES
+from quire.config.keys import Keys
+from quire.config.layout import cache_specs
+from quire.models import CLASSIFIERS, MODELS
+
+_KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
+
+GROUPS = {
+    "dense": "Dense decoders",
+    "windows": "Decoders with windows",
+    "moe": "Mixtures of experts",
+    "latent": "Latent attention",
+    "state": "Hybrids with states",
+    "encoder": "Encoders",
+}
+"""By the file in config/families/ that reads them."""
+HEAD = """# Models
+
+Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of `config/families/` and
+`models/`; a test fails when it is stale.
+
+Every architecture runs on a CPU and on a GPU, from safetensors (or pytorch_model.bin), and from GGUF where
+a name of llama.cpp stands in the last column. Each is compared with transformers in float32, logit by logit:
+`tests/models/test_parity.py`, `tests/engine/test_parity.py`, `tests/models/test_encoders.py`.
+
+What a layer keeps of the tokens it has seen: *pages* of all of them; *window*: pages of the last so many, the
+others go back to the pool; *latent*: pages of one vector a token; *state*: a fixed size for each running
+request, so that prefixes cannot be shared. An encoder keeps nothing.
+
+Any other decoder of an installed transformers runs through it, only slower:
+[transformers.md](transformers.md).
+With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder embeds or classifies;
+`...ForSequenceClassification` heads of Llama, Qwen2, Qwen3 and of the encoders are read as they are.
+"""
+
+
+def page() -> str:
+    return "\n".join([HEAD, *_tables()])
+
+
+def _tables() -> Iterator[str]:
+    for group, title in GROUPS.items():
+        names = sorted(name for name, family in FAMILIES.items() if _group(family.read) == group)
+        yield f"## {title}\n"
+        yield "| architecture | model_type | keeps | CPU | GPU | read by | GGUF |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from map(_line, names)
+        yield ""
+
+
+def _line(name: str) -> str:
+    family = FAMILIES[name]
+    module = MODELS.entries[name].partition(":")[0]
+    read_by = f"`{module.removeprefix('quire.').replace('.', '/')}.py`"
+    gguf = sorted(known for known, made in GGUF_FAMILIES.items() if made.architecture == name)
+    classes = "" if name not in CLASSIFIERS else ", classifier"
+    cells = [
+        f"`{name}`{classes}",
+        f"`{family.model_type}`",
+        _kept(name),
+        "yes",
+        "yes",
+        read_by,
+        ", ".join(f"`{each}`" for each in gguf) or "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _kept(name: str) -> str:
+    """By the layers of the zoo's tiny model."""
+    import transformers
+
+    if name not in ZOO:
+        return "nothing"
+    specimen = ZOO[name]
+    config = SHARED | specimen.settings
+    if specimen.twin is None:
+        config = getattr(transformers, name).config_class(**config).to_dict()
+    specs = cache_specs(FAMILIES[name].read(Keys(name, config)))
+    return ", ".join(dict.fromkeys(_KEPT[spec.kind] for spec in specs if spec is not None))
+
+
+def _group(read: object) -> str:
+    return str(getattr(read, "__module__", "")).rpartition(".")[2]
+
+
+if __name__ == "__main__":
+    print(page(), end="")
