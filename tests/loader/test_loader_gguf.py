@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import CONVERSIONS, make_tiny_gguf
+from gguf_files import CONVERSIONS, each_expert, gemma3_keys, make_tiny_gguf
 from oracle import load_tiny, random_prompts, run_hf, run_paged
 
 from quire.config.families import GGUF_FAMILIES
@@ -16,6 +16,15 @@ from quire.loader import gguf as loader_gguf
 from quire.loader.gguf import hf_name
 
 STEPS = [[9, 5], [1, 4], [7, 1]]
+
+
+def _pattern_as_a_number(config: Any) -> dict[str, Any]:
+    return gemma3_keys(config) | {"attention.sliding_window_pattern": 3}
+
+
+def _pattern_by_layer(config: Any) -> dict[str, Any]:
+    near = [kind == "sliding_attention" for kind in config.layer_types]
+    return gemma3_keys(config) | {"attention.sliding_window_pattern": near}
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
@@ -57,6 +66,35 @@ def test_tied_and_biased_files(overrides: dict[str, Any], tmp_path: Path) -> Non
     path, hf_model = make_tiny_gguf("llama", tmp_path, **overrides)
     ids = random_prompts(12)[0]
     ours = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {"pieces": each_expert}),
+        ("qwen2_moe", {"change": lambda name, values, config: values}),
+        ("gemma3_text", {"settings": {"query_pre_attn_scalar": 16}, "keys": _pattern_as_a_number}),
+        ("gemma3_text", {"settings": {"query_pre_attn_scalar": 16}, "keys": _pattern_by_layer}),
+    ],
+    ids=["an expert by itself", "the shared gate as a matrix", "window pattern", "windows by layer"],
+)
+def test_other_forms_of_the_same_file(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONVERSIONS, family, CONVERSIONS[family]._replace(**changes))
+    path, hf_model = make_tiny_gguf(family, tmp_path)
+    ids = random_prompts(12)[0]
+    ours = run_paged(load_tiny(path), [ids], [[12]])[0]
+    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_4_bit_floats_as_gpt_oss_has_them(tmp_path: Path) -> None:
+    """The scales of blocks, gate and up of one expert in the place of another's."""
+    path, hf_model = make_tiny_gguf("gpt_oss", tmp_path, "MXFP4")
+    assert GGUFFile(path).tensors["blk.0.ffn_up_exps.weight"].type == "MXFP4"
+    ids = random_prompts(12)[0]
+    ours = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
     torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
 
 
@@ -105,6 +143,10 @@ def test_a_missing_tensor_is_named_as_a_weight_of_the_model(
         ("blk.0.ffn_up.bias", "transformer.h.0.mlp.c_fc.bias", "GPT2LMHeadModel"),
         ("rope_freqs.weight", "rope_freqs.weight", "LlamaForCausalLM"),
         ("blk.0.new_part.weight", "blk.0.new_part.weight", "LlamaForCausalLM"),
+        ("blk.0.attn_rot_embd.weight", "blk.0.attn_rot_embd.weight", "LlamaForCausalLM"),
+        ("blk.0.ffn_up_exps.weight", "model.layers.0.mlp.experts.up_proj.weight", "LlamaForCausalLM"),
+        ("blk.3.ffn_up.12.weight", "model.layers.3.mlp.experts.12.up_proj.weight", "LlamaForCausalLM"),
+        ("blk.0.attn_sinks.weight", "model.layers.0.self_attn.sinks", "GptOssForCausalLM"),
     ],
 )
 def test_names(stored: str, name: str, architecture: str) -> None:

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gguf import GGUFWriter
 from numpy.typing import NDArray
 from oracle import make_tiny
-from zoo import TIED, Settings, longrope
+from torch import Tensor
+from zoo import SHARED, TIED, Settings, longrope
 
 
 class Conversion(NamedTuple):
@@ -24,6 +26,8 @@ class Conversion(NamedTuple):
     """What a model must have since files do not say it."""
     change: Callable[[str, NDArray[Any], Any], NDArray[Any]] = lambda name, values, config: values
     """A tensor, by its Hugging Face name, as it is stored."""
+    pieces: Callable[[str, Tensor], dict[str, Tensor]] = lambda name, tensor: {name: tensor}
+    """A tensor as views of its parts, each of which is stored by itself."""
 
 
 def _interleaved(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
@@ -43,20 +47,89 @@ def _plus_one(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
     return values + 1 if name.endswith("norm.weight") else values
 
 
+def _expert_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Gate and up, which are one behind the other for each expert."""
+    where, _, part = name.rpartition(".")
+    if part == "gate_up_proj":
+        gate, up = tensor.chunk(2, dim=1)
+        return {f"{where}.gate_proj.weight": gate, f"{where}.up_proj.weight": up}
+    return {f"{name}.weight" if part == "down_proj" else name: tensor}
+
+
+def each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Every expert by itself, as the first converters wrote Mixtral."""
+    pieces = _expert_pieces(name, tensor)
+    if tensor.ndim < 3:
+        return pieces
+    layer = name.split(".")[2]
+    parts = {name.split(".")[-2].removesuffix("_proj"): piece for name, piece in pieces.items()}
+    return {
+        f"blk.{layer}.ffn_{part}.{i}.weight": expert
+        for part, piece in parts.items()
+        for i, expert in enumerate(piece)
+    }
+
+
+def _gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Gate and up in turns, inputs before outputs."""
+    where, _, part = name.rpartition(".")
+    if part == "sinks":
+        return {f"{name}.weight": tensor}
+    kind = "bias" if part.endswith("_bias") else "weight"
+    across = tensor.transpose(1, 2) if tensor.ndim == 3 else tensor
+    if part.startswith("gate_up_proj"):
+        return {
+            f"{where}.{each}_proj.{kind}": across[:, first::2] for first, each in enumerate(("gate", "up"))
+        }
+    return {f"{where}.down_proj.{kind}" if part.startswith("down_proj") else name: across}
+
+
+def _one_row_as_a_vector(name: str, values: NDArray[Any], config: Any) -> NDArray[Any]:
+    return values[0] if "shared_expert_gate" in name else values
+
+
+def _expert_keys(config: Any) -> dict[str, Any]:
+    keys = {
+        "expert_count": getattr(config, "num_experts", None) or config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        "expert_shared_feed_forward_length": getattr(config, "shared_expert_intermediate_size", None),
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _gpt_oss_keys(config: Any) -> dict[str, Any]:
+    return _expert_keys(config) | {
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": config.rope_parameters["factor"],
+        "rope.scaling.original_context_length": config.rope_parameters["original_max_position_embeddings"],
+    }
+
+
+def _gemma2_keys(config: Any) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+def gemma3_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters["full_attention"]
+    keys = {"attention.sliding_window": config.sliding_window, "rope.freq_base": rope["rope_theta"]}
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    return keys
+
+
 def _granite_keys(config: Any) -> dict[str, Any]:
     return {
         "embedding_scale": config.embedding_multiplier,
         "residual_scale": config.residual_multiplier,
         "attention.scale": config.attention_multiplier,
         "logit_scale": config.logits_scaling,
-    }
-
-
-def _moe_keys(config: Any) -> dict[str, Any]:
-    return {
-        "expert_count": config.num_experts,
-        "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
     }
 
 
@@ -75,7 +148,24 @@ def _phi3_tensors(config: Any) -> dict[str, Any]:
     return {f"rope_factors_{kind}": config.rope_parameters[f"{kind}_factor"] for kind in ("short", "long")}
 
 
+HEAD_DIM = SHARED["head_dim"]
+SIX_LAYERS: Settings = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}
 FOUR_LAYERS = ["sliding_attention"] * 3 + ["full_attention"]
+EXACT = (".bias", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+"""What the converter never packs, beside vectors."""
+ADD = {
+    int: GGUFWriter.add_uint32,
+    float: GGUFWriter.add_float32,
+    str: GGUFWriter.add_string,
+    list: GGUFWriter.add_array,
+}
 EPSILONS = {
     "rms_norm_eps": "layer_norm_rms_epsilon",
     "layer_norm_eps": "layer_norm_epsilon",
@@ -93,16 +183,23 @@ CONVERSIONS = {
         },
         settings=TIED | {"num_hidden_layers": 4, "layer_types": FOUR_LAYERS},
     ),
+    "gemma2": Conversion(keys=_gemma2_keys, settings={"query_pre_attn_scalar": HEAD_DIM}, change=_plus_one),
+    "gemma3_text": Conversion(
+        "gemma3", gemma3_keys, settings=SIX_LAYERS | {"query_pre_attn_scalar": HEAD_DIM}, change=_plus_one
+    ),
     "glm4": Conversion(),
+    "gpt_oss": Conversion("gpt-oss", _gpt_oss_keys, pieces=_gpt_oss_pieces),
     "gpt2": Conversion(change=_transposed),
     "granite": Conversion(keys=_granite_keys, change=_interleaved),
     "llama": Conversion(change=_interleaved),
+    "mixtral": Conversion("llama", _expert_keys, change=_interleaved, pieces=_expert_pieces),
     "nemotron": Conversion(change=_plus_one),
     "olmo2": Conversion(),
     "phi3": Conversion(keys=_phi3_keys, tensors=_phi3_tensors, settings=longrope(original=8)),
     "qwen2": Conversion(),
+    "qwen2_moe": Conversion("qwen2moe", _expert_keys, change=_one_row_as_a_vector, pieces=_expert_pieces),
     "qwen3": Conversion(),
-    "qwen3_moe": Conversion("qwen3moe", keys=_moe_keys),
+    "qwen3_moe": Conversion("qwen3moe", _expert_keys, pieces=_expert_pieces),
     "seed_oss": Conversion(),
     "smollm3": Conversion(
         settings={"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}, change=_interleaved
@@ -137,21 +234,8 @@ def _shared_keys(config: Any) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def _parts(name: str, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Experts by projection, under the names that they once had; all else as it is."""
-    where, _, last = name.rpartition(".")
-    if last == "gate_up_proj":
-        halves = np.split(values, 2, axis=1)
-        return {
-            f"{where}.{part}.weight": np.ascontiguousarray(half)
-            for part, half in zip(("gate_proj", "up_proj"), halves, strict=True)
-        }
-    return {f"{name}.weight" if last == "down_proj" else name: values}
-
-
 def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
     """The tiny model as a GGUF file, its matrices packed as `kind`; `hf_model` gets the same rounding."""
-    from gguf import GGUFWriter
     from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
     from gguf.quants import dequantize, quantize
     from gguf.tensor_mapping import get_tensor_name_map
@@ -161,22 +245,25 @@ def write_gguf(path: Path, hf_model: Any, kind: str = "F32") -> Path:
     arch = conversion.architecture or config.model_type
     writer = GGUFWriter(path, arch)
     for key, value in (_shared_keys(config) | conversion.keys(config)).items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+        ADD[type(value)](writer, f"{arch}.{key}", value)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     enum = next(enum for enum, name in MODEL_ARCH_NAMES.items() if name == arch)
     names = get_tensor_name_map(enum, config.num_hidden_layers)
-    for name, parameter in hf_model.named_parameters():
-        values = parameter.detach().numpy()
-        packed_as = GGMLQuantizationType["F32" if values.ndim == 1 else kind]
-        # Rows are packed one by one, so that moving rows and packing them can be done in any order.
-        rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
-        stored = np.ascontiguousarray(conversion.change(name, values, config))
-        parameter.data.copy_(torch.from_numpy(rounded))
-        for part, numbers in _parts(name, stored).items():
-            stored_as = names.get_name(part, try_suffixes=(".weight", ".bias"))
-            assert stored_as is not None, f"the converter has no name for {part}"
-            writer.add_tensor(stored_as, quantize(numbers, packed_as), raw_dtype=packed_as)
+    for whole, parameter in hf_model.named_parameters():
+        for name, piece in conversion.pieces(whole, parameter.data).items():
+            stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if name.startswith("blk."):
+                stored_as = name
+            assert stored_as is not None, f"the converter has no name for {name}"
+            values = np.ascontiguousarray(piece.numpy())
+            exact = values.ndim == 1 or stored_as.endswith(EXACT)
+            packed_as = GGMLQuantizationType["F32" if exact else kind]
+            # Rows are packed one by one, so that moving rows and packing them can be done in any order.
+            rounded = dequantize(quantize(values, packed_as), packed_as).astype(np.float32)
+            stored = np.ascontiguousarray(conversion.change(name, values, config))
+            piece.copy_(torch.from_numpy(rounded))
+            writer.add_tensor(stored_as, quantize(stored, packed_as), raw_dtype=packed_as)
     for name, numbers in conversion.tensors(config).items():
         writer.add_tensor(f"{name}.weight", np.array(numbers, np.float32))
     writer.write_header_to_file()

@@ -82,9 +82,16 @@ class Experts(nn.Module):
             else:
                 yield f"{name}.weight", tensor
         if self.shape.bias:
-            where = ".".join((self.scope_name, self.names.experts[0]))
-            yield f"{where}.gate_up_proj_bias", parts["gate_up_bias"]
+            yield from self._biases(parts)
+
+    def _biases(self, parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        where, gate_up = ".".join((self.scope_name, self.names.experts[0])), parts["gate_up_bias"]
+        if self.names.stored != "apart":
+            yield f"{where}.gate_up_proj_bias", gate_up
             yield f"{where}.down_proj_bias", parts["down_bias"]
+            return
+        biases = *gate_up.chunk(2, dim=1), parts["down_bias"]
+        yield from zip((f"{where}.{name}.bias" for name in self.names.experts[1:]), biases, strict=True)
 
     def _stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""

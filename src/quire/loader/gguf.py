@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config.facts import ArchFacts
-from quire.config.gguf import GGUFFile
+from quire.config.gguf import GGUFFile, GGUFTensor
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.quant.experts import ExpertMethod
@@ -37,6 +38,15 @@ _NAMES = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "GPT2LMHeadModel": {
@@ -51,10 +61,16 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj",
     },
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
     "Glm4ForCausalLM": {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
+    },
+    "GptOssForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
     },
     "Olmo2ForCausalLM": {
         "post_attention_norm": "post_attention_layernorm",
@@ -66,6 +82,8 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
 }
 """By architecture: what it calls otherwise."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
+"""One expert by itself, as the first files had them."""
 _INTERLEAVED = ("LlamaForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM")
 """Whose files have the two halves of each query and key head in turns, for a rotation of neighbours."""
 
@@ -81,19 +99,20 @@ class GGUFSource:
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
         self._facts = checkpoint.facts
-        self._stored = {hf_name(name, checkpoint.facts.architecture): name for name in self._file.tensors}
+        self._tensors = {
+            hf_name(name, checkpoint.facts.architecture): _whole(tensor)
+            for name, tensor in self._file.tensors.items()
+        }
         self._num_read = 0
 
     def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
         return {
-            name: self._packed(name).shape
-            if _is_packed(targets.get(name))
-            else self._file.tensors[stored].shape
-            for name, stored in self._stored.items()
+            name: self._packed(name).shape if _is_packed(targets.get(name)) else tensor.shape
+            for name, tensor in self._tensors.items()
         }
 
     def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
-        return [name for name in self._stored if name in targets]
+        return [name for name in self._tensors if name in targets]
 
     def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
         return choose(self._forms(parts), device)
@@ -103,17 +122,17 @@ class GGUFSource:
 
     def _forms(self, parts: tuple[str, ...]) -> list[tuple[str | int, ...]]:
         """Type and shape of each part that there is."""
-        stored = [self._file.tensors.get(self._stored.get(f"{part}.weight", "")) for part in parts]
+        stored = [self._tensors.get(f"{part}.weight") for part in parts]
         return [(tensor.type, *tensor.shape) for tensor in stored if tensor is not None]
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, row by row."""
-        tensor = self._file.tensors[self._stored[name]]
+        tensor = self._tensors[name]
         return self._file.raw(tensor.name).reshape(tensor.shape[0], -1)
 
     def fill(self, name: str, into: Tensor) -> None:
         """Unpacked, or where `into` takes bytes, those of the file itself."""
-        self._num_read += self._file.tensors[self._stored[name]].nbytes
+        self._num_read += self._tensors[name].nbytes
         if self._num_read > _KEPT_BYTES:
             self._num_read = 0
             self._file.forget()
@@ -127,7 +146,7 @@ class GGUFSource:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        tensor = self._file.tensors[self._stored[name]]
+        tensor = self._tensors[name]
         kind = GGMLQuantizationType[tensor.type]
         num_rows = into.shape[0]
         packed = self._packed(name)
@@ -150,14 +169,26 @@ def _is_packed(target: Tensor | None) -> bool:
     return target is not None and target.dtype == torch.uint8
 
 
+def _whole(tensor: GGUFTensor) -> GGUFTensor:
+    """The one row of a matrix may be stored as a vector."""
+    is_row = tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1
+    return replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor
+
+
 def hf_name(name: str, architecture: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; a name that is not known stays."""
+    if expert := _EXPERT.fullmatch(name):
+        merged = hf_name(f"{expert[1]}_exps.weight", architecture)
+        return merged.replace(".experts.", f".experts.{expert[2]}.")
     names = _NAMES | _OTHER_NAMES.get(architecture, {})
     match = _NAME.fullmatch(name)
-    if match is None or match[2] not in names:
+    if match is None:
         return name
+    _, part, kind = match.groups()
     layer = "" if match[1] is None else f"{names['blk']}.{match[1]}."
-    return f"{layer}{names[match[2]]}.{match[3]}"
+    if f"{part}.{kind}" in names:
+        return f"{layer}{names[f'{part}.{kind}']}"
+    return f"{layer}{names[part]}.{kind}" if part in names else name
 
 
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:

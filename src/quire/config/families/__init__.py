@@ -80,7 +80,10 @@ FAMILIES = {
 GGUF_FAMILIES = {
     "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
+    "gemma2": GGUFFamily("Gemma2ForCausalLM", gguf.gemma2),
+    "gemma3": GGUFFamily("Gemma3ForCausalLM", gguf.gemma3),
     "glm4": GGUFFamily("Glm4ForCausalLM", gguf.glm4),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", gguf.gpt_oss),
     "gpt2": GGUFFamily("GPT2LMHeadModel", gguf.gpt2),
     "granite": GGUFFamily("GraniteForCausalLM", gguf.granite),
     "llama": GGUFFamily("LlamaForCausalLM", gguf.llama),
@@ -88,9 +91,10 @@ GGUF_FAMILIES = {
     "olmo2": GGUFFamily("Olmo2ForCausalLM", gguf.olmo2),
     "phi3": GGUFFamily("Phi3ForCausalLM", gguf.phi3),
     "qwen2": GGUFFamily("Qwen2ForCausalLM", gguf.qwen2),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", gguf.qwen2moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", gguf.qwen3),
+    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
     "seed_oss": GGUFFamily("SeedOssForCausalLM", gguf.llama),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", gguf.smollm3),
     "starcoder2": GGUFFamily("Starcoder2ForCausalLM", gguf.starcoder2),
-    "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", gguf.qwen3moe),
 }

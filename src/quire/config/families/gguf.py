@@ -1,10 +1,13 @@
 """Decoders as GGUF headers describe them."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
 from quire.config.families.decoder import Windows, check_heads, longest_of
+from quire.config.families.moe import mixed
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys
 from quire.config.rope import FALLBACK_MAX_LEN, read_gguf_rope
@@ -59,9 +62,12 @@ def gguf_decoder(
 
 
 def llama(file: GGUFFile, arch: Keys) -> ArchFacts:
-    if arch.get("expert_count"):
-        raise ConfigError(f"{file.path}: mixture-of-experts (expert_count) is not supported yet")
-    return gguf_decoder(file, arch)
+    """Also Mixtral, of whose files the first ones have each expert by itself."""
+    facts = gguf_decoder(file, arch)
+    if not arch.get("expert_count"):
+        return facts
+    names = "apart" if "blk.0.ffn_gate_exps.weight" in file.tensors else "mlp"
+    return mixed(facts, _experts(arch, facts.intermediate, renormalized=True, names=names))
 
 
 def qwen2(file: GGUFFile, arch: Keys) -> ArchFacts:
@@ -154,11 +160,102 @@ def _three_of_four(arch: Keys) -> list[bool]:
     return [bool((layer + 1) % 4) for layer in range(arch.size("block_count"))]
 
 
+def qwen2moe(file: GGUFFile, arch: Keys) -> ArchFacts:
+    inner, whole = _expert_width(arch), arch.size("feed_forward_length")
+    shared = arch.size("expert_shared_feed_forward_length", whole)
+    moe = _experts(arch, inner, renormalized=False, shared_intermediate=shared, shared_gate=True)
+    return mixed(gguf_decoder(file, arch, intermediate=max(inner, shared)), moe)
+
+
 def qwen3moe(file: GGUFFile, arch: Keys) -> ArchFacts:
-    inner = arch.size("expert_feed_forward_length")
-    layer = LayerFacts(read_gguf_rope(file, arch, arch.size("attention.key_length")), moe=True)
-    experts = MoeFacts(
-        arch.size("expert_count"), arch.size("expert_used_count"), inner, renormalized=True, names="apart"
+    inner = _expert_width(arch)
+    facts = gguf_decoder(file, arch, qk_norm="head", intermediate=inner)
+    return mixed(facts, _experts(arch, inner, renormalized=True))
+
+
+def _expert_width(arch: Keys) -> int:
+    """Files from before the key has one share all that a token is given to."""
+    used = arch.size("expert_used_count")
+    if arch.get("expert_feed_forward_length") is None:
+        return arch.size("feed_forward_length") // used
+    return arch.size("expert_feed_forward_length")
+
+
+def _experts(arch: Keys, inner: int, **facts: Any) -> MoeFacts:
+    base: dict[str, Any] = {"names": "apart"}
+    return MoeFacts(arch.size("expert_count"), arch.size("expert_used_count"), inner, **(base | facts))
+
+
+def gemma2(file: GGUFFile, arch: Keys) -> ArchFacts:
+    return gguf_decoder(
+        file,
+        arch,
+        windows=_windows(arch, every=2, window=arch.size("attention.sliding_window", 4096)),
+        attention_softcap=arch.number("attn_logit_softcapping", 50.0),
+        logit_softcap=arch.number("final_logit_softcapping", 30.0),
+        **_gemma(arch, largest=46),
     )
-    layers = (layer,) * arch.size("block_count")
-    return gguf_decoder(file, arch, qk_norm="head", moe=experts, intermediate=inner, layers=layers)
+
+
+def gemma3(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Full layers have a rotation of their own, which alone may be stretched."""
+    head_dim = arch.size("attention.key_length")
+    rope = read_gguf_rope(file, arch, head_dim)
+    near = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
+    window = arch.get("attention.sliding_window") or None
+    windows = _windows(arch, every=6, window=window)
+    return gguf_decoder(
+        file,
+        arch,
+        layers=tuple(LayerFacts(near if window else rope, window) for window in windows),
+        qk_norm="head",
+        logit_softcap=arch.optional_number("final_logit_softcapping"),
+        **_gemma(arch, largest=62),
+    )
+
+
+def _gemma(arch: Keys, largest: int) -> dict[str, Any]:
+    """Its norms have the 1 added in these files. They do not say how queries are scaled: by the head's size,
+    but in the model that has `largest` layers."""
+    hidden, heads = arch.size("embedding_length"), arch.size("attention.head_count")
+    is_largest = arch.size("block_count") == largest
+    width = hidden // heads if is_largest else arch.size("attention.key_length", hidden // heads)
+    return {
+        "activation": "gelu_tanh",
+        "attention_scale": width**-0.5,
+        "embed_scale": math.sqrt(hidden),
+    }
+
+
+def gpt_oss(file: GGUFFile, arch: Keys) -> ArchFacts:
+    rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
+    windows = _windows(arch, every=2, window=arch.size("attention.sliding_window"))
+    inner = _expert_width(arch)
+    facts = gguf_decoder(
+        file,
+        arch,
+        layers=tuple(LayerFacts(rope, window) for window in windows),
+        intermediate=inner,
+        sinks=True,
+    )
+    moe = _experts(
+        arch,
+        inner,
+        renormalized=True,
+        router_bias=True,
+        expert_bias=True,
+        activation="clamped_swiglu",
+    )
+    return mixed(facts, moe)
+
+
+def _windows(arch: Keys, *, every: int, window: int | None) -> Windows:
+    """The window in all layers but the last of every so many, or as the file says: another number, or yes
+    and no by layer."""
+    count, pattern = arch.size("block_count"), arch.get("attention.sliding_window_pattern")
+    if pattern is None or isinstance(pattern, int):
+        every = arch.size("attention.sliding_window_pattern", every)
+        pattern = [(layer + 1) % every for layer in range(count)]
+    if len(pattern) != count:
+        raise arch.wrong("attention.sliding_window_pattern", f"a number, or {count} of yes and no")
+    return tuple(window if near else None for near in pattern)
