@@ -282,6 +282,8 @@ def write_gguf(path: Path, arch: str = "llama", drop: str = "", **extra: Any) ->
             writer.add_float32(f"{arch}.{key}", value)
         elif isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
         elif isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -336,13 +338,38 @@ def test_rope_scaling_of_a_gguf_header(tmp_path: Path) -> None:
     assert checkpoint.derived_max_len == 512
 
 
+@pytest.mark.parametrize(("arch", "largest"), [("gemma2", 46), ("gemma3", 62)])
+def test_gemma_files_do_not_say_how_queries_are_scaled(tmp_path: Path, arch: str, largest: int) -> None:
+    """By the head's size, but in the largest model of each kind."""
+    for num_layers, width in ((26, 32), (largest, 16)):
+        extra = {"attention.key_length": 32, "block_count": num_layers}
+        facts = read_checkpoint(write_gguf(tmp_path / "m.gguf", arch, **extra)).facts
+        assert facts.attention_scale == width**-0.5
+        assert (facts.norm, facts.embed_scale) == ("rms", 8)
+
+
+def test_the_length_of_gemma3_counts_its_stretched_rotation_in(tmp_path: Path) -> None:
+    stretched = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    extra = stretched | {"attention.key_length": 16, "attention.sliding_window": 7, "block_count": 6}
+    checkpoint = read_checkpoint(write_gguf(tmp_path / "m.gguf", "gemma3", **extra))
+    kinds = [layer.rope.kind for layer in checkpoint.facts.layers if layer.rope]
+    assert (checkpoint.derived_max_len, kinds) == (512, ["default"] * 5 + ["linear"])
+    of_json = {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert read(tmp_path, of_json).derived_max_len == 256
+
+
 @pytest.mark.parametrize(
     ("arch", "extra", "message"),
     [
         ("bert", {}, "'bert' is not supported; known: .*llama, .*qwen3"),
         ("llama", {"drop": "block_count"}, "block_count is missing"),
         ("llama", {"attention.head_count_kv": 3}, "4 attention heads cannot share 3"),
-        ("llama", {"expert_count": 8}, "mixture-of-experts"),
+        ("llama", {"expert_count": 8}, "expert_used_count is missing"),
+        (
+            "gemma3",
+            {"attention.key_length": 16, "attention.sliding_window_pattern": [True]},
+            "a number, or 2 of yes and no",
+        ),
         ("llama", {"rope.scaling.type": "longrope"}, "none, linear or yarn"),
         ("llama", {"rope_freqs.weight": np.ones(5, np.float32)}, r"rope_freqs\.weight is F32 \(5,\)"),
         ("llama", {"attention.value_length": 8}, r"attention\.value_length is 8"),

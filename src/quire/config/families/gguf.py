@@ -198,7 +198,7 @@ def gemma2(file: GGUFFile, arch: Keys) -> ArchFacts:
 
 
 def gemma3(file: GGUFFile, arch: Keys) -> ArchFacts:
-    """Full layers have a rotation of their own, which alone may be stretched."""
+    """Full layers have a rotation of their own, which alone may be stretched; the length counts that in."""
     head_dim = arch.size("attention.key_length")
     rope = read_gguf_rope(file, arch, head_dim)
     near = replace(rope, kind="default", factor=1.0, theta=arch.number("rope.freq_base_swa", 10000.0))
@@ -210,6 +210,7 @@ def gemma3(file: GGUFFile, arch: Keys) -> ArchFacts:
         layers=tuple(LayerFacts(near if window else rope, window) for window in windows),
         qk_norm="head",
         logit_softcap=arch.optional_number("final_logit_softcapping"),
+        max_len=arch.size("context_length", FALLBACK_MAX_LEN),
         **_gemma(arch, largest=62),
     )
 

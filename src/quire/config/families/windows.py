@@ -13,7 +13,7 @@ from quire.config.families.decoder import (
     windows_by_kind,
 )
 from quire.config.keys import Keys
-from quire.config.rope import read_rope
+from quire.config.rope import max_len_of, read_rope
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -47,6 +47,7 @@ def gemma3(keys: Keys) -> ArchFacts:
         layers=tuple(LayerFacts(ropes[kind], windows[kind]) for kind in kinds),
         **_gemma(keys),
         qk_norm="head",
+        max_len=max_len_of(keys),  # a stretched rotation counted in
         attention_softcap=keys.optional_number("attn_logit_softcapping"),
         logit_softcap=keys.optional_number("final_logit_softcapping"),
     )
