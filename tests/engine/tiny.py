@@ -1,10 +1,12 @@
 """Tiny models as whole engines, and the check of every logit against transformers."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -36,13 +38,29 @@ def generate(llm: LLM, prompts: list[list[int]], count: int = 6) -> list[Request
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-@torch.inference_mode()
+def generate_preempted(
+    llm: LLM, prompts: list[list[int]], count: int, at: tuple[int, ...]
+) -> list[RequestOutput]:
+    """The same, but the request that came first is preempted before each of these steps."""
+    engine, scheduler = llm.llm_engine, llm.llm_engine.core.scheduler
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=-1)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    outputs, step = {}, 0
+    while engine.has_unfinished_requests():
+        if step in at:
+            scheduler._preempt(int(scheduler.running.order[0]))
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    return [outputs[str(number)] for number in range(len(prompts))]
+
+
 def check_against(hf_model: Any, outputs: list[RequestOutput]) -> None:
     """Every logit of every step is within the tolerance, and every token is transformers' own greedy
     choice."""
     for output in outputs:
         prompt, said = output.prompt_token_ids, list(output.outputs[0].token_ids)
-        expected = hf_model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+        expected = _logits(hf_model, (*prompt, *said))[len(prompt) - 1 : -1]
         for step, position in enumerate(output.outputs[0].logprobs):
             ours = torch.tensor([position[id].logprob for id in range(len(position))])
             difference = (ours - expected[step]).abs().max().item()
@@ -50,3 +68,10 @@ def check_against(hf_model: Any, outputs: list[RequestOutput]) -> None:
                 f"prompt of {len(prompt)}, step {step}: logits differ by {difference}"
             )
         assert said == expected.argmax(-1).tolist(), f"prompt of {len(prompt)}"
+
+
+@lru_cache(100)
+@torch.inference_mode()
+def _logits(hf_model: Any, token_ids: tuple[int, ...]) -> Tensor:
+    logits: Tensor = hf_model(torch.tensor([token_ids])).logits[0]
+    return logits
