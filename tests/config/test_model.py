@@ -32,6 +32,13 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
 
 def read(
     tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None, **options: Any
@@ -84,6 +91,8 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before is Fal"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers .*3 entries"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}}, "short_factor is None"),
+        (EXPERTS | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .*3 entries"),
+        (EXPERTS | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ],
 )
 def test_what_a_family_has_and_we_have_not_is_refused(
@@ -184,6 +193,17 @@ def test_without_a_length_it_is_2048_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert read(tmp_path, {"max_position_embeddings": "absent"}).derived_max_len == 2048
     assert "assuming 2048" in caplog.text
+
+
+def test_attention_to_picked_tokens_ends_where_picking_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that sees more than it was made to see, and answers worse the longer the text is."""
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    model = EXPERTS | {"max_position_embeddings": 8192}
+    assert read(tmp_path, model).derived_max_len == 2048
+    assert "limited to 2048 of 8192 tokens (index_topk)" in caplog.text
+    assert read(tmp_path, model | {"max_position_embeddings": 256}).derived_max_len == 256
 
 
 def test_the_generation_config_comes_first_and_only_known_keys_are_kept(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ _DEEPSEEK: Settings = {
     "routed_scaling_factor": 1.5,
 }
 
+_INDEXED = _DEEPSEEK | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
+
 _HYBRID: Settings = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -274,6 +276,13 @@ ZOO: dict[str, Specimen] = {
             "halves": {"rope_interleave": False, "attention_bias": True},
         },
     ),
+    "DeepseekV32ForCausalLM": Specimen(
+        _INDEXED, {"yarn": rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN)}
+    ),
+    "Glm4MoeLiteForCausalLM": Specimen(
+        _DEEPSEEK, {"all-sparse": {"mlp_layer_types": ["sparse", "sparse"], "attention_bias": True}}
+    ),
+    "GlmMoeDsaForCausalLM": Specimen(_INDEXED | {"indexer_types": ["full", "shared"]}),
     "GraniteMoeHybridForCausalLM": Specimen(
         _GRANITE
         | _HYBRID

@@ -198,5 +198,7 @@ class ArchFacts:
     mla: MlaFacts | None = None
     state: StateFacts | None = None
     encoder: EncoderFacts | None = None
+    unused: str = ""
+    """An expression that finds the tensors of the checkpoint which are passed over on purpose."""
     borrowed: Borrowed | None = None
     """Set where transformers runs the model."""

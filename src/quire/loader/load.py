@@ -31,9 +31,9 @@ Found = tuple[Tensor, Loads]
 _NUM_NAMED = 5
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$"
+    r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
 )
-"""The angles of rotations, and the causal mask of GPT-2 and GPT-NeoX."""
+"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, and layers that draft tokens."""
 
 
 def load_model(
@@ -140,7 +140,8 @@ def _some(names: list[str]) -> str:
 
 
 def _is_harmless(name: str, checkpoint: Checkpoint) -> bool:
-    """Tensors that some checkpoints carry although they follow from the rest."""
+    """Tensors that some checkpoints carry although they follow from the rest, or do nothing here."""
+    facts = checkpoint.facts
     if name == "lm_head.weight":
-        return checkpoint.facts.tied
-    return bool(_HARMLESS.search(name))
+        return facts.tied
+    return bool(_HARMLESS.search(name) or (facts.unused and re.search(facts.unused, name)))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, by their facts Kimi-K2: latent attention, and experts in all but the first layers."""
+"""DeepSeek-V2 and V3, by their facts Kimi-K2 and GLM-5: latent attention, experts in most layers."""
 
 from torch import Tensor, nn
 

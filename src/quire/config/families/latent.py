@@ -1,10 +1,15 @@
-"""Latent attention: DeepSeek-V2 and V3, and who has their configuration, such as Kimi-K2."""
+"""Latent attention: DeepSeek-V2 and V3, who has their configuration, such as Kimi-K2, and GLM."""
+
+from dataclasses import replace
 
 from quire.config.facts import ArchFacts, LayerFacts, MlaFacts
 from quire.config.families.decoder import decoder
-from quire.config.families.moe import deepseek_experts, first_dense, mixed
+from quire.config.families.moe import deepseek_experts, drafting, first_dense, mixed
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 
 def deepseek_v2(keys: Keys) -> ArchFacts:
@@ -12,8 +17,31 @@ def deepseek_v2(keys: Keys) -> ArchFacts:
 
 
 def deepseek_v3(keys: Keys) -> ArchFacts:
-    facts = _latent(keys, pairs=keys.flag("rope_interleave", True))
-    return mixed(facts, deepseek_experts(keys, "sigmoid"), first_dense(keys))
+    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=0)
+
+
+def glm4_moe_lite(keys: Keys) -> ArchFacts:
+    return _balanced(keys, pairs=keys.flag("rope_interleave", True), first=1)
+
+
+def indexed(keys: Keys) -> ArchFacts:
+    """DeepSeek-V3.2 and GLM-5: an indexer picks the `index_topk` tokens that are seen. Up to that many all
+    are, so that is how long sequences get; the indexer is not built."""
+    facts, seen = _balanced(keys, pairs=True, first=3), keys.size("index_topk", 2048)
+    if seen < facts.max_len:
+        warn_once(
+            logger,
+            f"{keys.source}: sequences are limited to {seen} of {facts.max_len} tokens (index_topk): beyond "
+            "that an indexer picks the tokens that are seen, which is not supported yet",
+        )
+    unused = "|".join(filter(None, (facts.unused, r"\.indexer\.")))
+    return replace(facts, max_len=min(seen, facts.max_len), unused=unused)
+
+
+def _balanced(keys: Keys, *, pairs: bool, first: int) -> ArchFacts:
+    """Experts from the layer `first` on, unless config.json says otherwise."""
+    facts = mixed(_latent(keys, pairs=pairs), deepseek_experts(keys, "sigmoid"), first_dense(keys, first))
+    return replace(facts, unused=drafting(keys))
 
 
 def _latent(keys: Keys, *, pairs: bool) -> ArchFacts:

@@ -52,7 +52,17 @@ def glm4_moe(keys: Keys) -> ArchFacts:
         qkv_bias=biased,
         qk_norm="head" if keys.flag("use_qk_norm") else "",
     )
-    return mixed(facts, deepseek_experts(keys, scoring="sigmoid"), first_dense(keys))
+    facts = mixed(facts, deepseek_experts(keys, scoring="sigmoid"), first_dense(keys))
+    return replace(facts, unused=drafting(keys))
+
+
+def drafting(keys: Keys) -> str:
+    """Finds the layers behind the last, which draft tokens and are not used."""
+    last = keys.size("num_hidden_layers")
+    more = keys.get("num_nextn_predict_layers") or 0
+    if not isinstance(more, int) or more < 0:
+        raise keys.wrong("num_nextn_predict_layers", "a number of layers")
+    return rf"\blayers\.({'|'.join(str(last + i) for i in range(more))})\." if more else ""
 
 
 def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
@@ -136,12 +146,18 @@ def _sparse(keys: Keys) -> set[int]:
     return {layer for layer in range(count) if (layer + 1) % step == 0 and layer not in without}
 
 
-def first_dense(keys: Keys) -> set[int]:
-    """The layers with experts where the first ones have none."""
-    first = keys.get("first_k_dense_replace") or 0
+def first_dense(keys: Keys, default: int = 0) -> set[int]:
+    """The layers with experts where the first ones have none, or `mlp_layer_types` names them."""
+    count, kinds = keys.size("num_hidden_layers"), keys.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != count or not {*kinds} <= {"dense", "sparse"}:
+            raise keys.wrong("mlp_layer_types", f"{count} entries, each dense or sparse")
+        return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
+    first = keys.get("first_k_dense_replace")
+    first = default if first is None else first
     if not isinstance(first, int) or first < 0:
         raise keys.wrong("first_k_dense_replace", "a number of layers")
-    return set(range(first, keys.size("num_hidden_layers")))
+    return set(range(first, count))
 
 
 def mixed(facts: ArchFacts, moe: MoeFacts, sparse: set[int] | None = None) -> ArchFacts:
