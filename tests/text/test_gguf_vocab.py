@@ -65,6 +65,21 @@ def test_sentencepiece_without_space_prefix(spm_metadata: dict[str, Any]) -> Non
     assert backend.decode(plain_ids(backend, " the dog")) == " the dog"
 
 
+def test_sentencepiece_as_gemma_has_it(spm_metadata: dict[str, Any]) -> None:
+    """Catches a run of line breaks, or a mark of a turn, that is cut into bytes."""
+    tokens = [*spm_metadata["tokenizer.ggml.tokens"], "\n\n", "<start_of_turn>"]
+    changes = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [*spm_metadata["tokenizer.ggml.scores"], -1000.0, -1000.0],
+        "tokenizer.ggml.token_type": [*spm_metadata["tokenizer.ggml.token_type"], 4, 3],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    backend = read_vocab({**spm_metadata, **changes}).backend
+    ids = plain_ids(backend, "<start_of_turn>the\n\ndog")
+    assert (ids[0], ids.count(len(tokens) - 2)) == (len(tokens) - 1, 1)
+    assert backend.decode(ids) == "the\n\ndog"
+
+
 def test_control_and_user_defined_tokens_stay_whole(byte_level_metadata: dict[str, Any]) -> None:
     """Catches a chat marker cut into pieces, and a user-defined token that decoding skips."""
     backend = read_vocab(byte_level_metadata).backend
@@ -112,6 +127,13 @@ def test_sentencepiece_kind_adds_bos_by_default(spm: Any, spm_metadata: dict[str
         ("deepseek-llm", "ab, 12", ["ab", ",", " ", "1", "2"]),
         ("tekken", "fooBar 12", ["foo", "Bar", " ", "1", "2"]),
         ("gpt-4o", "fooBar's 1234", ["foo", "Bar's", " ", "123", "4"]),
+        ("chatglm-bpe", "IT'S 1234\n\nx", ["IT", "'S", " ", "123", "4", "ĊĊ", "x"]),
+        ("glm4", "a 1234", ["a", " ", "123", "4"]),
+        ("dbrx", "WE'LL 1234", ["WE", "'LL", " ", "123", "4"]),
+        ("smaug-bpe", "a 1234", ["a", " ", "123", "4"]),
+        ("refact", "a 123 b", ["a", " ", "1", "2", "3", " b"]),
+        ("command-r", "it's 12", ["it", "'s", " ", "1", "2"]),
+        ("seed-coder", "a 12+\n", ["a", " ", "1", "2", "+", "Ċ"]),
     ],
 )
 def test_pre_tokenizer_cuts(pre: str, text: str, words: list[str]) -> None:
