@@ -229,6 +229,8 @@ def _gemma(arch: Keys, largest: int) -> dict[str, Any]:
 
 
 def gpt_oss(file: GGUFFile, arch: Keys) -> ArchFacts:
+    """Every other layer looks through a window, and the bounds of its yarn are not rounded; files do not say
+    so."""
     rope = replace(read_gguf_rope(file, arch, arch.size("attention.key_length")), truncate=False)
     windows = _windows(arch, every=2, window=arch.size("attention.sliding_window"))
     inner = _expert_width(arch)
