@@ -24,7 +24,7 @@ _activate = Kernel("quire_activate")
 _ActivateJob = structure("out x", "num_rows size stride activation gated bf16")
 _change = Kernel("quire_change")
 _ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
-_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS = range(5)
+_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS = range(6)
 """As in fused.c."""
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
@@ -131,6 +131,9 @@ class CPUOps(Reference):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return self._changed(x, _SCALE, by=factor)
 
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._changed(x, _SCALE_ROWS, factors)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return self._changed(x, _SOFTCAP, by=cap)
 
@@ -143,7 +146,8 @@ class CPUOps(Reference):
     def _changed(self, x: Tensor, change: int, other: Tensor | None = None, by: float = 0.0) -> Tensor:
         """x [T, n] in place."""
         assert x.dim() == 2 and x.stride(1) == 1
-        assert other is None or (other.dtype == x.dtype and other.stride(1) == 1)
+        kind = torch.float32 if change == _SCALE_ROWS else x.dtype
+        assert other is None or (other.dtype == kind and other.stride(1) == 1)
         job = _ChangeJob(
             x.data_ptr(),
             None if other is None else other.data_ptr(),

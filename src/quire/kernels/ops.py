@@ -90,6 +90,10 @@ class Ops(Protocol):
         """x * factor, in place."""
         ...
 
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Each row of x times its own of the [T, 1] factors in float32, in place."""
+        ...
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), in place."""
         ...

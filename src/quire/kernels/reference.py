@@ -49,6 +49,9 @@ class Reference:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
 
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x.copy_(x * factors)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 

@@ -13,6 +13,9 @@ from quire.layers.mlp import MLP
 from quire.layers.scope import Scope
 from quire.quant.experts import ExpertShape
 
+_FEW = 1024
+"""Tokens of a step that is taped or captured, at most."""
+
 
 class Names(NamedTuple):
     """What a family's checkpoints call the parts of a mixture."""
@@ -137,6 +140,9 @@ class MoE(nn.Module):
     """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
     the layer's."""
 
+    ones: Tensor | None
+    """Weights of the experts, where the router's are factors of what they are given."""
+
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         moe = facts.moe
@@ -144,7 +150,8 @@ class MoE(nn.Module):
         names = NAMES[moe.names]
         layer, scope = scope, scope / names.block
         self.ops = scope.ops
-        self.weighs_input = moe.weighs_input
+        ones = torch.ones(_FEW, moe.per_token, device=scope.device) if moe.weighs_input else None
+        self.register_buffer("ones", ones, persistent=False)
         self.choice = ChoiceBias(moe.experts, scope / names.choice_bias) if moe.choice_bias else None
         self.router = Router(facts.hidden, moe, scope / names.router)
         self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
@@ -157,17 +164,20 @@ class MoE(nn.Module):
                 self.shared_gate = ColumnLinear(facts.hidden, 1, scope / names.shared_gate)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` is changed where weights are its factors."""
         ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
-        if self.weighs_input:
-            out: Tensor = self.experts(x * weights.to(x.dtype), ids, torch.ones_like(weights))
-        else:
-            out = self.experts(x, ids, weights)
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = self.ops.weigh(shared, self.shared_gate(x))
-        return self.ops.add(out, shared)
+        if self.ones is None:
+            out: Tensor = self.experts(x, ids, weights)
+            return out if self.shared is None else self.ops.add(out, self._shared(x))
+        shared = None if self.shared is None else self._shared(x)
+        ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
+        out = self.experts(self.ops.scale_rows(x, weights), ids, ones)
+        return out if shared is None else self.ops.add(out, shared)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared is not None
+        shared: Tensor = self.shared(x)
+        return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
 
 
 class ChoiceBias(nn.Module):

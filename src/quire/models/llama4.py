@@ -23,11 +23,11 @@ class Attention(llama.Attention):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        growth = None
+        self.ops, growth = scope.ops, None
         if layer.rope is None and facts.query_growth is not None:
             step, factor = facts.query_growth
             steps = torch.floor(torch.arange(1, scope.max_len + 1, device=scope.device) / step)
-            growth = (torch.log1p(steps) * factor + 1).to(scope.dtype)
+            growth = (torch.log1p(steps) * factor + 1)[:, None]
         elif layer.rope is not None and facts.unit_heads:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
             self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
@@ -40,7 +40,8 @@ class Attention(llama.Attention):
 
         def grown(x: Tensor, entry: Entry) -> Tensor:
             q: Tensor = self.qkv(x, entry)
-            return q * growth[batch.positions, None, None]
+            self.ops.scale_rows(q.view(len(q), -1), self.ops.embed(batch.positions, growth))
+            return q
 
         out: Tensor = self.out(self.mix(x, grown, batch))
         return out

@@ -71,6 +71,24 @@ def test_norm_rounds_before_the_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_changes_in_place(dtype: torch.dtype) -> None:
+    """The gate, or the factor, of another row."""
+    y = random(3, 700, dtype=dtype)
+    for change in (
+        lambda by, x: by.scale(x, 11.3),
+        lambda by, x: by.scale_rows(x, y[:, :1].float().contiguous()),
+        lambda by, x: by.softcap(x, 2.0),
+        lambda by, x: by.add(x, y),
+        lambda by, x: by.weigh(x, y),
+        lambda by, x: by.weigh(x, y[:, :1].contiguous()),
+    ):
+        x = random(3, 700, dtype=dtype)
+        twin = x.clone()
+        assert change(ops, x) is x
+        same(x, change(reference, twin), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gated(dtype: torch.dtype) -> None:
     gate_up = 4 * random(3, 2 * 70, dtype=dtype)
     same(ops.gated(gate_up, "silu"), reference.gated(gate_up, "silu"), dtype)

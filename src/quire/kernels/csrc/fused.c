@@ -137,11 +137,11 @@ void quire_activate(const ActivateJob *job)
 }
 
 /* The same numbers as in cpu.py. */
-enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS };
+enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS, SCALE_ROWS };
 
 typedef struct {
     void *x;
-    const void *other; /* what is added, or what weighs: as large as x, or a number for each row */
+    const void *other; /* what is added or weighs: as large as x, or a number for each row; or a float that scales one */
     int64_t num_rows, size, stride, other_stride, change, bf16;
     double by;
 } ChangeJob;
@@ -156,7 +156,11 @@ INLINE void change_rows(const ChangeJob *job, int change, int bf16)
     for (long task = 0; task < job->num_rows * pieces; task++) {
         long row = task / pieces, start = task % pieces * COLUMNS, other_at = row * job->other_stride;
         long end = start + COLUMNS < job->size ? start + COLUMNS : job->size;
-        vf other = change == WEIGH_ROWS ? splat(take(job->other, bf16, other_at, 1)[0]) : splat(0);
+        vf other = splat(0);
+        if (change == WEIGH_ROWS)
+            other = splat(take(job->other, bf16, other_at, 1)[0]);
+        if (change == SCALE_ROWS)
+            other = splat(((const float *)job->other)[other_at]);
         for (long i = start; i < end; i += LANES) {
             vf x = take(job->x, bf16, row * job->stride + i, end - i);
             if (change == ADD || change == WEIGH)
@@ -165,6 +169,7 @@ INLINE void change_rows(const ChangeJob *job, int change, int bf16)
             case SCALE: x = x * by; break;
             case SOFTCAP: x = by - 2.0f * by / (exp_lanes(smaller(splat(44.0f), x / by) * 2.0f) + 1.0f); break;
             case ADD: x = x + other; break;
+            case SCALE_ROWS: x = x * other; break;
             default: x = x * rounded(sigmoid(other), bf16);
             }
             put(job->x, bf16, row * job->stride + i, end - i, x);

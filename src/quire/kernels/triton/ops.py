@@ -115,6 +115,8 @@ def _each(
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == "scale":
         wide = wide * number
+    elif KIND == "scale_rows":
+        wide = wide * tl.load(other + at // width, mask=inside, other=0.0).to(tl.float32)
     elif KIND == "softcap":
         wide = number * tanh(wide / number)
     elif KIND == "add":
@@ -285,6 +287,9 @@ class TritonOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return _on_each(x, x, x, factor, "scale")
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        return _on_each(x, x, factors, 0.0, "scale_rows")
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return _on_each(x, x, x, cap, "softcap")
