@@ -91,6 +91,13 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before is Fal"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers .*3 entries"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}}, "short_factor is None"),
+        (
+            {"architectures": ["HunYuanMoEV1ForCausalLM"], "moe_topk": [1, 2, 1]},
+            "moe_topk .*the same for all",
+        ),
+        ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla is True"),
+        ({"architectures": ["Ministral3ForCausalLM"]}, "rope_parameters is None, expected an object"),
+        ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
         (EXPERTS | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .*3 entries"),
         (EXPERTS | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ],

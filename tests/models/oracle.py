@@ -37,9 +37,9 @@ def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]
         model_class = getattr(transformers, architecture)
         model = model_class(model_class.config_class(**settings))
     model.float().eval()
-    # Norms start as ones and biases as zeros, which would hide a layer that ignores them.
+    # Norms start as ones, biases and some routers as zeros, which would hide a layer that ignores them.
     for tensor in model.state_dict().values():
-        if tensor.ndim == 1 and tensor.is_floating_point():
+        if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
             tensor.add_(torch.randn_like(tensor) * 0.2)
     path = tmp_path / family
     model.save_pretrained(path)

@@ -141,8 +141,15 @@ ZOO: dict[str, Specimen] = {
     ),
     "Cohere2ForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
     "CohereForCausalLM": Specimen({"logit_scale": 0.3}, {"biased": {"attention_bias": True}}),
+    "ArceeForCausalLM": Specimen(variants={"biases": BIASES}),
+    "Ernie4_5ForCausalLM": Specimen(variants={"biases-tied": {"use_bias": True} | TIED}),
+    "Exaone4ForCausalLM": Specimen(
+        {"sliding_window": 7, "layer_types": TURNS},
+        {"full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
+    ),
     "GPT2LMHeadModel": Specimen({"num_key_value_heads": 4, "n_inner": 96}, {"tied": TIED}),
     "GPTNeoXForCausalLM": Specimen({"num_key_value_heads": 4}, {"unbiased": {"attention_bias": False}}),
+    "GemmaForCausalLM": Specimen(TIED, {"old-gelu": {"hidden_act": "gelu", "attention_bias": True}}),
     "Glm4ForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "GlmForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "GraniteForCausalLM": Specimen(
@@ -153,7 +160,21 @@ ZOO: dict[str, Specimen] = {
             "logits_scaling": 2.0,
         }
     ),
+    "HunYuanDenseV1ForCausalLM": Specimen(
+        rope("dynamic", alpha=50.0, factor=1.0), {"plain-rope": rope("default")}
+    ),
     "InternLM3ForCausalLM": Specimen({"qkv_bias": True}, {"biases": {"bias": True}}, internlm3),
+    "Ministral3ForCausalLM": Specimen(
+        rope(
+            "yarn",
+            factor=16.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+        {"window": {"sliding_window": 7}},
+    ),
     "MinistralForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
     "NemotronForCausalLM": Specimen({"norm_eps": 1e-5}, {"biases": BIASES}),
     "OPTForCausalLM": Specimen({"ffn_dim": 96, "init_std": 0.2, "num_key_value_heads": 4}, {"tied": TIED}),
@@ -261,6 +282,19 @@ ZOO: dict[str, Specimen] = {
             "attention_bias": True,
             "routed_scaling_factor": 1.5,
         }
+    ),
+    "Ernie4_5_MoeForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+        },
+        {"biases-some-layers": {"use_bias": True, "moe_layer_interval": 2, "moe_num_shared_experts": 0}},
+    ),
+    "HunYuanMoEV1ForCausalLM": Specimen(
+        {"num_experts": 4, "moe_topk": 2} | rope("dynamic", alpha=50.0, factor=1.0)
     ),
     "DeepseekV2ForCausalLM": Specimen(
         _DEEPSEEK | {"topk_method": "group_limited_greedy"},

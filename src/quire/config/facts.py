@@ -175,7 +175,7 @@ class ArchFacts:
     unit_heads: bool = False
     """Whether queries and keys that turn are first made of one length."""
     query_growth: tuple[float, float] | None = None
-    """Where heads do not turn: after every so many positions queries grow, by this weight."""
+    """After every so many positions queries grow, by this weight."""
     fused_qkv: bool = False
     """Whether query, key and value are one tensor of the checkpoint."""
     fused_gate_up: bool = False

@@ -29,6 +29,8 @@ class Names(NamedTuple):
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Where they are, then their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
+    choice_in_row: bool = False
+    """Whether that is a matrix of one row."""
     shared: str = "mlp.shared_expert"
     """This one may be beside it."""
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -40,6 +42,10 @@ NAMES = {
     "apart": Names(stored="apart"),
     "mixtral": Names("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": Names(shared="mlp.shared_experts"),
+    "ernie": Names(
+        choice_bias="moe_statics.e_score_correction_bias", choice_in_row=True, shared="mlp.shared_experts"
+    ),
+    "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": Names(
         "block_sparse_moe",
         "router.layer",
@@ -152,7 +158,9 @@ class MoE(nn.Module):
         self.ops = scope.ops
         ones = torch.ones(_FEW, moe.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)
-        self.choice = ChoiceBias(moe.experts, scope / names.choice_bias) if moe.choice_bias else None
+        self.choice = None
+        if moe.choice_bias:
+            self.choice = ChoiceBias(moe.experts, scope / names.choice_bias, in_row=names.choice_in_row)
         self.router = Router(facts.hidden, moe, scope / names.router)
         self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
@@ -183,14 +191,15 @@ class MoE(nn.Module):
 class ChoiceBias(nn.Module):
     """What counts in the choice of experts beside their scores."""
 
-    def __init__(self, experts: int, scope: Scope) -> None:
+    def __init__(self, experts: int, scope: Scope, *, in_row: bool) -> None:
         super().__init__()
         self.name = scope.name
+        self.in_row = in_row
         bias = torch.empty(experts, dtype=torch.float32, device=scope.device)
         self.bias = nn.Parameter(bias, requires_grad=False)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.name, self.bias
+        yield self.name, self.bias[None] if self.in_row else self.bias
 
     def finish(self) -> None:
         """The bias is used as it was loaded."""

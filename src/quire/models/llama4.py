@@ -1,4 +1,7 @@
-"""Llama 4: layers that turn queries and keys and layers that do not, dense ones and mixtures of experts."""
+"""Llama 4: layers that turn queries and keys and layers that do not, dense ones and mixtures of experts.
+
+Ministral 3, whose queries grow as these do, in all layers.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +22,18 @@ class Attention(llama.Attention):
     """Where heads turn they are first made of one length; where they do not, queries grow with their
     position."""
 
+    first_position, turning_too = 1, False
+    """Of the first token; and whether queries that turn grow as well."""
     growth: Tensor | None
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
         self.ops, growth = scope.ops, None
-        if layer.rope is None and facts.query_growth is not None:
+        if facts.query_growth is not None and (layer.rope is None or self.turning_too):
             step, factor = facts.query_growth
-            steps = torch.floor(torch.arange(1, scope.max_len + 1, device=scope.device) / step)
-            growth = (torch.log1p(steps) * factor + 1)[:, None]
+            positions = torch.arange(scope.max_len, device=scope.device) + self.first_position
+            if positions[-1] >= step:  # or else none of them grows
+                growth = (torch.log1p(torch.floor(positions / step)) * factor + 1)[:, None]
         elif layer.rope is not None and facts.unit_heads:
             ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
             self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
@@ -67,3 +73,21 @@ class Llama4(Decoder):
     """The model."""
 
     Layer = Layer
+
+
+class GrowingAttention(Attention):
+    """All queries grow with their position."""
+
+    first_position, turning_too = 0, True
+
+
+class Ministral3Layer(llama.Layer):
+    """Llama's, with queries that grow."""
+
+    Mixer = GrowingAttention
+
+
+class Ministral3(Decoder):
+    """The model."""
+
+    Layer = Ministral3Layer

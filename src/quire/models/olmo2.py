@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: no norm in front of attention and feed-forward, but one behind each."""
+"""OLMo 2 and 3, EXAONE 4: no norm in front of attention and feed-forward, but one behind each."""
 
 from torch import Tensor, nn
 

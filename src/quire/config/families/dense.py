@@ -1,5 +1,6 @@
 """Dense decoders: Llama, and how each of the others is not Llama."""
 
+import math
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts
@@ -24,6 +25,17 @@ def llama(keys: Keys) -> ArchFacts:
 
 def mistral(keys: Keys) -> ArchFacts:
     return decoder(keys, windows=everywhere(sliding_window(keys), keys))
+
+
+def ministral3(keys: Keys) -> ArchFacts:
+    """Queries beyond the length before yarn's stretch grow."""
+    block = keys.get("rope_parameters")
+    if not isinstance(block, dict):
+        raise keys.wrong("rope_parameters", "an object")
+    rope = Keys(f"{keys.source}, rope_parameters", block)
+    step, weight = rope.size("original_max_position_embeddings"), rope.number("llama_4_scaling_beta")
+    windows = everywhere(sliding_window(keys, None), keys)
+    return decoder(keys, head_dim=128, windows=windows, query_growth=(step, weight))
 
 
 def ministral(keys: Keys) -> ArchFacts:
@@ -77,6 +89,52 @@ def smollm3(keys: Keys) -> ArchFacts:
         mlp_bias=keys.flag("mlp_bias"),
         tied=keys.flag("tie_word_embeddings", True),
     )
+
+
+def gemma(keys: Keys) -> ArchFacts:
+    """The first one. What its files call gelu is the approximation by tanh."""
+    _only(keys, "use_bidirectional_attention", False)
+    biased = keys.flag("attention_bias")
+    if keys.get("hidden_act") in (None, "gelu"):
+        keys = keys.but(hidden_act="gelu_pytorch_tanh")
+    return decoder(
+        keys,
+        head_dim=256,
+        norm="rms_plus_one",
+        tied=keys.flag("tie_word_embeddings", True),
+        qkv_bias=biased,
+        out_bias=biased,
+        embed_scale=math.sqrt(keys.size("hidden_size")),
+    )
+
+
+def ernie(keys: Keys, head_dim: int | None = 128, **facts: Any) -> ArchFacts:
+    biased = keys.flag("use_bias")
+    return decoder(
+        _with(keys, rope_theta=500000.0, rms_norm_eps=1e-5),
+        head_dim=head_dim,
+        pairs=True,
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=biased,
+        tied=keys.flag("tie_word_embeddings", True),
+        **facts,
+    )
+
+
+def hunyuan(keys: Keys) -> ArchFacts:
+    """A rotation that files call dynamic has another base, whatever the length, where they name an alpha."""
+    _only(keys, "use_qk_norm", True)
+    _only(keys, "use_cla", False)
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    for name in ("rope_parameters", "rope_scaling"):
+        block = keys.get(name)
+        if isinstance(block, dict) and block.get("alpha"):
+            rope = Keys(f"{keys.source}, {name}", {"rope_theta": keys.get("rope_theta")} | block)
+            stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
+            plain = {"rope_type": "default", "rope_theta": rope.number("rope_theta", 10000.0) * stretch}
+            keys = keys.but(**{name: plain})
+    return llama(_with(keys, rms_norm_eps=1e-5))
 
 
 def granite(keys: Keys) -> ArchFacts:
@@ -153,6 +211,22 @@ def olmo3(keys: Keys) -> ArchFacts:
     return olmo2(keys, layers=tuple(layers))
 
 
+def exaone4(keys: Keys) -> ArchFacts:
+    """Where layers have windows, heads turn in those alone."""
+    window, num_layers = sliding_window(keys), keys.size("num_hidden_layers")
+    kinds = [FULL] * num_layers
+    if window is not None and keys.get("layer_types") is None:
+        interval = keys.size("sliding_window_pattern", 4)
+        kinds = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, window, default=kinds)
+    return decoder(
+        _with(keys, rms_norm_eps=1e-5),
+        windows=windows,
+        turning=[window is None or own is not None for own in windows],
+        qk_norm="head",
+    )
+
+
 def cohere(keys: Keys, **facts: Any) -> ArchFacts:
     _only(keys, "use_qk_norm", False)
     biased = keys.flag("attention_bias")
@@ -189,6 +263,10 @@ def nemotron(keys: Keys) -> ArchFacts:
         out_bias=biased,
         mlp_bias=keys.flag("mlp_bias"),
     )
+
+
+def arcee(keys: Keys) -> ArchFacts:
+    return llama(_with(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
 
 
 def starcoder2(keys: Keys) -> ArchFacts:

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
 from quire.config.families.decoder import decoder, everywhere, sliding_window
-from quire.config.families.dense import granite, qwen2, qwen3
+from quire.config.families.dense import ernie, granite, hunyuan, qwen2, qwen3
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
 
@@ -65,6 +65,56 @@ def drafting(keys: Keys) -> str:
     return rf"\blayers\.({'|'.join(str(last + i) for i in range(more))})\." if more else ""
 
 
+def ernie_moe(keys: Keys) -> ArchFacts:
+    inner, count = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
+    start, end = _layer(keys, "moe_layer_start_index", 1), _layer(keys, "moe_layer_end_index", -1)
+    every, last = keys.size("moe_layer_interval", 1), count - 1 if end == -1 else end
+    facts = ernie(keys, head_dim=None, head_bias=keys.flag("use_bias"))
+    moe = MoeFacts(
+        experts=keys.size("moe_num_experts"),
+        per_token=keys.size("moe_k"),
+        intermediate=inner,
+        renormalized=True,
+        choice_bias=True,
+        shared_intermediate=inner * _count(keys, "moe_num_shared_experts"),
+        names="ernie",
+    )
+    return mixed(facts, moe, {layer for layer in range(start, last + 1) if (layer + 1) % every == 0})
+
+
+def _count(keys: Keys, key: str) -> int:
+    """Of what there may be none."""
+    return keys.size(key) if keys.get(key) else 0
+
+
+def _layer(keys: Keys, key: str, default: int) -> int:
+    number = keys.get(key)
+    number = default if number is None else number
+    if not isinstance(number, int) or not -1 <= number < keys.size("num_hidden_layers"):
+        raise keys.wrong(key, "the number of a layer")
+    return number
+
+
+def hunyuan_moe(keys: Keys) -> ArchFacts:
+    """Files may say for each layer what is the same for all."""
+    for key in ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size"):
+        given = keys.get(key)
+        if isinstance(given, list):
+            if len(set(given)) != 1:
+                raise keys.wrong(key, "the same for all layers (nothing else is supported)")
+            keys = keys.but(**{key: given[0]})
+    inner = keys.size("moe_intermediate_size", keys.size("intermediate_size"))
+    moe = MoeFacts(
+        experts=keys.size("num_experts"),
+        per_token=keys.size("moe_topk", 1),
+        intermediate=inner,
+        renormalized=True,
+        shared_intermediate=inner * keys.size("num_shared_expert", 1),
+        names="hunyuan",
+    )
+    return mixed(hunyuan(keys), moe)
+
+
 def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
     """Routing of DeepSeek and of who follows it: groups, a shared expert, and with sigmoid a bias that
     balances."""
@@ -83,7 +133,7 @@ def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
         top_groups=keys.size("topk_group", 1) if grouped else 1,
         group_best=2 if balanced else 1,
         choice_bias=balanced,
-        shared_intermediate=inner * (keys.size("n_shared_experts") if keys.get("n_shared_experts") else 0),
+        shared_intermediate=inner * _count(keys, "n_shared_experts"),
         names="deepseek",
     )
 
