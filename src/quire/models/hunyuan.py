@@ -1,7 +1,7 @@
 """HunYuan V1, dense or with experts: Llama, but for norms of heads that have turned."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
@@ -19,8 +19,8 @@ class Attention(llama.Attention):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        names = ("query_layernorm", "key_layernorm")
-        self.norms = nn.ModuleList(norm_of(facts, scope / name, facts.head_dim) for name in names)
+        self.q_norm = norm_of(facts, scope / "query_layernorm", facts.head_dim)
+        self.k_norm = norm_of(facts, scope / "key_layernorm", facts.head_dim)
         ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
         self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
 
@@ -29,9 +29,8 @@ class Attention(llama.Attention):
         return out
 
     def _weighed(self, x: Tensor, entry: Entry) -> Tensor:
-        of_query, of_key = (norm.weight for norm in self.norms)
         q: Tensor = self.qkv(x, entry)
-        return q * (of_query * of_key)
+        return q * (self.q_norm.weight * self.k_norm.weight)
 
 
 class Layer(llama.Layer):
