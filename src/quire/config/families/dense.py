@@ -81,7 +81,7 @@ def smollm3(keys: Keys) -> ArchFacts:
     window = sliding_window(keys, None) if keys.flag("use_sliding_window") else None
     biased = keys.flag("attention_bias")
     return decoder(
-        _with(keys, rope_theta=2e6),
+        with_defaults(keys, rope_theta=2e6),
         turning=turning,
         windows=windows_by_kind(keys, window, default=[FULL if turns else SLIDING for turns in turning]),
         qkv_bias=biased,
@@ -93,7 +93,7 @@ def smollm3(keys: Keys) -> ArchFacts:
 
 def gemma(keys: Keys) -> ArchFacts:
     """The first one. What its files call gelu is the approximation by tanh."""
-    _only(keys, "use_bidirectional_attention", False)
+    only(keys, "use_bidirectional_attention", False)
     biased = keys.flag("attention_bias")
     if keys.get("hidden_act") in (None, "gelu"):
         keys = keys.but(hidden_act="gelu_pytorch_tanh")
@@ -111,7 +111,7 @@ def gemma(keys: Keys) -> ArchFacts:
 def ernie(keys: Keys, head_dim: int | None = 128, **facts: Any) -> ArchFacts:
     biased = keys.flag("use_bias")
     return decoder(
-        _with(keys, rope_theta=500000.0, rms_norm_eps=1e-5),
+        with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-5),
         head_dim=head_dim,
         pairs=True,
         qkv_bias=biased,
@@ -124,8 +124,8 @@ def ernie(keys: Keys, head_dim: int | None = 128, **facts: Any) -> ArchFacts:
 
 def hunyuan(keys: Keys) -> ArchFacts:
     """A rotation that files call dynamic has another base, whatever the length, where they name an alpha."""
-    _only(keys, "use_qk_norm", True)
-    _only(keys, "use_cla", False)
+    only(keys, "use_qk_norm", True)
+    only(keys, "use_cla", False)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
     for name in ("rope_parameters", "rope_scaling"):
         block = keys.get(name)
@@ -134,7 +134,7 @@ def hunyuan(keys: Keys) -> ArchFacts:
             stretch = rope.number("alpha") ** (head_dim / (head_dim - 2))
             plain = {"rope_type": "default", "rope_theta": rope.number("rope_theta", 10000.0) * stretch}
             keys = keys.but(**{name: plain})
-    return llama(_with(keys, rms_norm_eps=1e-5))
+    return llama(with_defaults(keys, rms_norm_eps=1e-5))
 
 
 def granite(keys: Keys) -> ArchFacts:
@@ -173,7 +173,7 @@ def phi3(keys: Keys) -> ArchFacts:
         if isinstance(block, dict) and block.get("rope_type", block.get("type")) in ("su", "yarn"):
             keys = keys.but(**{name: {**block, "rope_type": "longrope"}})
     return decoder(
-        _with(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        with_defaults(keys, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
         fused_qkv=True,
         fused_gate_up=True,
         windows=everywhere(sliding_window(keys, None), keys),
@@ -183,7 +183,7 @@ def phi3(keys: Keys) -> ArchFacts:
 def glm(keys: Keys) -> ArchFacts:
     """Half of each head turns, by neighbours."""
     return decoder(
-        _with(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
+        with_defaults(keys, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7),
         head_dim=128,
         pairs=True,
         qkv_bias=keys.flag("attention_bias", True),
@@ -193,13 +193,13 @@ def glm(keys: Keys) -> ArchFacts:
 
 def olmo2(keys: Keys, **facts: Any) -> ArchFacts:
     biased = keys.flag("attention_bias")
-    keys = _with(keys, rms_norm_eps=1e-5)
+    keys = with_defaults(keys, rms_norm_eps=1e-5)
     return decoder(keys, qk_norm="all", qkv_bias=biased, out_bias=biased, **facts)
 
 
 def olmo3(keys: Keys) -> ArchFacts:
     """Three window layers to a full one; long sequences stretch the rotation of full ones alone."""
-    keys = _with(keys, rope_theta=500000.0)
+    keys = with_defaults(keys, rope_theta=500000.0)
     pattern = [SLIDING if (layer + 1) % 4 else FULL for layer in range(keys.size("num_hidden_layers"))]
     kinds = layer_kinds(keys, SLIDING, FULL, default=pattern)
     head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
@@ -220,7 +220,7 @@ def exaone4(keys: Keys) -> ArchFacts:
         kinds = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, window, default=kinds)
     return decoder(
-        _with(keys, rms_norm_eps=1e-5),
+        with_defaults(keys, rms_norm_eps=1e-5),
         windows=windows,
         turning=[window is None or own is not None for own in windows],
         qk_norm="head",
@@ -228,10 +228,10 @@ def exaone4(keys: Keys) -> ArchFacts:
 
 
 def cohere(keys: Keys, **facts: Any) -> ArchFacts:
-    _only(keys, "use_qk_norm", False)
+    only(keys, "use_qk_norm", False)
     biased = keys.flag("attention_bias")
     return decoder(
-        _with(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
+        with_defaults(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
         pairs=True,
         norm="layer",
         eps_key="layer_norm_eps",
@@ -245,7 +245,7 @@ def cohere(keys: Keys, **facts: Any) -> ArchFacts:
 
 def cohere2(keys: Keys) -> ArchFacts:
     """Three window layers, whose heads turn, to a full one, whose heads do not."""
-    keys = _with(keys, rope_theta=10000.0)
+    keys = with_defaults(keys, rope_theta=10000.0)
     interval, num_layers = keys.size("sliding_window_pattern", 4), keys.size("num_hidden_layers")
     pattern = [SLIDING if (layer + 1) % interval else FULL for layer in range(num_layers)]
     windows = windows_by_kind(keys, sliding_window(keys), default=pattern)
@@ -255,7 +255,7 @@ def cohere2(keys: Keys) -> ArchFacts:
 def nemotron(keys: Keys) -> ArchFacts:
     biased = keys.flag("attention_bias")
     return decoder(
-        _with(keys, partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
+        with_defaults(keys, partial_rotary_factor=0.5, norm_eps=1e-5, hidden_act="relu2"),
         norm="layer_plus_one",
         norm_bias=True,
         eps_key="norm_eps",
@@ -266,11 +266,11 @@ def nemotron(keys: Keys) -> ArchFacts:
 
 
 def arcee(keys: Keys) -> ArchFacts:
-    return llama(_with(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
+    return llama(with_defaults(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
 
 
 def starcoder2(keys: Keys) -> ArchFacts:
-    keys = _with(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
+    keys = with_defaults(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
     return decoder(
         keys,
         windows=everywhere(sliding_window(keys, None), keys),
@@ -280,7 +280,7 @@ def starcoder2(keys: Keys) -> ArchFacts:
 
 
 def gpt2(keys: Keys) -> ArchFacts:
-    _only(keys, "scale_attn_by_inverse_layer_idx", False)
+    only(keys, "scale_attn_by_inverse_layer_idx", False)
     hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
     return decoder(
         keys.but(
@@ -305,11 +305,11 @@ def gpt2(keys: Keys) -> ArchFacts:
 
 
 def gpt_neox(keys: Keys) -> ArchFacts:
-    _only(keys, "use_parallel_residual", True)
+    only(keys, "use_parallel_residual", True)
     biased = keys.flag("attention_bias", True)
     turning, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
     return decoder(
-        _with(
+        with_defaults(
             keys,
             partial_rotary_factor=turning or 0.25,
             rope_theta=theta or 10000.0,
@@ -327,10 +327,10 @@ def gpt_neox(keys: Keys) -> ArchFacts:
 
 
 def opt(keys: Keys) -> ArchFacts:
-    _only(keys, "do_layer_norm_before", True)
-    _only(keys, "layer_norm_elementwise_affine", True)
-    _only(keys, "_remove_final_layer_norm", False)
-    _only(keys, "word_embed_proj_dim", keys.size("hidden_size"))
+    only(keys, "do_layer_norm_before", True)
+    only(keys, "layer_norm_elementwise_affine", True)
+    only(keys, "_remove_final_layer_norm", False)
+    only(keys, "word_embed_proj_dim", keys.size("hidden_size"))
     return decoder(
         keys.but(activation_function=keys.get("activation_function") or "relu", num_key_value_heads=None),
         turning=[False] * keys.size("num_hidden_layers"),
@@ -354,11 +354,11 @@ def _all_biased(keys: Keys, biased: bool = True) -> dict[str, Any]:
     }
 
 
-def _with(keys: Keys, **defaults: Any) -> Keys:
+def with_defaults(keys: Keys, **defaults: Any) -> Keys:
     """What is meant where config.json says nothing."""
     return keys.but(**{key: value for key, value in defaults.items() if keys.get(key) is None})
 
 
-def _only(keys: Keys, key: str, value: Any) -> None:
+def only(keys: Keys, key: str, value: Any) -> None:
     if keys.get(key) not in (None, value):
         raise keys.wrong(key, f"{value} (nothing else is supported)")
