@@ -98,6 +98,12 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla is True"),
         ({"architectures": ["Ministral3ForCausalLM"]}, "rope_parameters is None, expected an object"),
         ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional"),
+        (
+            {"architectures": ["GraniteSWAForCausalLM"], "layer_rope_theta": [0]},
+            "layer_rope_theta .*3 numbers",
+        ),
+        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm is True"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (EXPERTS | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .*3 entries"),
         (EXPERTS | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ],

@@ -77,6 +77,17 @@ _GRANITE: Settings = {
     "logits_scaling": 2.0,
 }
 
+_SHARING: Settings = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+
 _DEEPSEEK: Settings = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -160,6 +171,10 @@ ZOO: dict[str, Specimen] = {
             "logits_scaling": 2.0,
         }
     ),
+    "GraniteSWAForCausalLM": Specimen(
+        _GRANITE | {"sliding_window": 7, "layer_rope_theta": [0, 5000.0]},
+        {"default-windows": {"layer_rope_theta": None}},
+    ),
     "HunYuanDenseV1ForCausalLM": Specimen(
         rope("dynamic", alpha=50.0, factor=1.0), {"plain-rope": rope("default")}
     ),
@@ -189,6 +204,7 @@ ZOO: dict[str, Specimen] = {
             },
         }
     ),
+    "PhiForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "Phi3ForCausalLM": Specimen(
         longrope(original=256), {"long": longrope(original=8), "window": {"sliding_window": 7}}
     ),
@@ -269,20 +285,7 @@ ZOO: dict[str, Specimen] = {
             "attention_chunk_size": 256,
         }
     ),
-    "Glm4MoeForCausalLM": Specimen(
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "routed_scaling_factor": 1.5,
-        }
-    ),
+    "Glm4MoeForCausalLM": Specimen(_SHARING | {"use_qk_norm": True, "attention_bias": True}),
     "Ernie4_5_MoeForCausalLM": Specimen(
         {
             "num_hidden_layers": 3,
@@ -295,6 +298,44 @@ ZOO: dict[str, Specimen] = {
     ),
     "HunYuanMoEV1ForCausalLM": Specimen(
         {"num_experts": 4, "moe_topk": 2} | rope("dynamic", alpha=50.0, factor=1.0)
+    ),
+    "Cohere2MoeForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 80,
+            "num_experts": 4,
+            "num_shared_experts": 2,
+        },
+        {
+            "sigmoid-rms": {
+                "rms_norm_eps": 1e-5,
+                "expert_selection_fn": "sigmoid",
+                "shared_expert_combination_strategy": "sum",
+                "prefix_dense_sliding_window_pattern": 2,
+            }
+        },
+    ),
+    "Dots1ForCausalLM": Specimen(
+        _SHARING, {"window": {"sliding_window": 7, "max_window_layers": 1, "norm_topk_prob": True}}
+    ),
+    "ExaoneMoeForCausalLM": Specimen(
+        _SHARING | {"num_experts": 8, "num_shared_experts": 2, "sliding_window": 7, "layer_types": TURNS}
+    ),
+    "FlexOlmoForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2}),
+    "GraniteMoeSWAForCausalLM": Specimen(
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "sliding_window": 7,
+            "layer_rope_theta": [0, 5000.0],
+        }
+    ),
+    "MiniMaxM2ForCausalLM": Specimen(
+        {"num_local_experts": 6, "num_experts_per_tok": 2}, {"half-turned": {"rotary_dim": 8}}
     ),
     "DeepseekV2ForCausalLM": Specimen(
         _DEEPSEEK | {"topk_method": "group_limited_greedy"},

@@ -75,6 +75,8 @@ class MoeFacts:
     """The width of the expert that every token is given to; 0: there is none."""
     shared_gate: bool = False
     """Whether what that one says is weighed by a gate."""
+    shared_mean: bool = False
+    """Whether the mean is taken of what that one and the others say, not the sum."""
     weighs_input: bool = False
     """Whether the weights are for what goes into the experts, not for what comes out."""
     names: str = "mlp"

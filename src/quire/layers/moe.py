@@ -25,7 +25,8 @@ class Names(NamedTuple):
     router: str = "gate"
     stored: str = "each"
     """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
-    or together with inputs before outputs (`across`), and gate and up in turns (`in_turns`)."""
+    together and not called weight (`bare`), or so with inputs before outputs (`across`), and gate and up in
+    turns (`in_turns`)."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Where they are, then their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -45,12 +46,24 @@ NAMES = {
     "ernie": Names(
         choice_bias="moe_statics.e_score_correction_bias", choice_in_row=True, shared="mlp.shared_experts"
     ),
+    "exaone": Names(choice_bias="e_score_correction_bias", shared="mlp.shared_experts"),
+    "minimax": Names(
+        "block_sparse_moe", experts=("experts", "w1", "w3", "w2"), choice_bias="e_score_correction_bias"
+    ),
     "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": Names(
         "block_sparse_moe",
         "router.layer",
         "together",
         ("", "input_linear", "output_linear"),
+        shared="shared_mlp",
+        shared_parts=("input_linear", "output_linear"),
+    ),
+    "granite_swa": Names(
+        "block_sparse_moe",
+        "router",
+        "bare",
+        ("experts", "gate_up_proj", "down_proj"),
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
     ),
@@ -89,7 +102,7 @@ class Experts(nn.Module):
             elif self.names.stored in ("across", "in_turns"):
                 yield name, tensor.transpose(1, 2)
             else:
-                yield f"{name}.weight", tensor
+                yield name if self.names.stored == "bare" else f"{name}.weight", tensor
         if self.shape.bias:
             yield from self._biases(parts)
 
@@ -158,6 +171,7 @@ class MoE(nn.Module):
         self.ops = scope.ops
         ones = torch.ones(_FEW, moe.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)
+        self.shared_mean = moe.shared_mean
         self.choice = None
         if moe.choice_bias:
             self.choice = ChoiceBias(moe.experts, scope / names.choice_bias, in_row=names.choice_in_row)
@@ -174,13 +188,15 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` is changed where weights are its factors."""
         ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
-        if self.ones is None:
-            out: Tensor = self.experts(x, ids, weights)
-            return out if self.shared is None else self.ops.add(out, self._shared(x))
         shared = None if self.shared is None else self._shared(x)
-        ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
-        out = self.experts(self.ops.scale_rows(x, weights), ids, ones)
-        return out if shared is None else self.ops.add(out, shared)
+        if self.ones is not None:
+            ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
+            x, weights = self.ops.scale_rows(x, weights), ones
+        out: Tensor = self.experts(x, ids, weights)
+        if shared is None:
+            return out
+        out = self.ops.add(out, shared)
+        return self.ops.scale(out, 0.5) if self.shared_mean else out
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None

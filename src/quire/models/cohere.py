@@ -4,23 +4,27 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
-from quire.models.decoder import Decoder
-from quire.models.llama import Attention
+from quire.models.decoder import Decoder, MakesLayer
+from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
     """Attention and feed-forward of the same, added up."""
 
+    Mixer: MakesLayer = Attention
+
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.ops = scope.ops
         self.norm = norm_of(facts, scope / "input_layernorm")
-        self.attention = Attention(facts, layer, rope, scope / "self_attn")
-        self.mlp = MLP(facts, scope / "mlp")
+        self.attention = self.Mixer(facts, layer, rope, scope / "self_attn")
+        self.mlp = self.feed_forward(facts, layer, scope)
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return feed_forward(facts, layer, scope)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm(x, residual)

@@ -4,12 +4,11 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.layers.mlp import MLP
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models.decoder import Decoder
-from quire.models.llama import Attention
+from quire.models.llama import Attention, feed_forward
 
 
 class Layer(nn.Module):
@@ -20,7 +19,7 @@ class Layer(nn.Module):
         self.ops = scope.ops
         self.attention = Attention(facts, layer, rope, scope / "self_attn")
         self.attention_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = MLP(facts, scope / "mlp")
+        self.mlp = feed_forward(facts, layer, scope)
         self.mlp_norm = norm_of(facts, scope / "post_feedforward_layernorm")
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """Dense decoders: Llama, and how each of the others is not Llama."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts
+from quire.config.facts import ArchFacts, LayerFacts, RopeFacts
 from quire.config.families.decoder import (
     Windows,
     decoder,
@@ -14,6 +15,7 @@ from quire.config.families.decoder import (
     windows_by_kind,
 )
 from quire.config.keys import Keys
+from quire.config.rope import read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -149,6 +151,30 @@ def granite(keys: Keys) -> ArchFacts:
         attention_scale=keys.number("attention_multiplier", 1.0),
         logit_scale=1 / keys.number("logits_scaling", 1.0),
     )
+
+
+def granite_swa(keys: Keys) -> ArchFacts:
+    """Three window layers to a full one; each may turn by a base of its own, or not at all."""
+    num_layers = keys.size("num_hidden_layers")
+    default = [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
+    windows = windows_by_kind(keys, sliding_window(keys, 128), default=default)
+    facts = granite(keys)
+    bases = keys.get("layer_rope_theta")
+    if bases is None:
+        ropes = [layer.rope for layer in facts.layers]
+    elif not isinstance(bases, list) or len(bases) != num_layers:
+        raise keys.wrong("layer_rope_theta", f"{num_layers} numbers, 0 where heads do not turn")
+    else:
+        ropes = [_turning_by(keys, base, facts.head_dim) if base else None for base in bases]
+    layers = tuple(LayerFacts(rope, window) for rope, window in zip(ropes, windows, strict=True))
+    return replace(facts, layers=layers, sinks=True)
+
+
+def _turning_by(keys: Keys, theta: float, head_dim: int) -> RopeFacts:
+    block = keys.get("rope_parameters")
+    if isinstance(block, dict):
+        keys = keys.but(rope_parameters=block | {"rope_theta": theta})
+    return read_rope(keys.but(rope_theta=theta), head_dim)
 
 
 def internlm3(keys: Keys) -> ArchFacts:
@@ -323,6 +349,16 @@ def gpt_neox(keys: Keys) -> ArchFacts:
         qkv_bias=biased,
         out_bias=biased,
         mlp_bias=True,
+    )
+
+
+def phi(keys: Keys) -> ArchFacts:
+    only(keys, "qk_layernorm", False)
+    return decoder(
+        with_defaults(keys, partial_rotary_factor=0.5, hidden_act="gelu_new", layer_norm_eps=1e-5),
+        eps_key="layer_norm_eps",
+        head_bias=True,
+        **(_all_biased(keys) | {"tied": keys.flag("tie_word_embeddings")}),
     )
 
 

@@ -4,8 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
-from quire.config.families.decoder import decoder, everywhere, sliding_window
-from quire.config.families.dense import ernie, granite, hunyuan, qwen2, qwen3
+from quire.config.families.decoder import decoder, everywhere, sliding_window, windows_by_kind
+from quire.config.families.dense import (
+    cohere,
+    ernie,
+    exaone4,
+    granite,
+    granite_swa,
+    hunyuan,
+    olmo2,
+    only,
+    qwen2,
+    qwen3,
+    with_defaults,
+)
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
 
@@ -33,13 +45,82 @@ def olmoe(keys: Keys) -> ArchFacts:
     return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
+def flex_olmo(keys: Keys) -> ArchFacts:
+    facts = olmo2(with_defaults(keys, rope_theta=500000.0, rms_norm_eps=1e-6))
+    return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
+
+
 def granite_moe(keys: Keys) -> ArchFacts:
     """Also with a shared expert."""
-    shared = keys.get("shared_intermediate_size")
-    moe = _experts(keys, "intermediate_size", True, names="granite")
-    if shared:
-        moe = replace(moe, shared_intermediate=keys.size("shared_intermediate_size"))
-    return mixed(granite(keys), moe)
+    return mixed(granite(keys), _granite_experts(keys))
+
+
+def granite_moe_swa(keys: Keys) -> ArchFacts:
+    return mixed(granite_swa(keys), replace(_granite_experts(keys), names="granite_swa"))
+
+
+def _granite_experts(keys: Keys) -> MoeFacts:
+    shared = _count(keys, "shared_intermediate_size")
+    return _experts(keys, "intermediate_size", True, names="granite", shared_intermediate=shared)
+
+
+def minimax_m2(keys: Keys) -> ArchFacts:
+    only(keys, "scoring_func", "sigmoid")
+    only(keys, "use_qk_norm", True)
+    if keys.get("rotary_dim") is not None:
+        turning = keys.size("rotary_dim") / keys.size("head_dim", 128)
+        keys = with_defaults(keys, partial_rotary_factor=turning)
+    facts = decoder(with_defaults(keys, rope_theta=5e6), head_dim=128, qk_norm="all")
+    moe = _experts(keys, "intermediate_size", True, names="minimax", scoring="sigmoid", choice_bias=True)
+    return mixed(facts, moe)
+
+
+def dots1(keys: Keys) -> ArchFacts:
+    """Qwen3's attention, DeepSeek's experts."""
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    windows = sliding_window(keys) is not None
+    facts = qwen3(
+        with_defaults(keys.but(head_dim=head_dim, use_sliding_window=windows), max_window_layers=62)
+    )
+    moe = deepseek_experts(with_defaults(keys, norm_topk_prob=False), "sigmoid")
+    return mixed(facts, moe, first_dense(keys))
+
+
+def exaone_moe(keys: Keys) -> ArchFacts:
+    """EXAONE 4's attention, DeepSeek's experts."""
+    shared = keys.get("num_shared_experts")
+    moe = deepseek_experts(keys.but(n_shared_experts=1 if shared is None else shared), "sigmoid")
+    return mixed(exaone4(keys), replace(moe, names="exaone"), first_dense(keys, 1))
+
+
+def cohere2_moe(keys: Keys) -> ArchFacts:
+    """Dense layers come first, with windows of their own; a full one of those may turn."""
+    count, sparse = keys.size("num_hidden_layers"), first_dense(keys)
+    first = min(sparse, default=count)
+    prefix, rest = keys.size("prefix_dense_sliding_window_pattern", 1), keys.size("sliding_window_pattern", 4)
+    places = [(layer, prefix) if layer < first else (layer - first, rest) for layer in range(count)]
+    default = ["sliding_attention" if (at + 1) % every else "full_attention" for at, every in places]
+    windows = windows_by_kind(keys, sliding_window(keys), default=default)
+    turning = [own is not None or (i not in sparse and prefix == 1) for i, own in enumerate(windows)]
+    inner, scoring = keys.size("intermediate_size"), keys.get("expert_selection_fn") or "softmax"
+    facts = cohere(with_defaults(keys, rope_theta=10000.0), windows=windows, turning=turning)
+    if keys.get("rms_norm_eps") is not None:
+        facts = replace(facts, norm="rms", norm_eps=keys.number("rms_norm_eps"))
+    renormalized = scoring == "softmax" or keys.flag("norm_topk_prob", True)
+    shared = inner * _count(keys, "num_shared_experts")
+    moe = _experts(keys, "intermediate_size", renormalized, scoring=scoring, names="deepseek")
+    moe = replace(moe, shared_intermediate=shared, shared_mean=_is_mean(keys))
+    if scoring not in ("softmax", "sigmoid"):
+        raise keys.wrong("expert_selection_fn", "softmax or sigmoid")
+    facts = replace(facts, intermediate=keys.size("prefix_dense_intermediate_size", inner))
+    return mixed(facts, moe, sparse)
+
+
+def _is_mean(keys: Keys) -> bool:
+    key = "shared_expert_combination_strategy"
+    if keys.get(key) not in (None, "average", "sum"):
+        raise keys.wrong(key, "average or sum")
+    return bool(keys.get(key) != "sum")
 
 
 def glm4_moe(keys: Keys) -> ArchFacts:
