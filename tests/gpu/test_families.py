@@ -1,4 +1,4 @@
-"""Every architecture on a GPU: in float32 transformers' logits, in bfloat16 the same with graphs or not."""
+"""Every architecture on a GPU: in float32 as transformers, in bfloat16 the same with graphs and without."""
 
 import gc
 from itertools import chain
