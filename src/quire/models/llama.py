@@ -79,9 +79,13 @@ class Layer(nn.Module):
         self.ops = scope.ops
         self.scale = facts.residual_scale
         self.attention_norm = norm_of(facts, scope / self.norm_names[0])
-        self.attention = self.Mixer(facts, layer, rope, scope / self.attention_name)
+        self.attention = self.mixer(facts, layer, rope, scope)
         self.mlp_norm = norm_of(facts, scope / self.norm_names[1])
         self.mlp = self.feed_forward(facts, layer, scope)
+
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        """How the layer looks back. The scope is the layer's."""
+        return self.Mixer(facts, layer, rope, scope / self.attention_name)
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
         return feed_forward(facts, layer, scope)

@@ -11,11 +11,10 @@ from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
-from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, MakesLayer
 
 
 class Attention(llama.Attention):
@@ -53,20 +52,13 @@ class Attention(llama.Attention):
         return out
 
 
-class Layer(nn.Module):
+class Layer(llama.Layer):
     """Attention, then feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
-        super().__init__()
-        self.attention_norm = norm_of(facts, scope / "input_layernorm")
-        self.attention = Attention(facts, layer, rope, scope / "self_attn")
-        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
+    Mixer: MakesLayer = Attention
 
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention_norm(x, residual)
-        x, residual = self.mlp_norm(self.attention(x, batch), residual)
-        return self.mlp(x), residual
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
 
 
 class Llama4(Decoder):

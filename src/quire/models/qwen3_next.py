@@ -13,8 +13,8 @@ from quire.layers.norm import head_norms, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.layers.state import GatedDelta, OrderedLinear, apart
-from quire.models.decoder import Decoder
-from quire.models.llama import feed_forward
+from quire.models import llama
+from quire.models.decoder import Decoder, MakesLayer
 
 
 class GatedAttention(nn.Module):
@@ -50,30 +50,20 @@ class GatedAttention(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class Layer(llama.Layer):
     """Gated delta or gated attention, then feed-forward, each behind a norm and beside a residual."""
 
+    Mixer: MakesLayer = GatedAttention
     grouped = True
     """Whether the projections of gated delta go by head of keys."""
 
-    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
-        super().__init__()
-        self.mixer_norm = norm_of(facts, scope / "input_layernorm")
-        self.mixer: nn.Module
-        if layer.mixer == "delta":
-            assert facts.state is not None
-            self.mixer = GatedDelta(
-                facts.hidden, facts.state, facts.norm_eps, scope / "linear_attn", grouped=self.grouped
-            )
-        else:
-            self.mixer = GatedAttention(facts, layer, rope, scope / "self_attn")
-        self.mlp_norm = norm_of(facts, scope / "post_attention_layernorm")
-        self.mlp = feed_forward(facts, layer, scope)
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.mixer_norm(x, residual)
-        x, residual = self.mlp_norm(self.mixer(x, batch), residual)
-        return self.mlp(x), residual
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        if layer.mixer == "attention":
+            return super().mixer(facts, layer, rope, scope)
+        assert facts.state is not None
+        return GatedDelta(
+            facts.hidden, facts.state, facts.norm_eps, scope / "linear_attn", grouped=self.grouped
+        )
 
 
 class Layer35(Layer):
