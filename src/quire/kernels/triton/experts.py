@@ -221,10 +221,9 @@ def _place(
     order: tl.tensor, found: tl.tensor, at: tl.tensor, expert: tl.tensor, first: tl.tensor
 ) -> tl.tensor:
     """Those of pairs `at` that are the expert's follow each other from `first` on. How many they are."""
-    is_own = found == expert
-    place = first + tl.cumsum(is_own.to(tl.int32), 0) - 1
-    tl.store(order + place, at, mask=is_own)
-    return tl.sum(is_own.to(tl.int32), 0)
+    is_own = (found == expert).to(tl.int32)
+    tl.store(order + first + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
+    return tl.sum(is_own, 0)
 
 
 @triton.jit
