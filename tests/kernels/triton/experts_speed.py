@@ -131,10 +131,12 @@ LARGE = [
     ]
 ]  # fmt: skip
 ROWS = [
-    Rows(up, down, up_warps, down_warps)
-    for up, up_warps in [(1, 2), (1, 4), (2, 4), (4, 8)]
-    for down, down_warps in [(1, 1), (1, 2), (2, 2), (2, 4), (4, 4)]
-]
+    Rows(*shape)
+    for shape in [
+        (4, 2, 8, 4), (2, 2, 4, 8), (4, 4, 4, 8), (8, 4, 8, 4), (2, 1, 8, 4), (1, 1, 4, 2), (8, 8, 16, 16),
+        (2, 8, 2, 8), (1, 1, 2, 1), (4, 2, 16, 2),
+    ]
+]  # fmt: skip
 
 
 def fits(num: int, tile: Tile, parts: int) -> bool:

@@ -111,10 +111,10 @@ def test_what_is_not_a_number_chooses_experts_that_exist() -> None:
 
 @pytest.mark.parametrize("num", [1, 3, 19])
 def test_product_and_route_in_one(num: int) -> None:
-    x, router, bias = random(num, 560)[:, 8:] / 24, random(20, 552), random(20)
+    x, router, bias = random(num, 1112)[:, 8:] / 33, random(20, 1104), random(20)
     routing = Routing(3, scoring="sigmoid", renormalized=True)
     for router_bias, choice_bias in itertools.product([None, random(20)], [None, bias]):
-        for _ in range(2 if num == 1 else 1):  # the counter is zero again
+        for _ in range(2):  # the counter is zero again
             ids, weights = choose(x, router, routing, choice_bias, router_bias)
             logits = x.double() @ router.double().T
             logits = logits if router_bias is None else logits + router_bias.double()
@@ -140,12 +140,10 @@ def test_every_activation(activation: str, plan: Plan) -> None:
     close(mixed(x, ids, weights, experts, activation, plan), expected)
 
 
-@pytest.mark.parametrize(
-    ("inner", "dtype", "num"),
-    [(36, DTYPE, 5), *itertools.product([64], [DTYPE, torch.float32], [1, 3, 30])],
-)
+@pytest.mark.parametrize("num", [1, 3, 30])
+@pytest.mark.parametrize(("inner", "dtype"), [(36, DTYPE), (64, torch.float32), (64, DTYPE)])
 def test_what_is_planned_mixes(inner: int, dtype: torch.dtype, num: int) -> None:
-    x, experts = random(num, 16, dtype=dtype), layer(6, 16, inner, dtype=dtype)
+    x, experts = random(num, 32, dtype=dtype), layer(6, 32, inner, dtype=dtype)
     ids, weights = pairs(num, 2, 6)
     ours = mix(x, ids, weights, experts, "silu")
     close(ours, expected_of(x, ids, weights, experts, "silu"), 1e-5 if dtype == torch.float32 else 8e-3)

@@ -24,7 +24,7 @@ from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "route"]
 
-_CHUNKS = 128, 256, 512, 1024, 2048, 4096
+_CHUNKS = 128, 512, 2048, 4096
 """Pairs that a program sorts at a time: as many as there are, or the most."""
 _SPANS = 4
 """Programs for an expert, where there are many."""
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 Plan = Rows | Tiles
 _TILES = {
-    16: (Tile(64, 256, 4, 3), Tile(128, 128, 4, 3)),
+    16: (Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
     32: (Tile(128, 128, 4, 3), Tile(64, 128, 4, 3)),
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
@@ -131,7 +131,7 @@ def _down_rows(
 ) -> None:
     """Grid (tokens * size_out / ROWS). `EXPERTS` >= TOP is a power of two.
 
-    `ids` and `weights` are read ahead of the end of `_up_rows`, past caches that may hold older ones.
+    `ids` and `weights` are read ahead of the end of `_up_rows`, around the cache of another multiprocessor's.
     """
     stripes = tl.cdiv(size_out, ROWS)
     token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
@@ -186,23 +186,22 @@ def _sort(
     """
     expert, chunk, bins = tl.program_id(0), tl.program_id(1) * span, tl.arange(0, BINS)
     follow(OVERLAP)
+    totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     if ALONE:
         at = tl.arange(0, CHUNK)
-        found = tl.load(ids + at, mask=at < num, other=-1)
-        totals = tl.histogram(found, BINS, mask=at < num)
-        first = tl.sum(tl.where(bins < expert, totals, 0), 0)
-        _place(order, found, at, expert, first)
+        totals += tl.histogram(tl.load(ids + at, mask=at < num, other=0), BINS, mask=at < num)
     else:
-        totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
         for i in range(chunks):
             row = tl.load(counts + i * BINS + bins)
             totals += row
             before += tl.where(i < chunk, row, 0)
-        first = tl.sum(tl.where(bins < expert, totals, 0), 0)
-        next = first + tl.sum(tl.where(bins == expert, before, 0), 0)
-        for i in range(chunk, tl.minimum(chunk + span, chunks)):
-            at = i * CHUNK + tl.arange(0, CHUNK)
-            next += _place(order, tl.load(ids + at, mask=at < num, other=-1), at, expert, next)
+    first = tl.sum(tl.where(bins < expert, totals, 0), 0)
+    place = first + tl.sum(tl.where(bins == expert, before, 0), 0)
+    for i in range(chunk, tl.minimum(chunk + span, chunks)):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        is_own = (tl.load(ids + at, mask=at < num, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
+        place += tl.sum(is_own, 0)
     if chunk == 0:
         tiles = tl.cdiv(totals, HEIGHT)
         own = tl.sum(tl.where(bins == expert, totals, 0), 0)
@@ -214,16 +213,6 @@ def _sort(
             tile += 4
         if expert == 0:
             tl.store(work, tl.sum(tiles, 0))
-
-
-@triton.jit
-def _place(
-    order: tl.tensor, found: tl.tensor, at: tl.tensor, expert: tl.tensor, first: tl.tensor
-) -> tl.tensor:
-    """Those of pairs `at` that are the expert's follow each other from `first` on. How many they are."""
-    is_own = (found == expert).to(tl.int32)
-    tl.store(order + first + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
-    return tl.sum(is_own, 0)
 
 
 @triton.jit
