@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.activations import ACTIVATIONS
 from quire.kernels.ops import Entry, HeadNorms
 from quire.kernels.reference import Reference
 from quire.kernels.triton.ops import TritonOps
@@ -89,9 +90,44 @@ def test_changes_in_place(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
+def test_gated(activation: str, dtype: torch.dtype) -> None:
     gate_up = 4 * random(3, 2 * 70, dtype=dtype)
-    same(ops.gated(gate_up, "silu"), reference.gated(gate_up, "silu"), dtype)
+    same(ops.gated(gate_up, activation), reference.gated(gate_up, activation), dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activate(activation: str) -> None:
+    x = 4 * random(3, 700)
+    same(ops.activate(x, activation), reference.activate(x, activation), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_layer_norm(biased: bool, dtype: torch.dtype) -> None:
+    """Padding that takes part in mean or spread; the mean of one row taken for another's."""
+    x, residual = random(3, 70, dtype=dtype) + 3, random(3, 70, dtype=dtype)
+    weight, bias = random(70, dtype=dtype), random(70, dtype=dtype) if biased else None
+    same(ops.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5), dtype)
+    twin = residual.clone()
+    theirs = reference.add_layer_norm(x, twin, weight, bias, 1e-5)
+    same(ops.add_layer_norm(x, residual, weight, bias, 1e-5), theirs, dtype)
+    assert torch.equal(residual, twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_parts(dtype: torch.dtype) -> None:
+    """A part under the other's weight, or what stands behind both changed."""
+    x, q_weight, k_weight = random(3, 100, dtype=dtype), random(48, dtype=dtype), random(24, dtype=dtype)
+    twin = x.clone()
+    assert ops.norm_parts(x, (q_weight, k_weight), 1e-5) is x
+    same(x, reference.norm_parts(twin, (q_weight, k_weight), 1e-5), dtype)
+
+
+def test_a_wide_weight_is_applied_before_rounding() -> None:
+    """As Gemma's 1 + w, which is kept in float32."""
+    x, weight = random(3, 70, dtype=torch.float16), random(70)
+    same(ops.norm(x, weight, 1e-6), reference.norm(x, weight, 1e-6), torch.float16)
 
 
 SHAPES = {

@@ -85,14 +85,14 @@ def _norm_part(
 ) -> None:
     """Grid (rows, 2)."""
     second = tl.program_id(1)
-    weight = tl.where(second == 0, q_weight.to(tl.int64), k_weight.to(tl.int64)).to(q_weight.dtype)
     size, at = tl.where(second == 0, q_size, k_size), tl.arange(0, BLOCK)
-    scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)
+    scale = tl.load(q_weight + at, mask=at < tl.where(second == 0, q_size, 0), other=0.0).to(tl.float32)
+    scale += tl.load(k_weight + at, mask=at < tl.where(second == 0, 0, k_size), other=0.0).to(tl.float32)
     place = x + tl.program_id(0).to(tl.int64) * stride + second * q_size + at
     follow(OVERLAP)
     values = tl.load(place, mask=at < size, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    values = values.to(weight.dtype.element_ty).to(tl.float32) * scale
+    values = values.to(q_weight.dtype.element_ty).to(tl.float32) * scale
     tl.store(place, values.to(x.dtype.element_ty), mask=at < size)
 
 
