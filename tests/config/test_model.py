@@ -104,6 +104,11 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         ),
         ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm is True"),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (
+            {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M?*"},
+            "pattern is 'M\\?\\*'",
+        ),
+        ({"architectures": ["NemotronHForCausalLM"], "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
         (EXPERTS | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types .*3 entries"),
         (EXPERTS | {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers is '1'"),
     ],

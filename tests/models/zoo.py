@@ -379,6 +379,29 @@ ZOO: dict[str, Specimen] = {
             }
         },
     ),
+    "NemotronHForCausalLM": Specimen(
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+        },
+        {
+            "latent-biases": {
+                "moe_latent_size": 24,
+                "mlp_bias": True,
+                "use_bias": True,
+                "use_conv_bias": False,
+            }
+        },
+    ),
     "Qwen3NextForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [0]}),
     "Qwen3_5ForCausalLM": Specimen(_DELTA | {"attention_bias": True}),
     "Qwen3_5MoeForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS),

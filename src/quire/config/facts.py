@@ -42,7 +42,7 @@ class LayerFacts:
     window: int | None = None
     """How many tokens back it looks; None: to the first."""
     mixer: str = "attention"
-    """How it looks back: attention | latent | mamba | delta"""
+    """How it looks back: attention | latent | mamba | delta, or not at all: none"""
     moe: bool = False
     """Whether its feed-forward half is a mixture of experts."""
 
@@ -71,6 +71,10 @@ class MoeFacts:
     expert_bias: bool = False
     activation: str = ""
     """Where experts have another than the rest of the model."""
+    plain: bool = False
+    """Whether experts, and the shared one, have no gate."""
+    latent: int = 0
+    """The width of what experts see and say; 0: that of the model."""
     shared_intermediate: int = 0
     """The width of the expert that every token is given to; 0: there is none."""
     shared_gate: bool = False
@@ -112,6 +116,8 @@ class StateFacts:
     """Tokens that the convolution in front sees."""
     conv_bias: bool = True
     proj_bias: bool = False
+    norm_groups: int = 1
+    """Mamba-2: how many parts of what it says have a norm each."""
     chunk: int = 256
     time_limits: tuple[float, float] = (0.0, float("inf"))
 

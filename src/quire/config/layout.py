@@ -124,7 +124,9 @@ def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
     return tuple(_spec(facts, layer) for layer in facts.layers)
 
 
-def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec:
+def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
+    if layer.mixer == "none":
+        return None
     if layer.mixer == "latent":
         assert facts.mla is not None
         return CacheSpec("latent", planes=1, numbers=facts.mla.kv_latent + facts.mla.rope_dim)

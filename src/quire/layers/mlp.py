@@ -39,13 +39,16 @@ class MLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(act(up(x))); `names` are those of the checkpoint."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope, *, names: tuple[str, str]) -> None:
+    def __init__(
+        self, facts: ArchFacts, scope: Scope, *, names: tuple[str, ...], intermediate: int = 0
+    ) -> None:
         super().__init__()
         up, down = names
+        inner = intermediate or facts.intermediate
         self.ops = scope.ops
         self.activation = facts.activation
-        self.up = ColumnLinear(facts.hidden, facts.intermediate, scope / up, bias=facts.mlp_bias)
-        self.down = RowLinear(facts.intermediate, facts.hidden, scope / down, bias=facts.mlp_bias)
+        self.up = ColumnLinear(facts.hidden, inner, scope / up, bias=facts.mlp_bias)
+        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.ops.activate(self.up(x), self.activation))

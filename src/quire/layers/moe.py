@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts, MoeFacts
 from quire.kernels.experts import Routing
-from quire.layers.linear import ColumnLinear, Linear
-from quire.layers.mlp import MLP
+from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope
 from quire.quant.experts import ExpertShape
 
@@ -38,6 +38,8 @@ class Names(NamedTuple):
     shared_gate: str = "shared_expert_gate"
 
 
+_FACTORS = {"relu2": "relu"}
+"""An activation of x -> the one that it is x times: experts without a gate have `up` for one."""
 NAMES = {
     "mlp": Names(),
     "apart": Names(stored="apart"),
@@ -67,6 +69,12 @@ NAMES = {
         shared="shared_mlp",
         shared_parts=("input_linear", "output_linear"),
     ),
+    "nemotron_h": Names(
+        "mixer",
+        experts=("experts", "up_proj", "down_proj"),
+        shared="mixer.shared_experts",
+        shared_parts=("up_proj", "down_proj"),
+    ),
     "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
     "llama4": Names(
         "feed_forward",
@@ -84,7 +92,9 @@ class Experts(nn.Module):
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
         self.names = NAMES[moe.names]
+        self.plain = moe.plain
         self.scope_name = scope.name
+        activation = _FACTORS[activation] if moe.plain else activation
         self.shape = ExpertShape(moe.experts, hidden, moe.intermediate, activation, moe.expert_bias)
         self.method = scope.experts(tuple(name for name, _ in self._stored_names()))
         self.method.create(self, self.shape, dtype=scope.dtype, device=scope.device)
@@ -119,10 +129,14 @@ class Experts(nn.Module):
         """The dotted name of each stored part, and what it is."""
         where, *parts = self.names.experts
         what = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
+        what = ("up", "down") if self.plain else what
         names = [".".join(filter(None, (self.scope_name, where, name))) for name in parts]
         return list(zip(names, what, strict=True))
 
     def finish(self) -> None:
+        if self.plain:
+            parts = self.method.parts(self, self.shape)
+            parts["gate"].copy_(parts["up"])
         if self.names.stored == "in_turns":
             parts = self.method.parts(self, self.shape)
             order = torch.arange(2 * self.shape.intermediate).view(-1, 2).t().flatten()
@@ -176,10 +190,16 @@ class MoE(nn.Module):
         if moe.choice_bias:
             self.choice = ChoiceBias(moe.experts, scope / names.choice_bias, in_row=names.choice_in_row)
         self.router = Router(facts.hidden, moe, scope / names.router)
-        self.experts = Experts(moe, facts.hidden, moe.activation or facts.activation, scope)
+        self.into = self.back = None
+        if moe.latent:
+            self.into = ColumnLinear(facts.hidden, moe.latent, scope / "fc1_latent_proj", bias=facts.mlp_bias)
+            self.back = RowLinear(moe.latent, facts.hidden, scope / "fc2_latent_proj", bias=facts.mlp_bias)
+        seen = moe.latent or facts.hidden
+        self.experts = Experts(moe, seen, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
-            self.shared = MLP(
+            kind = PlainMLP if moe.plain else MLP
+            self.shared = kind(
                 facts, layer / names.shared, intermediate=moe.shared_intermediate, names=names.shared_parts
             )
             if moe.shared_gate:
@@ -192,7 +212,10 @@ class MoE(nn.Module):
         if self.ones is not None:
             ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
             x, weights = self.ops.scale_rows(x, weights), ones
-        out: Tensor = self.experts(x, ids, weights)
+        seen = x if self.into is None else self.into(x)
+        out: Tensor = self.experts(seen, ids, weights)
+        if self.back is not None:
+            out = self.back(out)
         if shared is None:
             return out
         out = self.ops.add(out, shared)

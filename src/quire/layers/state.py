@@ -83,6 +83,10 @@ class Mamba2(StateMixer):
         self.split = (inner, channels, facts.heads)
         self.into = ColumnLinear(hidden, sum(self.split), scope / "in_proj", bias=facts.proj_bias)
         self.norm = RMSNorm(inner, eps, scope / "norm")
+        self.unit = (
+            None if facts.norm_groups == 1 else torch.ones_like(self.norm.weight[:: facts.norm_groups])
+        )
+        """Where parts have a norm each, the weight comes after it."""
         self.out = RowLinear(inner, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +99,10 @@ class Mamba2(StateMixer):
         gate, xbc, dt = self.into(x).split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
         y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
-        y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=True)
+        if self.unit is None:
+            y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=True)
+        else:
+            y = self.ops.gated_norm(y, gate, self.unit, self.norm.eps, gate_first=True) * self.norm.weight
         out: Tensor = self.out(y)
         return out
 

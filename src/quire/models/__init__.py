@@ -59,6 +59,7 @@ MODELS = LazyTable(
         "Glm4MoeLiteForCausalLM": "quire.models.deepseek:Deepseek",
         "GlmMoeDsaForCausalLM": "quire.models.deepseek:Deepseek",
         "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid:GraniteHybrid",
+        "NemotronHForCausalLM": "quire.models.nemotron_h:NemotronH",
         "Qwen3NextForCausalLM": "quire.models.qwen3_next:Qwen3Next",
         "Qwen3_5ForCausalLM": "quire.models.qwen3_next:Qwen35",
         "Qwen3_5MoeForCausalLM": "quire.models.qwen3_next:Qwen35",

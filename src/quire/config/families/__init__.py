@@ -88,6 +88,7 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", latent.glm4_moe_lite),
     "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", latent.indexed),
     "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid),
+    "NemotronHForCausalLM": Family("nemotron_h", state.nemotron_h),
     "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", state.qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", state.qwen3_next),

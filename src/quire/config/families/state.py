@@ -6,7 +6,8 @@ from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, StateFacts
 from quire.config.families.decoder import decoder
-from quire.config.families.dense import granite
+from quire.config.families.dense import granite, only, with_defaults
+from quire.config.families.moe import deepseek_experts
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
 
@@ -17,6 +18,21 @@ _KINDS = {
     "attention": False,
 }
 """What `layer_types` says -> whether such a layer keeps a state."""
+_SCANS, _ATTENDS = LayerFacts(None, mixer="mamba"), LayerFacts(None)
+_FEEDS, _MIXES = LayerFacts(None, mixer="none"), LayerFacts(None, mixer="none", moe=True)
+_BLOCKS = {
+    "mamba": _SCANS,
+    "linear_attention": _SCANS,
+    "M": _SCANS,
+    "attention": _ATTENDS,
+    "full_attention": _ATTENDS,
+    "*": _ATTENDS,
+    "mlp": _FEEDS,
+    "-": _FEEDS,
+    "moe": _MIXES,
+    "E": _MIXES,
+}
+"""What Nemotron-H calls its layers."""
 _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
 """As it may be written."""
 
@@ -62,6 +78,58 @@ def _mamba(keys: Keys, hidden: int) -> StateFacts:
         conv_bias=keys.flag("mamba_conv_bias", True),
         proj_bias=keys.flag("mamba_proj_bias"),
     )
+
+
+def nemotron_h(keys: Keys) -> ArchFacts:
+    """A layer is Mamba-2, attention that does not turn, experts or a plain feed-forward; the last two keep
+    nothing."""
+    only(keys, "mamba_hidden_act", "silu")
+    only(keys, "mlp_hidden_act", "relu2")
+    only(keys, "sliding_window", None)
+    layers = _blocks(keys)
+    moe = None
+    if any(layer.moe for layer in layers):
+        moe = replace(
+            deepseek_experts(keys, "sigmoid"),
+            plain=True,
+            latent=keys.size("moe_latent_size") if keys.get("moe_latent_size") else 0,
+            shared_intermediate=keys.size("moe_shared_expert_intermediate_size"),
+            names="nemotron_h",
+        )
+    groups, biased = keys.size("n_groups", 8), keys.flag("attention_bias")
+    if keys.get("time_step_limit") not in _NO_LIMIT:
+        raise keys.wrong("time_step_limit", "[0, Infinity] (no other is supported)")
+    return decoder(
+        with_defaults(keys, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2"),
+        head_dim=128,
+        layers=layers,
+        activation_key="mlp_hidden_act",
+        eps_key="layer_norm_epsilon",
+        qkv_bias=biased,
+        out_bias=biased,
+        mlp_bias=keys.flag("mlp_bias"),
+        moe=moe,
+        state=StateFacts(
+            heads=keys.size("mamba_num_heads", 128),
+            head_dim=keys.size("mamba_head_dim", 64),
+            state=keys.size("ssm_state_size", 128),
+            groups=groups,
+            conv=keys.size("conv_kernel", 4),
+            conv_bias=keys.flag("use_conv_bias", True),
+            proj_bias=keys.flag("use_bias"),
+            norm_groups=groups,
+        ),
+    )
+
+
+def _blocks(keys: Keys) -> tuple[LayerFacts, ...]:
+    """A list of names, or a letter for each layer."""
+    known = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    key = next((key for key in known if keys.get(key) is not None), known[0])
+    kinds = keys.get(key)
+    if not isinstance(kinds, (list, str)) or any(kind not in _BLOCKS for kind in kinds):
+        raise keys.wrong(key, f"for each layer one of {', '.join(_BLOCKS)}")
+    return tuple(_BLOCKS[kind] for kind in kinds)
 
 
 def qwen3_next(keys: Keys) -> ArchFacts:

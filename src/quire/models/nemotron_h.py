@@ -1,0 +1,44 @@
+"""Nemotron-H and Nemotron 3: each layer is one thing, Mamba-2, attention, experts or a plain feed-forward."""
+
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import PlainMLP
+from quire.layers.moe import MoE
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.layers.state import Mamba2
+from quire.models.decoder import Decoder
+from quire.models.llama import Attention
+
+
+class Layer(nn.Module):
+    """It stands behind a norm and beside a residual."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        self.norm = norm_of(facts, scope / "norm")
+        self.looks_back = layer.mixer != "none"
+        self.mixer: nn.Module
+        if layer.mixer == "mamba":
+            assert facts.state is not None
+            self.mixer = Mamba2(facts.hidden, facts.state, facts.norm_eps, scope / "mixer")
+        elif layer.mixer == "attention":
+            self.mixer = Attention(facts, layer, rope, scope / "mixer")
+        elif layer.moe:
+            self.mixer = MoE(facts, scope)
+        else:
+            self.mixer = PlainMLP(facts, scope / "mixer", names=("up_proj", "down_proj"))
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm(x, residual)
+        return self.mixer(x, batch) if self.looks_back else self.mixer(x), residual
+
+
+class NemotronH(Decoder):
+    """The model."""
+
+    Layer = Layer
+    body, embedding, last = "backbone", "embeddings", "norm_f"
