@@ -152,6 +152,7 @@ ZOO: dict[str, Specimen] = {
     ),
     "Cohere2ForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
     "CohereForCausalLM": Specimen({"logit_scale": 0.3}, {"biased": {"attention_bias": True}}),
+    "ApertusForCausalLM": Specimen(variants={"biased": {"attention_bias": True}}),
     "ArceeForCausalLM": Specimen(variants={"biases": BIASES}),
     "Ernie4_5ForCausalLM": Specimen(variants={"biases-tied": {"use_bias": True} | TIED}),
     "Exaone4ForCausalLM": Specimen(

@@ -7,6 +7,7 @@ MODELS = LazyTable(
     {
         "Cohere2ForCausalLM": "quire.models.cohere:Cohere",
         "CohereForCausalLM": "quire.models.cohere:Cohere",
+        "ApertusForCausalLM": "quire.models.apertus:Apertus",
         "ArceeForCausalLM": "quire.models.gpt2:Nemotron",
         "Ernie4_5ForCausalLM": "quire.models.llama:Llama",
         "Exaone4ForCausalLM": "quire.models.olmo2:Olmo2",

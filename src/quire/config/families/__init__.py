@@ -36,6 +36,7 @@ class GGUFFamily(NamedTuple):
 FAMILIES = {
     "Cohere2ForCausalLM": Family("cohere2", dense.cohere2),
     "CohereForCausalLM": Family("cohere", dense.cohere),
+    "ApertusForCausalLM": Family("apertus", dense.apertus),
     "ArceeForCausalLM": Family("arcee", dense.arcee),
     "Ernie4_5ForCausalLM": Family("ernie4_5", dense.ernie),
     "Exaone4ForCausalLM": Family("exaone4", dense.exaone4),

@@ -295,6 +295,19 @@ def arcee(keys: Keys) -> ArchFacts:
     return llama(with_defaults(keys, rms_norm_eps=1e-5, hidden_act="relu2"))
 
 
+def apertus(keys: Keys) -> ArchFacts:
+    """Its activation has weights, so it is the model's own."""
+    only(keys, "hidden_act", "xielu")
+    biased = keys.flag("attention_bias")
+    return decoder(
+        with_defaults(keys, rope_theta=12e6, rms_norm_eps=1e-5).but(hidden_act=None),
+        qk_norm="head",
+        qkv_bias=biased,
+        out_bias=biased,
+        unused=r"\.act_fn\.(beta|eps)$",
+    )
+
+
 def starcoder2(keys: Keys) -> ArchFacts:
     keys = with_defaults(keys, norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh")
     return decoder(

@@ -1,0 +1,66 @@
+"""Apertus: Llama with a plain feed-forward half whose activation is learned."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import PlainMLP
+from quire.layers.scope import Scope
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+_SLOPE = 0.5
+"""At 0, from both sides."""
+_BELOW = -1e-6
+
+
+class XIELU(nn.Module):
+    """A parabola above 0, and an exponential below, each as steep as was learned (arXiv 2411.13010)."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.name = scope.name
+        self.above = nn.Parameter(scope.empty(1), requires_grad=False)
+        self.below = nn.Parameter(scope.empty(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = (torch.expm1(x.clamp(max=_BELOW)) - x) * self.below
+        return torch.where(x > 0, self.above * x * x, below) + _SLOPE * x
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield f"{self.name}.alpha_p", self.above
+        yield f"{self.name}.alpha_n", self.below
+
+    def finish(self) -> None:
+        self.above.copy_(F.softplus(self.above))
+        self.below.copy_(F.softplus(self.below) + _SLOPE)
+
+
+class MLP(PlainMLP):
+    """down(xIELU(up(x)))."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope, names=("up_proj", "down_proj"))
+        self.activate = XIELU(scope / "act_fn")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activate(self.up(x)))
+        return out
+
+
+class Layer(llama.Layer):
+    """Llama's, with such a feed-forward half."""
+
+    norm_names = ("attention_layernorm", "feedforward_layernorm")
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return MLP(facts, scope / "mlp")
+
+
+class Apertus(Decoder):
+    """The model."""
+
+    Layer = Layer
