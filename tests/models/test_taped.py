@@ -16,10 +16,18 @@ from quire.layers.attention import attention_layers, caching_layers
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 UNTAPED = {
+    "ApertusForCausalLM": "aten.clamp.default",
     "DeepseekV2ForCausalLM": "aten.index.Tensor",
+    "DeepseekV32ForCausalLM": "aten.index.Tensor",
     "DeepseekV3ForCausalLM": "aten.index.Tensor",
+    "Glm4MoeLiteForCausalLM": "aten.index.Tensor",
+    "GlmMoeDsaForCausalLM": "aten.index.Tensor",
+    "HunYuanDenseV1ForCausalLM": "aten.mul.Tensor",
+    "HunYuanMoEV1ForCausalLM": "aten.mul.Tensor",
+    "NemotronHForCausalLM": "aten.mul.Tensor",
 }
-"""What refuses: the angles of a latent's key are gathered by torch."""
+"""What refuses: the angles of a latent's key are gathered by torch; Apertus' activation is in torch; HunYuan's
+queries, and what Nemotron-H's scans say, are weighed by column."""
 
 
 class Memory:
