@@ -26,7 +26,7 @@ UNTAPED = {
     "HunYuanMoEV1ForCausalLM": "aten.mul.Tensor",
     "NemotronHForCausalLM": "aten.mul.Tensor",
 }
-"""What refuses: the angles of a latent's key are gathered by torch; Apertus' activation is in torch; HunYuan's
+"""What refuses: the angles of a latent's key are gathered by torch; Apertus' activation is torch's; HunYuan's
 queries, and what Nemotron-H's scans say, are weighed by column."""
 
 
