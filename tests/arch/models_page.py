@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from zoo import SHARED, ZOO
 
-from quire.config.families import FAMILIES, GGUF_FAMILIES
+from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
 from quire.config.keys import Keys
 from quire.config.layout import cache_specs
 from quire.models import CLASSIFIERS, MODELS
@@ -45,7 +45,10 @@ With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder e
 
 
 def page() -> str:
-    return "\n".join([HEAD, *_tables()])
+    seeing = ", ".join(f"`{name}`" for name in WITH_OTHER_PARTS)
+    return "\n".join(
+        [HEAD, f"Of models that also see the decoder runs alone, for text: {seeing}.\n", *_tables()]
+    )
 
 
 def _tables() -> Iterator[str]:

@@ -8,14 +8,19 @@ from typing import Any
 
 from quire.config.borrowed import is_installed, read_borrowed, source_of
 from quire.config.facts import ArchFacts
-from quire.config.families import FAMILIES, GGUF_FAMILIES
+from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
 from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
+_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
+"""What a model that has other parts, too, says for all of them."""
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
@@ -80,6 +85,7 @@ def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trus
                 f"{keys.source}: {key} says quantized weights ({method}), which is not supported yet; "
                 "use the unquantized checkpoint or a GGUF file"
             )
+    keys = keys if model_impl == "transformers" else _text_part(keys)
     named, facts = _facts(keys, path, model_impl, trusted)
     dtype = _dtype(keys)
     generation_path = path / "generation_config.json"
@@ -101,6 +107,19 @@ def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trus
         generation=sampling,
         pooling=pooling,
     )
+
+
+def _text_part(keys: Keys) -> Keys:
+    """The decoder of a model that has other parts, too, as if it were alone."""
+    text = keys.get("text_config")
+    if not isinstance(text, dict) or not set(_architectures(keys)) & {*WITH_OTHER_PARTS}:
+        return keys
+    named = [name for name, family in FAMILIES.items() if family.model_type == text.get("model_type")]
+    if not named:
+        return keys
+    warn_once(logger, f"{keys.source}: images are not supported yet; the model of its text runs alone")
+    whole = {key: keys.get(key) for key in _OF_THE_WHOLE if keys.get(key) is not None}
+    return Keys(keys.source, {**keys.values, **text, **whole, "architectures": named})
 
 
 def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:

@@ -32,8 +32,10 @@ _NUM_NAMED = 5
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
+    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
 )
-"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, and layers that draft tokens."""
+"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, and those that
+see."""
 
 
 def load_model(
@@ -101,12 +103,13 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 
 def _as_stored(found: dict[str, Found], source: Source) -> dict[str, Found]:
-    """Checkpoints of a body alone do not have its name in front of all others; those of the first BERTs call
-    a norm's weight gamma, and its bias beta."""
+    """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
+    have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta."""
     stored = source.shapes({})
 
     def name_of(name: str) -> str:
-        known = [name, name.partition(".")[2]]
+        body, _, rest = name.partition(".")
+        known = [name, rest, f"{body}.language_model.{rest}", f"language_model.{name}"]
         for today, before in _BEFORE.items():
             known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
         return next((each for each in known if each in stored), name)

@@ -98,6 +98,14 @@ FAMILIES = {
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
     "ModernBertModel": Family("modernbert", encoder.modernbert),
 }
+WITH_OTHER_PARTS = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Those that also see. Of them the decoder runs, which is the one that their text_config names."""
 GGUF_FAMILIES = {
     "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
