@@ -143,6 +143,27 @@ def test_a_checkpoint_of_the_body_alone_is_read(tmp_path: Path) -> None:
     assert_same_logits(path, hf_model)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3"])
+def test_experts_are_read_from_one_tensor_or_from_one_each(family: str, tmp_path: Path) -> None:
+    """Qwen3.5 as it was published, and as transformers saves it."""
+    path, _ = make_tiny(family, tmp_path)
+    ids = random_prompts(12)[0]
+    each = run_paged(load_tiny(path), [ids], [[12]])[0]
+
+    def merge(tensors: dict[str, torch.Tensor]) -> None:
+        for block in {name.partition(".experts.0.")[0] for name in tensors if ".experts.0." in name}:
+            numbers = range(sum(f"{block}.experts.{i}.up_proj.weight" in tensors for i in range(64)))
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{block}.experts.{i}.{part}_proj.weight") for i in numbers])
+                for part in ("gate", "up", "down")
+            )
+            tensors[f"{block}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+            tensors[f"{block}.experts.down_proj"] = down
+
+    rewrite(path, merge)
+    assert torch.equal(run_paged(load_tiny(path), [ids], [[12]])[0], each)
+
+
 def test_a_wrong_shape_is_named_with_both(tiny: tuple[Path, Any]) -> None:
     """A shape that would broadcast into place without an error."""
     name = "model.layers.0.mlp.down_proj.weight"

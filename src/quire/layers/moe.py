@@ -86,12 +86,20 @@ NAMES = {
 }
 
 
+def _as_stored(names: Names, scope: Scope) -> Names:
+    """Of late, some checkpoints have in one tensor what others of their family have expert by expert."""
+    where = names.experts[0]
+    if names.stored == "each" and scope.is_stored(f"{scope.name}.{where}.gate_up_proj"):
+        return names._replace(stored="bare", experts=(where, "gate_up_proj", "down_proj"))
+    return names
+
+
 class Experts(nn.Module):
     """All experts of a layer."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
-        self.names = NAMES[moe.names]
+        self.names = _as_stored(NAMES[moe.names], scope)
         self.plain = moe.plain
         self.scope_name = scope.name
         activation = _FACTORS[activation] if moe.plain else activation

@@ -23,6 +23,10 @@ def _plain_experts(parts: tuple[str, ...]) -> ExpertMethod:
     return PlainExperts()
 
 
+def _unknown(name: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """Passed down while a model is built; `scope / "q_proj"` is the scope of a child.
@@ -40,6 +44,8 @@ class Scope:
     """The format of the layer that is made of the parts of the checkpoint with these names."""
     experts: Callable[[tuple[str, ...]], ExpertMethod] = _plain_experts
     """The same for a layer's experts."""
+    is_stored: Callable[[str], bool] = _unknown
+    """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
     across: bool = False
     """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     ops: Ops = Reference()

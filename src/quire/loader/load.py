@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ def load_model(
         return PlainExperts(narrow) if isinstance(method, PlainExperts) else method
 
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
+    stored = source.shapes({})
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -75,11 +76,12 @@ def load_model(
         ops=choose(device, dtype),
         linear=linear,
         experts=experts,
+        is_stored=lambda name: _stored_name(name, stored) in stored,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found: dict[str, Found] = {name: (target, layer) for layer in layers for name, target in layer.targets()}
-    found = _as_stored(found, source)
+    found = {_stored_name(name, stored): value for name, value in found.items()}
     targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
@@ -102,19 +104,14 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     return torch.bfloat16 if fits and native.library() is not None else None
 
 
-def _as_stored(found: dict[str, Found], source: Source) -> dict[str, Found]:
+def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
     have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta."""
-    stored = source.shapes({})
-
-    def name_of(name: str) -> str:
-        body, _, rest = name.partition(".")
-        known = [name, rest, f"{body}.language_model.{rest}", f"language_model.{name}"]
-        for today, before in _BEFORE.items():
-            known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
-        return next((each for each in known if each in stored), name)
-
-    return {name_of(name): value for name, value in found.items()}
+    body, _, rest = name.partition(".")
+    known = [name, rest, f"{body}.language_model.{rest}", f"language_model.{name}"]
+    for today, before in _BEFORE.items():
+        known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
+    return next((each for each in known if each in stored), name)
 
 
 def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:
