@@ -106,6 +106,7 @@ def test_changes_in_place(case: Rows, threads: int) -> None:
     changes: list[Callable[[ops.Ops, Tensor], Tensor]] = [
         lambda by, x: by.scale(x, 11.3),
         lambda by, x: by.scale_rows(x, y[:, :1].float()),
+        lambda by, x: by.scale_columns(x, y[0]),
         lambda by, x: by.softcap(x, 2.0),
         lambda by, x: by.add(x, y),
         lambda by, x: by.weigh(x, y),

@@ -24,7 +24,7 @@ _activate = Kernel("quire_activate")
 _ActivateJob = structure("out x", "num_rows size stride activation gated bf16")
 _change = Kernel("quire_change")
 _ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
-_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS = range(6)
+_SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
 """As in fused.c."""
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
@@ -133,6 +133,9 @@ class CPUOps(Reference):
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
         return self._changed(x, _SCALE_ROWS, factors)
+
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self._changed(x, _SCALE_COLUMNS, factors.expand_as(x))
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return self._changed(x, _SOFTCAP, by=cap)

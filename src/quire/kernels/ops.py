@@ -94,6 +94,10 @@ class Ops(Protocol):
         """Each row of x times its own of the [T, 1] factors in float32, in place."""
         ...
 
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Each column of x times its own of the [n] factors, in place."""
+        ...
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), in place."""
         ...

@@ -52,6 +52,9 @@ class Reference:
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
         return x.copy_(x * factors)
 
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x.mul_(factors)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 

@@ -1,26 +1,47 @@
 """HunYuan V1, dense or with experts: Llama, but for norms of heads that have turned."""
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.ops import Entry, HeadNorms
-from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder
 
 
+class HeadWeights(nn.Module):
+    """The weights of both norms as one: a score has their product, so that queries can carry the keys'."""
+
+    def __init__(self, head_dim: int, scope: Scope) -> None:
+        super().__init__()
+        self.names = (scope / "query_layernorm").name, (scope / "key_layernorm").name
+        self.ops = scope.ops
+        self.both = nn.Parameter(scope.empty(2, head_dim), requires_grad=False)
+
+    def forward(self, q: Tensor) -> Tensor:
+        """[T, heads, head_dim] queries, which are changed."""
+        return self.ops.scale_columns(q.flatten(0, 1), self.both[0]).view_as(q)
+
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in zip(self.names, self.both, strict=True):
+            yield f"{name}.weight", weight
+
+    def finish(self) -> None:
+        self.both[0].mul_(self.both[1])
+
+
 class Attention(llama.Attention):
     """Queries and keys are made of one length before they turn, which is the same as after. Their weights
-    come after; a score has the product of both, so that queries can carry the keys'."""
+    come after."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__(facts, layer, rope, scope)
-        self.q_norm = norm_of(facts, scope / "query_layernorm", facts.head_dim)
-        self.k_norm = norm_of(facts, scope / "key_layernorm", facts.head_dim)
+        self.weights = HeadWeights(facts.head_dim, scope)
         ones = torch.ones(facts.head_dim, dtype=scope.dtype, device=scope.device)
         self.mix.norms = HeadNorms(ones, ones, facts.norm_eps)
 
@@ -29,8 +50,7 @@ class Attention(llama.Attention):
         return out
 
     def _weighed(self, x: Tensor, entry: Entry) -> Tensor:
-        q: Tensor = self.qkv(x, entry)
-        return q * (self.q_norm.weight * self.k_norm.weight)
+        return self.weights(self.qkv(x, entry))  # type: ignore[no-any-return]
 
 
 class Layer(llama.Layer):

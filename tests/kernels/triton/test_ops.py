@@ -78,6 +78,7 @@ def test_changes_in_place(dtype: torch.dtype) -> None:
     for change in (
         lambda by, x: by.scale(x, 11.3),
         lambda by, x: by.scale_rows(x, y[:, :1].float().contiguous()),
+        lambda by, x: by.scale_columns(x, y[0]),
         lambda by, x: by.softcap(x, 2.0),
         lambda by, x: by.add(x, y),
         lambda by, x: by.weigh(x, y),

@@ -137,11 +137,12 @@ void quire_activate(const ActivateJob *job)
 }
 
 /* The same numbers as in cpu.py. */
-enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS, SCALE_ROWS };
+enum { SCALE, SOFTCAP, ADD, WEIGH, WEIGH_ROWS, SCALE_ROWS, SCALE_COLUMNS };
 
 typedef struct {
     void *x;
-    const void *other; /* what is added or weighs: as large as x, or a number for each row; or a float that scales one */
+    const void *other; /* what is added or weighs: as large as x, or a number for each row; or a float that scales one, or a
+                          * row that scales all */
     int64_t num_rows, size, stride, other_stride, change, bf16;
     double by;
 } ChangeJob;
@@ -163,13 +164,14 @@ INLINE void change_rows(const ChangeJob *job, int change, int bf16)
             other = splat(((const float *)job->other)[other_at]);
         for (long i = start; i < end; i += LANES) {
             vf x = take(job->x, bf16, row * job->stride + i, end - i);
-            if (change == ADD || change == WEIGH)
+            if (change == ADD || change == WEIGH || change == SCALE_COLUMNS)
                 other = take(job->other, bf16, other_at + i, end - i);
             switch (change) {
             case SCALE: x = x * by; break;
             case SOFTCAP: x = by - 2.0f * by / (exp_lanes(smaller(splat(44.0f), x / by) * 2.0f) + 1.0f); break;
             case ADD: x = x + other; break;
-            case SCALE_ROWS: x = x * other; break;
+            case SCALE_ROWS:
+            case SCALE_COLUMNS: x = x * other; break;
             default: x = x * rounded(sigmoid(other), bf16);
             }
             put(job->x, bf16, row * job->stride + i, end - i, x);

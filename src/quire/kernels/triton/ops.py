@@ -108,7 +108,8 @@ def _each(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """One operation on each of `size` numbers; `other` has one for each, or one for each `width` of them."""
+    """One operation on each of `size` numbers; `other` has one for each, one for each `width` of
+    them, or one for each column."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     follow(OVERLAP)
@@ -117,6 +118,8 @@ def _each(
         wide = wide * number
     elif KIND == "scale_rows":
         wide = wide * tl.load(other + at // width, mask=inside, other=0.0).to(tl.float32)
+    elif KIND == "scale_columns":
+        wide = wide * tl.load(other + at % (size // width), mask=inside, other=0.0).to(tl.float32)
     elif KIND == "softcap":
         wide = number * tanh(wide / number)
     elif KIND == "add":
@@ -290,6 +293,9 @@ class TritonOps:
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
         return _on_each(x, x, factors, 0.0, "scale_rows")
+
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        return _on_each(x, x, factors, 0.0, "scale_columns")
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return _on_each(x, x, x, cap, "softcap")
