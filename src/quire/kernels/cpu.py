@@ -12,7 +12,7 @@ from quire.kernels.reference import Reference
 
 TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
-"""As in fused.c."""
+"""As in heads.h."""
 
 _embed = Kernel("quire_embed")
 _EmbedJob = structure("out ids table", "num_rows row_bytes")

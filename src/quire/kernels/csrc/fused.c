@@ -2,12 +2,10 @@
  *
  * Rows do not depend on each other, and a row is computed in the same order whatever thread it falls to.
  */
-#include <math.h>
-
 #define ALL_LANES
 #include "activations.h"
+#include "heads.h"
 
-#define MAX_HEAD_DIM 1024
 #define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
 
 /* Structures have the same fields, in the same order, as in cpu.py. All tensors of a job but the cache and the ids
@@ -43,23 +41,6 @@ INLINE vf take_from(const void *from, int bf16, long at, long left, float mean)
     for (long i = left; i < LANES; i++)
         x[i] = 0;
     return x;
-}
-
-/* `from` is rounded to the type of the model, so that it does not matter whether it was stored in between. A weight of the same
- * type multiplies what is rounded again. */
-INLINE void norm_row(const void *from, long from_at, const void *weight, int weight_bf16, void *into, long into_at, long size,
-                     float eps, int bf16)
-{
-    vf squares = {0};
-    for (long i = 0; i < size; i += LANES) {
-        vf x = take(from, bf16, from_at + i, size - i);
-        squares = fused(x, x, squares);
-    }
-    float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
-    for (long i = 0; i < size; i += LANES) {
-        vf x = rounded(take(from, bf16, from_at + i, size - i) * factor, bf16 && weight_bf16);
-        put(into, bf16, into_at + i, size - i, x * take(weight, weight_bf16, i, size - i));
-    }
 }
 
 INLINE void centre_row(const NormJob *job, const void *from, long from_at, long into_at, int bf16, int weight_bf16)
@@ -195,17 +176,6 @@ typedef struct {
     int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, cache_bf16, norm_bf16;
     double eps;
 } RotateJob;
-
-INLINE void turn(float *head, const void *table, long at, long half, int bf16)
-{
-    for (long i = 0; i < half; i += LANES) {
-        long count = half - i;
-        vf left = take(head, 0, i, count), right = take(head, 0, half + i, count);
-        vf cosine = take(table, bf16, at + i, count), sine = take(table, bf16, at + half + i, count);
-        put(head, 0, i, count, left * cosine - right * sine);
-        put(head, 0, half + i, count, right * cosine + left * sine);
-    }
-}
 
 INLINE void rotate_and_write(const RotateJob *job, int bf16)
 {
