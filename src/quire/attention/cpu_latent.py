@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.attention.batch import Batch
-from quire.attention.latent import LatentSpec, TorchLatent, absorb, release
-from quire.kernels import attention
+from quire.attention.latent import LatentEntry, LatentSpec, TorchLatent
+from quire.kernels import attention, latent
 
 FEW_QUERIES = 160
 """Up to here a sequence's queries are absorbed: fewer products than multiplying out its keys."""
@@ -22,15 +22,28 @@ _BLOCK = 16
 
 
 class CPULatent(TorchLatent):
-    """The native kernel of paged attention."""
+    """The native kernels: those around latents, and paged attention."""
+
+    def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
+        latent.enter(
+            q,
+            kv,
+            entry.cache,
+            norm=entry.norm,
+            eps=entry.eps,
+            table=entry.table,
+            positions=entry.positions,
+            slots=entry.slots,
+            neighbours=spec.neighbours,
+        )
 
     def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
-        lens = batch.query_lens_host
-        if max(spec.width, spec.query_dim) % attention.HEAD_DIM_STEP or spec.v_dim > spec.query_dim:
+        if spec.width % attention.HEAD_DIM_STEP:
             return super().attend(q, weight, cache, batch, spec)
-        if batch.max_query_len <= FEW_QUERIES:
+        expands = spec.query_dim % attention.HEAD_DIM_STEP == 0 and spec.v_dim <= spec.query_dim
+        if batch.max_query_len <= FEW_QUERIES or not expands:
             return _absorbed(q, weight, cache, batch, spec)
-        out = q.new_empty(len(q), spec.heads, spec.v_dim)
+        out, lens = q.new_empty(len(q), spec.heads, spec.v_dim), batch.query_lens_host
         for chosen, kind in ((lens <= FEW_QUERIES, _absorbed), (lens > FEW_QUERIES, _expanded)):
             if chosen.any():
                 tokens, some = _part(batch, np.flatnonzero(chosen))
@@ -39,23 +52,23 @@ class CPULatent(TorchLatent):
 
 
 def _absorbed(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
-    queries = torch.cat((absorb(q, weight, spec), q[..., spec.nope_dim :]), -1)
+    queries = latent.absorb(q, weight, rope_dim=spec.rope_dim)
     keys = cache[:, :, None]
     seen = _attend(queries, keys, keys, batch, batch.rows, batch.block_tables, spec.scale)
-    return release(seen[..., : spec.rank], weight, spec)
+    return latent.release(seen, weight, v_dim=spec.v_dim)
 
 
 def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
     rows, tables, latents = _gathered(cache, batch)
-    latent, turned = latents.split([spec.rank, spec.rope_dim], -1)
+    plain, turned = latents.split([spec.rank, spec.rope_dim], -1)
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
     bytes_of_head = 2 * len(latents) * spec.query_dim * q.itemsize
     step = max(1, EXPANDED_BYTES // bytes_of_head)
     for first in range(0, spec.heads, step):
         some = slice(first, first + step)
-        kv = F.linear(latent, weight[some].flatten(0, 1)).view(len(latents), -1, weight.shape[1])
-        plain, values = kv.split([spec.nope_dim, spec.v_dim], -1)
-        keys = torch.cat((plain, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
+        kv = F.linear(plain, weight[some].flatten(0, 1)).view(len(latents), -1, weight.shape[1])
+        keys, values = kv.split([spec.nope_dim, spec.v_dim], -1)
+        keys = torch.cat((keys, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
         values = F.pad(values, (0, spec.query_dim - spec.v_dim))
         keys, values = (x.unflatten(0, (-1, _BLOCK)) for x in (keys, values))
         mixed = _attend(q[:, some], keys, values, batch, rows, tables, spec.scale)
