@@ -103,31 +103,36 @@ def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -
 
 
 @pytest.mark.parametrize("neighbours", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_tokens_enter_the_cache(neighbours: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("triton", torch.float32), ("triton", HALF), ("cpu", torch.float32), ("cpu", torch.bfloat16)],
+    ids=str,
+)
+def test_tokens_enter_the_cache(name: str, dtype: torch.dtype, neighbours: bool) -> None:
     """A norm over the whole width, a key turned by halves, a padded token that is written."""
     spec = LatentSpec(3, 24, 16, 8, 24, 0.2, neighbours)
+    device = DEVICE if name == "triton" else "cpu"
     torch.manual_seed(1)
-    fused = torch.randn(5, 3 * spec.query_dim + spec.width, device=DEVICE).to(dtype)
+    fused = torch.randn(5, 3 * spec.query_dim + spec.width, device=device).to(dtype)
     entry = LatentEntry(
-        torch.randn(spec.rank, device=DEVICE).to(dtype),
+        torch.randn(spec.rank, device=device).to(dtype),
         1e-6,
-        torch.randn(50, spec.rope_dim, device=DEVICE).to(dtype),
-        torch.tensor([3, 0, 49, 7, 1], device=DEVICE),
-        torch.tensor([9, 2, -1, 0, 23], device=DEVICE),
-        torch.zeros(6, 4, spec.width, device=DEVICE, dtype=dtype),
+        torch.randn(50, spec.rope_dim, device=device).to(dtype),
+        torch.tensor([3, 0, 49, 7, 1], device=device),
+        torch.tensor([9, 2, -1, 0, 23], device=device),
+        torch.zeros(6, 4, spec.width, device=device, dtype=dtype),
     )
     entries = entry, entry._replace(cache=entry.cache.clone())
     queries = []
-    for latent, each in zip((TorchLatent(), TritonLatent()), entries, strict=True):
+    for latent, each in zip((TorchLatent(), IMPLEMENTATIONS[name]()), entries, strict=True):
         q, kv = fused.clone().split([3 * spec.query_dim, spec.width], -1)
         queries.append(q.view(5, 3, spec.query_dim))
         latent.enter(queries[-1], kv, each, spec)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(queries[1], queries[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(entries[1].cache, entries[0].cache, atol=tolerance, rtol=tolerance)
-    assert not entries[0].cache.view(24, -1)[[1, 3, 22]].any()
-    assert entries[0].cache.view(24, -1)[[9, 2, 0, 23]].all()
+    assert not entries[1].cache.view(24, -1)[[1, 3, 22]].any()
+    assert entries[1].cache.view(24, -1)[[9, 2, 0, 23]].all()
 
 
 def test_a_cpu_is_served_by_the_native_kernel() -> None:
