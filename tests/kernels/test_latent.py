@@ -38,8 +38,8 @@ def both(q: Tensor, seen: Tensor, weight: Tensor, spec: LatentSpec) -> tuple[Ten
 def test_products_by_heads(
     tokens: int, heads: int, rank: int, dims: tuple[int, int, int], dtype: torch.dtype, gap: int, seed: int
 ) -> None:
-    """The weight of another head, or its other part; a stride ignored; a tail left out; numbers that turn lost;
-    bits that depend on the batch or on threads."""
+    """The weight of another head, or its other part; a stride ignored; a tail left out; numbers that turn
+    lost; bits that depend on the batch or on threads."""
     torch.manual_seed(seed)
     spec = LatentSpec(heads, rank, *dims, scale=1.0)
     weight = (torch.randn(heads, spec.nope_dim + spec.v_dim, rank) / rank**0.5).to(dtype)

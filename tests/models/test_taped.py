@@ -58,7 +58,9 @@ def test_a_decode_is_taped_and_follows_its_tokens(architecture: str, tmp_path: P
     memory.restore()
     with record() as tape:
         logits = model.logits(model(batch))
-    assert tape.refused is None
+    assert tape.refused == UNTAPED.get(architecture)
+    if architecture in UNTAPED:
+        return
     for _ in range(2):
         batch.token_ids.copy_(torch.randint(3, 128, (3,)))
         memory.restore()

@@ -58,8 +58,8 @@ def enter(
 
 
 def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
-    """What [T, heads, nope_dim + rope_dim] queries look for in a cache: [T, heads, rank + rope_dim]. A row has
-    the same bits alone and in any batch, with any number of threads."""
+    """What [T, heads, nope_dim + rope_dim] queries look for in a cache: [T, heads, rank + rope_dim]. A row
+    has the same bits alone and in any batch, with any number of threads."""
     num_tokens, heads, query_dim = q.shape
     nope_dim = query_dim - rope_dim
     assert q.dtype in FORMS and q.dtype == weight.dtype and q.stride()[1:] == (query_dim, 1)
@@ -84,8 +84,8 @@ def absorb(q: Tensor, weight: Tensor, *, rope_dim: int) -> Tensor:
 
 
 def release(seen: Tensor, weight: Tensor, *, v_dim: int) -> Tensor:
-    """[T, heads, rank + rope_dim] sums of what is in a cache -> [T, heads, v_dim] of values. As with `absorb`,
-    a row has the same bits in any company."""
+    """[T, heads, rank + rope_dim] sums of what is in a cache -> [T, heads, v_dim] of values. As with
+    `absorb`, a row has the same bits in any company."""
     num_tokens, heads, width = seen.shape
     _, both, rank = weight.shape
     assert seen.dtype in FORMS and seen.dtype == weight.dtype and seen.is_contiguous()
