@@ -99,10 +99,10 @@ class Mamba2(StateMixer):
         gate, xbc, dt = self.into(x).split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
         y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
-        if self.unit is None:
-            y = self.ops.gated_norm(y, gate, self.norm.weight, self.norm.eps, gate_first=True)
-        else:
-            y = self.ops.gated_norm(y, gate, self.unit, self.norm.eps, gate_first=True) * self.norm.weight
+        weight = self.norm.weight if self.unit is None else self.unit
+        y = self.ops.gated_norm(y, gate, weight, self.norm.eps, gate_first=True)
+        if self.unit is not None:
+            y = self.norm.ops.scale_columns(y, self.norm.weight)
         out: Tensor = self.out(y)
         return out
 
