@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
-from zoo import SHARED, ZOO
+from zoo import SHARED, UNTAPED, ZOO
 
 from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
 from quire.config.keys import Keys
@@ -31,7 +31,9 @@ Made by `python tests/arch/models_page.py > docs/models.md` out of the tables of
 
 Every architecture runs on a CPU and on a GPU, from safetensors (or pytorch_model.bin), and from GGUF where
 a name of llama.cpp stands in the last column. Each is compared with transformers in float32, logit by logit:
-`tests/models/test_parity.py`, `tests/engine/test_parity.py`, `tests/models/test_encoders.py`.
+`tests/models/test_parity.py`, `tests/engine/test_parity.py`, `tests/models/test_encoders.py`; on a GPU, where
+decodes are captured graphs, by `pytest -m gpu tests/gpu/test_families.py`. On a CPU a decode is a *tape*: one
+call into C for the whole step, or else *calls*, one for each operation. An encoder has no decodes.
 
 What a layer keeps of the tokens it has seen: *pages* of all of them; *window*: pages of the last so many, the
 others go back to the pool; *latent*: pages of one vector a token; *state*: a fixed size for each running
@@ -71,8 +73,8 @@ def _line(name: str) -> str:
         f"`{name}`{classes}",
         f"`{family.model_type}`",
         _kept(name),
-        "yes",
-        "yes",
+        "-" if name not in ZOO else "calls" if name in UNTAPED else "tape",
+        "-" if name not in ZOO else "graphs",
         read_by,
         ", ".join(f"`{each}`" for each in gguf) or "-",
     ]

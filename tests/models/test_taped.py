@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import BLOCK_SIZE, load_tiny, make_batch, make_tiny, on_rows
 from torch import Tensor
-from zoo import ZOO
+from zoo import UNTAPED, ZOO
 
 from quire.attention.cpu_attn import CPUAttention
 from quire.kernels import native
@@ -15,8 +15,6 @@ from quire.kernels.tape import record
 from quire.layers.attention import attention_layers, caching_layers
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
-UNTAPED = {"ApertusForCausalLM": "aten.clamp.default"}
-"""Its activation is torch's."""
 
 
 class Memory:

@@ -407,6 +407,8 @@ ZOO: dict[str, Specimen] = {
     "Qwen3_5ForCausalLM": Specimen(_DELTA | {"attention_bias": True}),
     "Qwen3_5MoeForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS),
 }
+UNTAPED = {"ApertusForCausalLM": "aten.clamp.default"}
+"""Whose decodes on a CPU are no tape, and the operation that refuses: here an activation of torch's."""
 
 
 def architecture_of(name: str) -> str:
