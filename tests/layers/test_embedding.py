@@ -1,7 +1,16 @@
 import torch
+from torch import Tensor
 
 from quire.layers.embedding import Embedding, Head
 from quire.layers.scope import Scope
+
+
+def filled(embedding: Embedding) -> Tensor:
+    """The random vectors that it now has."""
+    (target,) = embedding.targets()
+    target.tensor.copy_(torch.randn(8, 4))
+    embedding.finish()
+    return target.tensor.clone()
 
 
 def test_a_tied_head_uses_the_embeddings_own_memory(scope: Scope) -> None:
@@ -9,18 +18,19 @@ def test_a_tied_head_uses_the_embeddings_own_memory(scope: Scope) -> None:
     embedding = Embedding(8, 4, scope / "embed")
     head = Head(8, 4, scope / "lm_head", tied=embedding)
     assert head.table is embedding
-    embedding.weight.copy_(torch.randn(8, 4))
+    vectors = filled(embedding)
     x = torch.randn(3, 4)
-    torch.testing.assert_close(head(x), x @ embedding.weight.T)
+    torch.testing.assert_close(head(x), x @ vectors.T)
+    assert torch.equal(head.rows([5, 1]), vectors[[5, 1]])
 
 
 def test_an_untied_head_has_its_own(scope: Scope) -> None:
     head = Head(8, 4, scope / "lm_head")
-    ((name, target),) = head.table.targets()
-    assert (name, tuple(target.shape)) == ("lm_head.weight", (8, 4))
+    (target,) = head.table.targets()
+    assert (target.name, tuple(target.tensor.shape)) == ("lm_head.weight", (8, 4))
 
 
 def test_embedding_looks_rows_up(scope: Scope) -> None:
     embedding = Embedding(8, 4, scope / "embed")
-    embedding.weight.copy_(torch.randn(8, 4))
-    torch.testing.assert_close(embedding(torch.tensor([3, 0, 3])), embedding.weight[[3, 0, 3]])
+    vectors = filled(embedding)
+    torch.testing.assert_close(embedding(torch.tensor([3, 0, 3])), vectors[[3, 0, 3]])

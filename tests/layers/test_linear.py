@@ -1,19 +1,20 @@
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.scope import Loads, Scope
 from quire.quant.plain import Plain
+from quire.quant.weight import LinearShape
 
 
 def fill(layer: Loads) -> dict[str, Tensor]:
     """Random checkpoint tensors of the layer, copied in by name."""
     torch.manual_seed(0)
-    tensors = {name: torch.randn(target.shape) for name, target in layer.targets()}
-    for name, target in layer.targets():
-        target.copy_(tensors[name])
+    tensors = {name: torch.randn(tensor.shape) for name, tensor, _ in layer.targets()}
+    for name, tensor, _ in layer.targets():
+        tensor.copy_(tensors[name])
     layer.finish()
     return tensors
 
@@ -48,17 +49,17 @@ def test_a_single_layer_has_its_own_name(kind: type, bias: bool, scope: Scope) -
     torch.testing.assert_close(layer(x), F.linear(x, *tensors.values()))
 
 
-def test_the_method_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
+def test_the_format_is_chosen_by_the_names_of_the_parts(scope: Scope) -> None:
     """A layer that ignores the scope's choice of format."""
     asked: list[tuple[str, ...]] = []
 
     class Doubled(Plain):
-        def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-            return 2 * super().apply(layer, x)
+        def finish(self) -> None:
+            self.product = lambda x: 2 * F.linear(x, self.weight)
 
-    def choose(parts: tuple[str, ...]) -> Plain:
+    def choose(parts: tuple[str, ...], shape: LinearShape) -> Plain:
         asked.append(parts)
-        return Doubled()
+        return Doubled(shape)
 
     chosen = Scope(scope.dtype, scope.device, scope.backend, scope.max_len, linear=choose)
     layer = RowLinear(6, 4, chosen / "o_proj")

@@ -41,8 +41,8 @@ def test_every_layer_with_weights_can_be_loaded(scope: Scope) -> None:
         assert isinstance(layer, Loads)
         for parameter in layer.parameters():
             parameter.fill_(torch.nan)
-        for _, target in layer.targets():
-            target.fill_(1.0)
+        for target in layer.targets():
+            target.tensor.fill_(1.0)
         assert all(bool((parameter == 1).all()) for parameter in layer.parameters())
         layer.finish()
     assert not isinstance(nn.Linear(2, 2), Loads)

@@ -34,8 +34,8 @@ def made(kind: str) -> StateMixer:
     with torch.no_grad():
         for layer in mixer.modules():
             if isinstance(layer, Loads):
-                for _, target in layer.targets():
-                    target.normal_(std=0.3)
+                for target in layer.targets():
+                    target.tensor.normal_(std=0.3)
                 layer.finish()
     mixer.bind(*(torch.zeros(4, *shape, dtype=dtype) for shape, dtype in mixer.state_shapes))
     return mixer

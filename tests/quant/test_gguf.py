@@ -1,6 +1,7 @@
 """Layers over packed weights: when they are chosen, and that a model gives the same answers with them."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,38 @@ import torch
 from gguf_files import make_tiny_gguf, write_gguf
 from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
 from packed import stored
-from torch import nn
 
 from quire.kernels import native
 from quire.kernels.experts import ExpertWeights, mix
 from quire.kernels.linear import linear_reference
 from quire.kernels.quantized import unpack_reference
 from quire.loader.gguf import GGUFSource
-from quire.quant.experts import ExpertShape, PlainExperts
-from quire.quant.gguf import Packed, choose, choose_experts
-from quire.quant.plain import Plain
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.gguf import GGUFFormat, Packed
+from quire.quant.plain import Plain, PlainExperts, PlainFormat
+from quire.quant.weight import LinearShape, Weight
 
 CPU = torch.device("cpu")
 NEVER_PACKED = re.compile(r"norm|bias|sinks|router|shared_gate|before|after")
+ELSEWHERE = torch.device("meta")
 needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+
+
+def format_of(parts: list[tuple[Any, ...]]) -> GGUFFormat:
+    """Of a file with these parts, named by their numbers."""
+    return GGUFFormat({f"{i}.weight": part for i, part in enumerate(parts)}, PlainFormat())
+
+
+def linear_of(parts: list[tuple[Any, ...]], device: torch.device = CPU, bias: bool = False) -> Weight:
+    """The weight of a layer with these parts: (type, rows, columns)."""
+    sizes = tuple(rows for _, rows, *_ in parts) or (16,)
+    columns = parts[0][-1] if parts else 64
+    names = tuple(str(i) for i in range(len(sizes)))
+    return format_of(parts).linear(names, LinearShape(columns, sizes, bias, torch.float32, device))
+
+
+def experts_of(parts: list[tuple[Any, ...]], shape: ExpertShape) -> StoredExperts:
+    return format_of(parts).experts(tuple(str(i) for i in range(len(parts))), shape)
 
 
 @needs_native
@@ -43,13 +62,13 @@ needs_native = pytest.mark.skipif(native.library() is None, reason="the native k
 )
 def test_packed_only_where_every_part_can_be(parts: list[tuple[Any, ...]], packed: bool) -> None:
     """A layer with a type that has no kernel, taken for packed bytes."""
-    assert isinstance(choose(parts, CPU), Packed if packed else Plain)
+    assert isinstance(linear_of(parts), Packed if packed else Plain)
 
 
 def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(choose([("Q4_1", 16, 64)], torch.device("cuda")), Plain)
+    assert isinstance(linear_of([("Q4_1", 16, 64)], ELSEWHERE), Plain)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert isinstance(choose([("Q4_1", 16, 64)], CPU), Plain)
+    assert isinstance(linear_of([("Q4_1", 16, 64)]), Plain)
 
 
 @needs_native
@@ -60,10 +79,9 @@ def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytes
 def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
     """A part in the place of another, a bias at the wrong output."""
     generator = torch.Generator().manual_seed(0)
-    layer, sizes = nn.Module(), (24, 8, 13)
-    method = choose([(kind, size, 512) for kind, size in zip(kinds, sizes, strict=True)], CPU)
-    method.create(layer, 512, sizes, bias=bias, dtype=torch.float32, device=CPU)
-    parts, expected = method.parts(layer, sizes), []
+    sizes = (24, 8, 13)
+    whole = linear_of([(kind, size, 512) for kind, size in zip(kinds, sizes, strict=True)], bias=bias)
+    parts, expected = [{name: piece.tensor for name, piece in part.items()} for part in whole.parts()], []
     x = torch.randn(7, 512, generator=generator)
     for kind, part in zip(kinds, parts, strict=True):
         # Small bytes are small scales too, wherever they are stored.
@@ -75,10 +93,10 @@ def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
         expected.append(linear_reference(x, weight, part.get("bias")))
     ids = torch.tensor([3, 0, 23])
     rows = unpack_reference(parts[0]["weight"].clone(), kinds[0])[ids]
-    method.finish(layer)
-    for ours, theirs in zip(method.apply(layer, x).split(list(sizes), 1), expected, strict=True):
+    whole.finish()
+    for ours, theirs in zip(whole(x).split(list(sizes), 1), expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < 2e-4
-    assert torch.equal(method.rows(layer, ids, torch.float32), rows)
+    assert whole.rows is not None and torch.equal(whole.rows(ids), rows)
 
 
 @needs_native
@@ -120,34 +138,34 @@ def test_logits_match_the_model_it_was_written_from(
 def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) -> None:
     """An expert in the place of another, or the type of another part; a bias lost."""
     torch.manual_seed(0)
-    (hidden, inner), layer = sizes, nn.Module()
-    shape = ExpertShape(3, hidden, inner, "silu", bias=True)
+    hidden, inner = sizes
+    shape = ExpertShape(3, hidden, inner, "silu", True, torch.float32, CPU)
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-    method = choose_experts([(kind, 3, *of) for kind, of in zip(kinds, shapes, strict=True)], CPU)
-    method.create(layer, shape, dtype=torch.float32, device=CPU)
-    parts, values = method.parts(layer, shape), []
+    experts = experts_of([(kind, 3, *of) for kind, of in zip(kinds, shapes, strict=True)], shape)
+    parts, values = {name: piece.tensor for name, piece in experts.parts().items()}, []
     for kind, name, of in zip(kinds, ("gate", "up", "down"), shapes, strict=True):
         assert parts[name].dtype == torch.uint8
-        parts[name].data = stored(kind, 3 * of[0], of[1], len(values)).view(3, -1)
+        parts[name].data = stored(kind, 3 * of[0], of[1], len(values)).view(3, of[0], -1)
         values.append(unpack_reference(parts[name].view(3 * of[0], -1), kind).view(3, *of))
     biases = [parts[name].copy_(torch.randn_like(parts[name])) for name in ("gate_up_bias", "down_bias")]
-    method.finish(layer, shape)
+    experts.finish()
     x, ids = torch.randn(5, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2], [0, 1]], dtype=torch.int32)
     weights = torch.rand(5, 2)
     expected = mix(
         x, ids, weights, ExpertWeights(torch.cat(values[:2], 1), values[2], *biases), shape.activation
     )
-    ours = method.apply(layer, shape, x, ids, weights)
+    ours = experts(x, ids, weights)
     assert (ours - expected).norm() / expected.norm() < 1e-3
 
 
 def test_experts_stay_packed_only_where_every_part_can() -> None:
     """Experts in one tensor of gate and up, or with a type that has no kernel."""
     three = [("Q8_0", 4, 32, 64), ("Q8_0", 4, 32, 64), ("Q4_K", 4, 256, 256)]
-    assert isinstance(choose_experts(three[:2], CPU), PlainExperts)
-    assert isinstance(choose_experts([*three[:2], ("F16", 4, 64, 32)], CPU), PlainExperts)
-    assert isinstance(choose_experts([*three[:2], ("Q8_0", 64, 32)], CPU), PlainExperts)
-    assert isinstance(choose_experts(list(three), torch.device("cuda")), PlainExperts)
+    shape = ExpertShape(4, 64, 32, "silu", False, torch.float32, CPU)
+    assert isinstance(experts_of(three[:2], shape), PlainExperts)
+    assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
+    assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
+    assert isinstance(experts_of(list(three), replace(shape, device=ELSEWHERE)), PlainExperts)
 
 
 @needs_native

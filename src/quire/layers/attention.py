@@ -11,7 +11,7 @@ from quire.attention.batch import Batch
 from quire.config.layout import CacheSpec
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 
 
 @runtime_checkable
@@ -73,9 +73,9 @@ class PagedAttention(nn.Module):
         )
         return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks).flatten(1)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
+    def targets(self) -> Iterator[Target]:
         if self.sinks is not None:
-            yield self.sinks_name, self.sinks
+            yield Target(self.sinks_name, self.sinks)
 
     def finish(self) -> None:
         """Sinks are used as they were loaded."""

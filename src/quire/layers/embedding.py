@@ -1,38 +1,50 @@
 """The two ends of a model: token ids and positions to vectors, vectors to logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
+from quire.quant.weight import LinearShape
 
 
 class _Table(nn.Module):
     """A vector for each token of the vocabulary."""
 
+    multiply: Callable[[Tensor], Tensor]
+    """[T, hidden] -> [T, vocab]; there after `finish`."""
+
     def __init__(self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__()
         self.name = scope.name
-        self.sizes_out = (vocab,)
-        self.dtype = scope.dtype
-        self.method = scope.linear((scope.name,))
-        self.method.create(self, hidden, self.sizes_out, bias=bias, dtype=scope.dtype, device=scope.device)
+        shape = LinearShape(hidden, (scope.group.share(vocab),), bias, scope.dtype, scope.device)
+        self.weight = scope.linear((scope.name,), shape)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        (tensors,) = self.method.parts(self, self.sizes_out)
-        yield from ((f"{self.name}.{suffix}", tensor) for suffix, tensor in tensors.items())
+    def targets(self) -> Iterator[Target]:
+        (part,) = self.weight.parts()
+        for suffix, piece in part.items():
+            yield Target(f"{self.name}.{suffix}", piece.tensor, piece.outputs)
 
     def finish(self) -> None:
-        self.method.finish(self)
+        self.weight.finish()
+        self.multiply = self.weight.product
 
 
 class Embedding(_Table):
     """The vectors of token ids."""
 
+    rows: Callable[[Tensor], Tensor]
+    """There after `finish`."""
+
+    def finish(self) -> None:
+        super().finish()
+        assert self.weight.rows is not None, "a format without rows is not one for embeddings"
+        self.rows = self.weight.rows
+
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.method.rows(self, token_ids, self.dtype)
+        return self.rows(token_ids)
 
 
 class Positions(nn.Module):
@@ -52,8 +64,8 @@ class Positions(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         return self.ops.embed(positions, self.weight[self.first :])
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.name, self.weight
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.weight)
 
     def finish(self) -> None:
         """The vectors are used as they were loaded."""
@@ -70,9 +82,10 @@ class Head(nn.Module):
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table.method.apply(self.table, x)
+        return self.table.multiply(x)
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[len(token_ids), hidden]: the weights of these tokens."""
-        ids = torch.tensor(token_ids, device=next(self.table.parameters()).device)
-        return self.table.method.rows(self.table, ids, self.table.dtype)
+        weight = self.table.weight
+        assert weight.rows is not None
+        return weight.rows(torch.tensor(token_ids, device=weight.shape.device))

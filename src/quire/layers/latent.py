@@ -11,7 +11,7 @@ from quire.config.layout import CacheSpec
 from quire.errors import ConfigError
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 
 
 class LatentAttention(nn.Module):
@@ -59,8 +59,8 @@ class LatentAttention(nn.Module):
         weight = self.weight.view(spec.heads, -1, spec.rank)
         return self.latent.attend(queries, weight, cache, batch, spec).flatten(1)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.weight", self.weight
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.weight", self.weight)
 
     def finish(self) -> None:
         """The weight is used as it was loaded."""

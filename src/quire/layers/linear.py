@@ -1,40 +1,52 @@
 """Linear layers. A fused one names the parts of the checkpoint that it is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import halved
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
+from quire.quant.weight import LinearShape
 
 
 class Linear(nn.Module):
     """x W^T + b, with the outputs of `parts` (checkpoint name -> size) one after the other."""
 
+    divided: ClassVar[Literal["outputs", "inputs"] | None] = None
+    """What each device of a group has some of."""
+    multiply: Callable[[Tensor], Tensor]
+    """[T, size_in] -> [T, outputs of all parts]; there after `finish`."""
+
     def __init__(self, size_in: int, parts: dict[str, int], scope: Scope, *, bias: bool = False) -> None:
         super().__init__()
-        self.part_names = tuple(parts)
-        self.sizes_out = tuple(parts.values())
+        share = scope.group.share
+        outputs = map(share, parts.values()) if self.divided == "outputs" else parts.values()
+        inputs = share(size_in) if self.divided == "inputs" else size_in
+        self.part_names, self.sizes_out = tuple(parts), tuple(outputs)
         self.across = scope.across
-        self.method = scope.linear(self.part_names)
-        self.method.create(self, size_in, self.sizes_out, bias=bias, dtype=scope.dtype, device=scope.device)
+        shape = LinearShape(inputs, self.sizes_out, bias, scope.dtype, scope.device)
+        self.weight = scope.linear(self.part_names, shape)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
-
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensors in zip(self.part_names, self.method.parts(self, self.sizes_out), strict=True):
-            for suffix, tensor in tensors.items():
-                yield f"{name}.{suffix}", tensor.t() if self.across else tensor
+    def targets(self) -> Iterator[Target]:
+        for name, part in zip(self.part_names, self.weight.parts(), strict=True):
+            for suffix, piece in part.items():
+                tensor, axis = piece.tensor, piece.along(self.divided)
+                if self.across:
+                    tensor, axis = tensor.t(), None if axis is None else tensor.ndim - 1 - axis
+                yield Target(f"{name}.{suffix}", tensor, axis)
 
     def finish(self) -> None:
-        self.method.finish(self)
+        self.weight.finish()
+        self.multiply = self.weight.product
 
 
 class ColumnLinear(Linear):
     """Divided by its outputs: each device of a group computes some of them."""
+
+    divided = "outputs"
 
     def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
@@ -46,6 +58,8 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """Divided by its inputs, which a column-divided layer made: the devices' results are summed."""
 
+    divided = "inputs"
+
     def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
 
@@ -56,6 +70,8 @@ class RowLinear(Linear):
 class QKVLinear(Linear):
     """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
     all three, which may have those of one head beside each other (`by_head`)."""
+
+    divided = "outputs"
 
     def __init__(
         self,
@@ -75,39 +91,43 @@ class QKVLinear(Linear):
         super().__init__(
             size_in, {scope.beside(name): size for name, size in parts.items()}, scope, bias=bias
         )
-        self.heads = heads
-        self.kv_heads = kv_heads
+        self.heads, self.kv_heads = scope.group.share(heads), scope.group.share(kv_heads)
         self.head_dim = head_dim
         self.paired_dim = paired_dim
         self.by_head = by_head
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
         """Where queries and keys have norms over all heads."""
+        self.entered: Callable[[Tensor, Entry], Tensor | None] | None = None
+        """The weight's own way into the cache."""
 
     def finish(self) -> None:
+        q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
         if self.by_head:
-            order = torch.arange(sum(self.sizes_out)).view(self.heads, 3, -1).transpose(0, 1).flatten()
-            self.method.reorder(self, self.sizes_out, [order])
+            order = torch.arange(q + k + v).view(self.heads, 3, -1).transpose(0, 1).flatten()
+            self.weight.reorder([order])
         if self.paired_dim:
-            q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
             orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
-            if len(self.sizes_out) == 1:
+            if len(self.part_names) == 1:
                 orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
-            self.method.reorder(self, self.sizes_out, orders)
+            self.weight.reorder(orders)
         super().finish()
+        self.entered = self.weight.entered
 
     def forward(self, x: Tensor, entry: Entry) -> Tensor:
         """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
         if self.norms is not None:
             qkv = self.ops.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv, entry)
-        q = self.method.entered(self, x, entry)
+        q = None if self.entered is None else self.entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
 
 class GateUpLinear(Linear):
     """The gate and the up projection of a gated MLP in one product, and act(gate) * up. `names` are theirs in
     the checkpoint, or one of both."""
+
+    divided = "outputs"
 
     def __init__(
         self,
@@ -123,8 +143,15 @@ class GateUpLinear(Linear):
         super().__init__(size_in, parts, scope, bias=bias)
         self.ops = scope.ops
         self.activation = activation
+        self.gated: Callable[[Tensor], Tensor] | None = None
+        """The weight's own activated product."""
+
+    def finish(self) -> None:
+        super().finish()
+        self.gated = self.weight.gated if self.activation == "silu" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size_in] -> [T, size_out]."""
-        gated = self.method.gated(self, x) if self.activation == "silu" else None
-        return self.ops.gated(self.multiply(x), self.activation) if gated is None else gated
+        if self.gated is not None:
+            return self.gated(x)
+        return self.ops.gated(self.multiply(x), self.activation)

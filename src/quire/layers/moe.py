@@ -1,6 +1,6 @@
 """A mixture of experts: the router, the experts, and the one that every token is given to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,8 +10,9 @@ from quire.config.facts import ArchFacts, MoeFacts
 from quire.kernels.experts import Routing
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 from quire.quant.experts import ExpertShape
+from quire.quant.weight import Chooses, Piece
 
 _FEW = 1024
 """Tokens of a step that is taped or captured, at most."""
@@ -97,41 +98,55 @@ def _as_stored(names: Names, scope: Scope) -> Names:
 class Experts(nn.Module):
     """All experts of a layer."""
 
+    mix: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """There after `finish`."""
+
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
         self.names = _as_stored(NAMES[moe.names], scope)
         self.plain = moe.plain
         self.scope_name = scope.name
-        activation = _FACTORS[activation] if moe.plain else activation
-        self.shape = ExpertShape(moe.experts, hidden, moe.intermediate, activation, moe.expert_bias)
-        self.method = scope.experts(tuple(name for name, _ in self._stored_names()))
-        self.method.create(self, self.shape, dtype=scope.dtype, device=scope.device)
+        shape = ExpertShape(
+            experts=moe.experts,
+            hidden=hidden,
+            intermediate=scope.group.share(moe.intermediate),
+            activation=_FACTORS[activation] if moe.plain else activation,
+            bias=moe.expert_bias,
+            dtype=scope.dtype,
+            device=scope.device,
+        )
+        self.weights = scope.experts(tuple(name for name, _ in self._stored_names()), shape)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.method.apply(self, self.shape, x, ids, weights)
+        return self.mix(x, ids, weights)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        parts = self.method.parts(self, self.shape)
+    def targets(self) -> Iterator[Target]:
+        parts = self.weights.parts()
         for name, part in self._stored_names():
-            tensor = parts[part]
+            piece = parts[part]
+            tensor, axis = piece.tensor, piece.along("inputs" if part == "down" else "outputs")
             if self.names.stored == "each":
                 where, _, last = name.rpartition(".")
-                yield from ((f"{where}.{i}.{last}.weight", tensor[i]) for i in range(len(tensor)))
+                for i, expert in enumerate(tensor):
+                    yield Target(f"{where}.{i}.{last}.weight", expert, None if axis is None else axis - 1)
             elif self.names.stored in ("across", "in_turns"):
-                yield name, tensor.transpose(1, 2)
+                yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis)
             else:
-                yield name if self.names.stored == "bare" else f"{name}.weight", tensor
-        if self.shape.bias:
+                yield Target(name if self.names.stored == "bare" else f"{name}.weight", tensor, axis)
+        if "down_bias" in parts:
             yield from self._biases(parts)
 
-    def _biases(self, parts: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        where, gate_up = ".".join((self.scope_name, self.names.experts[0])), parts["gate_up_bias"]
+    def _biases(self, parts: dict[str, Piece]) -> Iterator[Target]:
+        where = ".".join((self.scope_name, self.names.experts[0]))
+        (gate_up, axis, _), down = parts["gate_up_bias"], parts["down_bias"].tensor
         if self.names.stored != "apart":
-            yield f"{where}.gate_up_proj_bias", gate_up
-            yield f"{where}.down_proj_bias", parts["down_bias"]
+            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis)
+            yield Target(f"{where}.down_proj_bias", down)
             return
-        biases = *gate_up.chunk(2, dim=1), parts["down_bias"]
-        yield from zip((f"{where}.{name}.bias" for name in self.names.experts[1:]), biases, strict=True)
+        gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
+        for name, bias in zip((gate, up), gate_up.chunk(2, dim=1), strict=True):
+            yield Target(name, bias, axis)
+        yield Target(last, down)
 
     def _stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""
@@ -143,16 +158,13 @@ class Experts(nn.Module):
 
     def finish(self) -> None:
         if self.plain:
-            parts = self.method.parts(self, self.shape)
-            parts["gate"].copy_(parts["up"])
+            parts = self.weights.parts()
+            parts["gate"].tensor.copy_(parts["up"].tensor)
         if self.names.stored == "in_turns":
-            parts = self.method.parts(self, self.shape)
-            order = torch.arange(2 * self.shape.intermediate).view(-1, 2).t().flatten()
-            for expert in range(self.shape.experts):
-                parts["gate_up"][expert].copy_(parts["gate_up"][expert][order])
-            if self.shape.bias:
-                parts["gate_up_bias"].copy_(parts["gate_up_bias"][:, order])
-        self.method.finish(self, self.shape)
+            outputs = 2 * self.weights.shape.intermediate
+            self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())
+        self.weights.finish()
+        self.mix = self.weights.mix
 
 
 class Router(Linear):
@@ -170,11 +182,18 @@ class Router(Linear):
             top_groups=moe.top_groups,
             group_best=moe.group_best,
         )
+        self.chosen: Chooses | None = None
+        """The weight's own way from x to the choice."""
+
+    def finish(self) -> None:
+        super().finish()
+        self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Ids and weights, [T, per_token] each; `bias` counts in the choice alone."""
-        chosen = self.method.chosen(self, x, self.routing, bias)
-        return self.ops.route(self.multiply(x), self.routing, bias) if chosen is None else chosen
+        if self.chosen is not None:
+            return self.chosen(x, routing=self.routing, bias=bias)
+        return self.ops.route(self.multiply(x), self.routing, bias)
 
 
 class MoE(nn.Module):
@@ -245,8 +264,8 @@ class ChoiceBias(nn.Module):
         bias = torch.empty(experts, dtype=torch.float32, device=scope.device)
         self.bias = nn.Parameter(bias, requires_grad=False)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield self.name, self.bias[None] if self.in_row else self.bias
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.bias[None] if self.in_row else self.bias)
 
     def finish(self) -> None:
         """The bias is used as it was loaded."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts
 from quire.kernels.ops import HeadNorms
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 
 
 class Norm(nn.Module):
@@ -35,8 +35,8 @@ class Norm(nn.Module):
         """x is added to `residual` in place; the norm of the sum."""
         raise NotImplementedError
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.weight", self.weight
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.weight", self.weight)
 
     def finish(self) -> None:
         """The weight is used as it was loaded."""
@@ -77,10 +77,10 @@ class LayerNorm(Norm):
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
+    def targets(self) -> Iterator[Target]:
         yield from super().targets()
         if self.bias is not None:
-            yield f"{self.name}.bias", self.bias
+            yield Target(f"{self.name}.bias", self.bias)
 
     def finish(self) -> None:
         if self.plus_one:

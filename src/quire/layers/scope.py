@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,17 +10,24 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
-from quire.quant.experts import ExpertMethod, PlainExperts
-from quire.quant.method import LinearMethod
-from quire.quant.plain import Plain
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.plain import PlainFormat
+from quire.quant.weight import LinearShape, Weight
+
+_PLAIN = PlainFormat()
 
 
-def _plain(parts: tuple[str, ...]) -> LinearMethod:
-    return Plain()
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The devices that share each layer, and which of them this is."""
 
+    rank: int = 0
+    size: int = 1
 
-def _plain_experts(parts: tuple[str, ...]) -> ExpertMethod:
-    return PlainExperts()
+    def share(self, size: int) -> int:
+        """How much of a size is this device's."""
+        assert size % self.size == 0
+        return size // self.size
 
 
 def _unknown(name: str) -> bool:
@@ -31,8 +38,7 @@ def _unknown(name: str) -> bool:
 class Scope:
     """Passed down while a model is built; `scope / "q_proj"` is the scope of a child.
 
-    All that a layer may know of its surroundings comes from here, so that a model file never mentions it. A
-    group of devices that share the layers would stand here too, and layers ask it for their share of a size.
+    All that a layer may know of its surroundings comes from here, so that a model file never mentions it.
     """
 
     dtype: torch.dtype
@@ -40,10 +46,12 @@ class Scope:
     backend: AttentionBackend
     max_len: int
     """The longest sequence that will be computed."""
-    linear: Callable[[tuple[str, ...]], LinearMethod] = _plain
-    """The format of the layer that is made of the parts of the checkpoint with these names."""
-    experts: Callable[[tuple[str, ...]], ExpertMethod] = _plain_experts
+    linear: Callable[[tuple[str, ...], LinearShape], Weight] = _PLAIN.linear
+    """Makes the weight of the layer that is made of the parts of the checkpoint with these names."""
+    experts: Callable[[tuple[str, ...], ExpertShape], StoredExperts] = _PLAIN.experts
     """The same for a layer's experts."""
+    group: Group = Group()
+    """Whom layers ask for their share of a size."""
     is_stored: Callable[[str], bool] = _unknown
     """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
     across: bool = False
@@ -64,12 +72,21 @@ class Scope:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
 
+class Target(NamedTuple):
+    """A tensor of the checkpoint by name, and the (part of a) tensor that it fills."""
+
+    name: str
+    tensor: Tensor
+    axis: int | None = None
+    """Along which a group divides it; None: each device has all of it."""
+
+
 @runtime_checkable
 class Loads(Protocol):
     """A layer with weights."""
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """The name of each checkpoint tensor that this layer needs, and the (part of a) tensor it fills."""
+    def targets(self) -> Iterator[Target]:
+        """All that this layer needs of the checkpoint."""
         ...
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from quire.config.layout import CacheSpec
 from quire.kernels.state import Rates, Seqs, choose
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 
 
 class StateMixer(nn.Module):
@@ -60,12 +60,12 @@ class StateMixer(nn.Module):
     def rates(self) -> Rates:
         return Rates(self.rate, self.dt_bias)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.conv1d.weight", self.conv_weight.unsqueeze(1)
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.conv1d.weight", self.conv_weight.unsqueeze(1))
         if self.conv_bias is not None:
-            yield f"{self.name}.conv1d.bias", self.conv_bias
-        yield f"{self.name}.A_log", self.rate
-        yield f"{self.name}.dt_bias", self.dt_bias
+            yield Target(f"{self.name}.conv1d.bias", self.conv_bias)
+        yield Target(f"{self.name}.A_log", self.rate)
+        yield Target(f"{self.name}.dt_bias", self.dt_bias)
 
     def finish(self) -> None:
         self.rate.copy_(-self.rate.exp())
@@ -89,9 +89,9 @@ class Mamba2(StateMixer):
         """Where parts have a norm each, the weight comes after it."""
         self.out = RowLinear(inner, hidden, scope / "out_proj", bias=facts.proj_bias)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
+    def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield f"{self.name}.D", self.skip
+        yield Target(f"{self.name}.D", self.skip)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -163,7 +163,7 @@ class OrderedLinear(Linear):
 
     def finish(self) -> None:
         if self.orders:
-            self.method.reorder(self, self.sizes_out, self.orders)
+            self.weight.reorder(self.orders)
         super().finish()
 
 

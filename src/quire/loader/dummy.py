@@ -5,12 +5,10 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from quire.config.model import Checkpoint
-from quire.quant.experts import ExpertMethod, PlainExperts
-from quire.quant.method import LinearMethod
-from quire.quant.plain import Plain
+from quire.layers.scope import Target
+from quire.quant.format import Format
 
 _SPREAD = 0.02
 _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
@@ -22,20 +20,18 @@ class DummySource:
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._seed = seed
 
-    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(target.shape) for name, target in targets.items()}
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(target.tensor.shape) for name, target in targets.items()}
 
-    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return targets
 
-    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
-        return Plain()
+    def format(self, plain: Format) -> Format:
+        return plain
 
-    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
-        return PlainExperts()
-
-    def fill(self, name: str, into: Tensor) -> None:
+    def fill(self, target: Target) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""
+        name, into, _ = target
         if _NORM.search(name):
             into.fill_(1.0)
             return

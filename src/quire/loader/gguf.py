@@ -14,9 +14,9 @@ from quire.config.facts import ArchFacts
 from quire.config.gguf import GGUFFile, GGUFTensor
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
-from quire.quant.experts import ExpertMethod
-from quire.quant.gguf import choose, choose_experts
-from quire.quant.method import LinearMethod
+from quire.layers.scope import Target
+from quire.quant.format import Format
+from quire.quant.gguf import GGUFFormat, Stored
 
 _NAMES = {
     "blk": "model.layers",
@@ -105,38 +105,34 @@ class GGUFSource:
         }
         self._num_read = 0
 
-    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {
-            name: self._packed(name).shape if _is_packed(targets.get(name)) else tensor.shape
+            name: self._packed(name).shape if _takes_bytes(targets.get(name)) else tensor.shape
             for name, tensor in self._tensors.items()
         }
 
-    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self._tensors if name in targets]
 
-    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
-        return choose(self._forms(parts), device)
-
-    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
-        return choose_experts(self._forms(parts), device)
-
-    def _forms(self, parts: tuple[str, ...]) -> list[tuple[str | int, ...]]:
-        """Type and shape of each part that there is."""
-        stored = [self._tensors.get(f"{part}.weight") for part in parts]
-        return [(tensor.type, *tensor.shape) for tensor in stored if tensor is not None]
+    def format(self, plain: Format) -> Format:
+        stored: dict[str, Stored] = {
+            name: (tensor.type, *tensor.shape) for name, tensor in self._tensors.items()
+        }
+        return GGUFFormat(stored, plain)
 
     def _packed(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, row by row."""
+        """The bytes of a tensor, row by row; of a vector, number by number."""
         tensor = self._tensors[name]
-        return self._file.raw(tensor.name).reshape(tensor.shape[0], -1)
+        return self._file.raw(tensor.name).reshape(*(tensor.shape[:-1] or tensor.shape), -1)
 
-    def fill(self, name: str, into: Tensor) -> None:
-        """Unpacked, or where `into` takes bytes, those of the file itself."""
+    def fill(self, target: Target) -> None:
+        """Unpacked, or where the target takes bytes, those of the file itself."""
+        name, into, _ = target
         self._num_read += self._tensors[name].nbytes
         if self._num_read > _KEPT_BYTES:
             self._num_read = 0
             self._file.forget()
-        if not _is_packed(into):
+        if not _takes_bytes(target):
             return self._unpack(name, into)
         packed, rows = self._packed(name), row_order(name, len(into), self._facts)
         with warnings.catch_warnings(action="ignore"):  # it cannot be written to, and will not be
@@ -165,8 +161,8 @@ class GGUFSource:
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
 
 
-def _is_packed(target: Tensor | None) -> bool:
-    return target is not None and target.dtype == torch.uint8
+def _takes_bytes(target: Target | None) -> bool:
+    return target is not None and target.tensor.dtype == torch.uint8
 
 
 def _whole(tensor: GGUFTensor) -> GGUFTensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
@@ -16,17 +15,15 @@ from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
-from quire.layers.scope import Loads, Scope
+from quire.layers.scope import Loads, Scope, Target
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
-from quire.quant.experts import ExpertMethod, PlainExperts
-from quire.quant.method import LinearMethod
-from quire.quant.plain import Plain
+from quire.quant.plain import PlainFormat
 
 logger = get_logger(__name__)
 
-Found = tuple[Tensor, Loads]
+Found = tuple[Target, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -56,32 +53,23 @@ def load_model(
 
     `packed` keeps quantized weights as they are stored where the device can compute with them.
     """
-    narrow = _narrow(checkpoint, dtype, device)
-
-    def linear(parts: tuple[str, ...]) -> LinearMethod:
-        method = source.linear(parts, device) if packed else Plain()
-        return Plain(narrow) if isinstance(method, Plain) else method
-
-    def experts(parts: tuple[str, ...]) -> ExpertMethod:
-        method = source.experts(parts, device) if packed else PlainExperts()
-        return PlainExperts(narrow) if isinstance(method, PlainExperts) else method
-
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     stored = source.shapes({})
+    plain = PlainFormat(_narrow(checkpoint, dtype, device))
+    format = source.format(plain) if packed else plain
     scope = Scope(
         dtype=dtype,
         device=device,
         backend=backend,
         max_len=max_model_len,
         ops=choose(device, dtype),
-        linear=linear,
-        experts=experts,
+        linear=format.linear,
+        experts=format.experts,
         is_stored=lambda name: _stored_name(name, stored) in stored,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
-    found: dict[str, Found] = {name: (target, layer) for layer in layers for name, target in layer.targets()}
-    found = {_stored_name(name, stored): value for name, value in found.items()}
+    found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
     targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
@@ -89,7 +77,7 @@ def load_model(
     with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
         for name in source.order(targets):
             target, layer = found[name]
-            source.fill(name, target)
+            source.fill(target)
             left[id(layer)] -= 1
             if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
                 layer.finish()
@@ -114,7 +102,12 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     return next((each for each in known if each in stored), name)
 
 
-def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+def _as_stored(found: list[Found], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Found]:
+    named = [(target._replace(name=_stored_name(target.name, stored)), layer) for target, layer in found]
+    return {target.name: (target, layer) for target, layer in named}
+
+
+def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:
     """Compare names and shapes before a byte is read."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
@@ -124,10 +117,10 @@ def _check(source: Source, targets: dict[str, Tensor], checkpoint: Checkpoint) -
             f"{checkpoint.facts.architecture} needs: {_some(missing)}"
         )
     for name, target in targets.items():
-        if shapes[name] != tuple(target.shape):
+        if shapes[name] != tuple(target.tensor.shape):
             raise ConfigError(
                 f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
-                f"{tuple(target.shape)}"
+                f"{tuple(target.tensor.shape)}"
             )
     extra = [name for name in shapes if name not in targets and not _is_harmless(name, checkpoint)]
     if extra:

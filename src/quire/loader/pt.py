@@ -9,10 +9,9 @@ from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
+from quire.layers.scope import Target
 from quire.loader.shards import find_shards
-from quire.quant.experts import ExpertMethod, PlainExperts
-from quire.quant.method import LinearMethod
-from quire.quant.plain import Plain
+from quire.quant.format import Format
 
 
 class PickleSource:
@@ -23,20 +22,17 @@ class PickleSource:
         for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):
             self._tensors |= _load(path)
 
-    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
-    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self._tensors if name in targets]
 
-    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
-        return Plain()
+    def format(self, plain: Format) -> Format:
+        return plain
 
-    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
-        return PlainExperts()
-
-    def fill(self, name: str, into: Tensor) -> None:
-        into.copy_(self._tensors[name])
+    def fill(self, target: Target) -> None:
+        target.tensor.copy_(self._tensors[target.name])
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -4,16 +4,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
+from quire.layers.scope import Target
 from quire.loader.shards import find_shards
-from quire.quant.experts import ExpertMethod, PlainExperts
-from quire.quant.method import LinearMethod
-from quire.quant.plain import Plain
+from quire.quant.format import Format
 
 
 class SafetensorsSource:
@@ -23,21 +20,19 @@ class SafetensorsSource:
         self._files = {path: _open(path) for path in find_shards(checkpoint.path, "model", ".safetensors")}
         self._home = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
 
-    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {
             name: tuple(self._files[path].get_slice(name).get_shape()) for name, path in self._home.items()
         }
 
-    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self._home if name in targets]
 
-    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
-        return Plain()
+    def format(self, plain: Format) -> Format:
+        return plain
 
-    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
-        return PlainExperts()
-
-    def fill(self, name: str, into: Tensor) -> None:
+    def fill(self, target: Target) -> None:
+        name, into, _ = target
         path = self._home[name]
         try:
             into.copy_(self._files[path].get_tensor(name))

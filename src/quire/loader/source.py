@@ -3,13 +3,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError, nearest
-from quire.quant.experts import ExpertMethod
-from quire.quant.method import LinearMethod
+from quire.layers.scope import Target
+from quire.quant.format import Format
 from quire.registry import LazyTable
 
 FORMATS = LazyTable(
@@ -26,24 +23,20 @@ FORMATS = LazyTable(
 class Source(Protocol):
     """Made from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
 
-    def shapes(self, targets: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor there is."""
         ...
 
-    def order(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         """The names of `targets` in the order that reads fastest."""
         ...
 
-    def linear(self, parts: tuple[str, ...], device: torch.device) -> LinearMethod:
-        """The format in which a layer made of these parts may stay as it is stored."""
+    def format(self, plain: Format) -> Format:
+        """The one in which layers may stay as they are stored, with `plain` for those that may not."""
         ...
 
-    def experts(self, parts: tuple[str, ...], device: torch.device) -> ExpertMethod:
-        """The same for the experts of a layer, all of which are in each part."""
-        ...
-
-    def fill(self, name: str, into: Tensor) -> None:
-        """Copy one tensor, converting to the type and device of `into`."""
+    def fill(self, target: Target) -> None:
+        """Copy one tensor, converting to the type and device of its target."""
         ...
 
 

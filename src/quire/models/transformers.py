@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts
 from quire.errors import ConfigError
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 from quire.logs import get_logger, warn_once
 from quire.models.borrowed import (
     Step,
@@ -42,9 +42,9 @@ class Transformers(nn.Module):
             "without its fused kernels, graphs and quantized formats",
         )
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
+    def targets(self) -> Iterator[Target]:
         """Every tensor of the checkpoint, and the part of a parameter that it is."""
-        yield from stored_parts(self.tail).items()
+        yield from (Target(name, part) for name, part in stored_parts(self.tail).items())
 
     @torch.inference_mode()
     def finish(self) -> None:

@@ -1,1 +1,1 @@
-"""Linear methods: how a linear layer holds its weight and multiplies by it, one file per format."""
+"""Weights: how linear layers and experts hold theirs and multiply by them, one file per format."""

@@ -1,40 +1,54 @@
 """GGUF weights that stay packed, on a CPU with native kernels."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
-from quire.kernels.experts import Routing
 from quire.kernels.linear import Matrix, Product
-from quire.kernels.ops import Entry
 from quire.kernels.quantized import TYPES, Lookup, group_rows, interleaves, pack
-from quire.quant.experts import ExpertMethod, ExpertShape, PlainExperts, add_biases
-from quire.quant.method import LinearMethod, add_bias
-from quire.quant.plain import Plain
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of
+
+Stored = tuple[str | int, ...]
+"""The ggml type of a tensor, and its shape."""
 
 
-def choose(parts: list[tuple[str | int, ...]], device: torch.device) -> LinearMethod:
-    """For a layer of parts given as (ggml type, rows, columns): packed if the kernels know all the types,
-    else unpacked."""
-    return Packed(_kinds(parts)) if _can_stay(parts, 2, device) else Plain()
+class GGUFFormat:
+    """Keeps weights packed where the kernels know the types of all parts; `plain` makes the rest."""
+
+    def __init__(self, stored: Mapping[str, Stored], plain: Format) -> None:
+        self.stored = stored
+        self.plain = plain
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        stored = self._stored(parts)
+        if not _can_stay(stored, 2, shape.device):
+            return self.plain.linear(parts, shape)
+        return Packed(_kinds(stored), shape)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        stored = self._stored(parts)
+        if len(stored) != 3 or not _can_stay(stored, 3, shape.device):
+            return self.plain.experts(parts, shape)
+        return PackedExperts(_kinds(stored), shape)
+
+    def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
+        """Those that there are."""
+        names = [f"{part}.weight" for part in parts]
+        return [self.stored[name] for name in names if name in self.stored]
 
 
-def choose_experts(parts: list[tuple[str | int, ...]], device: torch.device) -> ExpertMethod:
-    """The same for the gate, up and down of all experts of a layer, given as (ggml type, experts, rows,
-    columns)."""
-    stay = len(parts) == 3 and _can_stay(parts, 3, device)
-    return PackedExperts(_kinds(parts)) if stay else PlainExperts()
-
-
-def _kinds(parts: list[tuple[str | int, ...]]) -> tuple[str, ...]:
+def _kinds(parts: list[Stored]) -> tuple[str, ...]:
     return tuple(str(kind) for kind, *_ in parts)
 
 
-def _can_stay(parts: list[tuple[str | int, ...]], num_dims: int, device: torch.device) -> bool:
+def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
     known = all(kind in TYPES and len(shape) == num_dims for kind, *shape in parts)
     return bool(parts) and known and device.type == "cpu" and native.library() is not None
 
@@ -44,109 +58,73 @@ def _unfilled(kind: str, *shape: int, device: torch.device) -> nn.Parameter:
     form, (*rows, columns) = TYPES[kind], shape
     stored = columns // form.stored_columns * form.stored_bytes
     nothing = torch.empty(1, dtype=torch.uint8, device=device)
-    return nn.Parameter(nothing.expand(*rows[:1], math.prod(rows[1:]) * stored), requires_grad=False)
+    return nn.Parameter(nothing.expand(*rows, stored), requires_grad=False)
 
 
-class Packed:
+class Packed(Weight):
     """The bytes of the file while loading, the order that the kernel reads best afterwards."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
-        self.kinds = kinds
-
-    def create(
-        self,
-        layer: nn.Module,
-        size_in: int,
-        sizes_out: tuple[int, ...],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, kinds: tuple[str, ...], shape: LinearShape) -> None:
+        super().__init__(shape)
         # A part that the file lacks takes any type: loading will say that it is missing.
-        self.kinds += self.kinds[-1:] * (len(sizes_out) - len(self.kinds))
-        for i, (kind, size_out) in enumerate(zip(self.kinds, sizes_out, strict=True)):
-            layer.register_parameter(f"packed_{i}", _unfilled(kind, size_out, size_in, device=device))
-        add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
+        self.kinds = kinds + kinds[-1:] * (len(shape.sizes_out) - len(kinds))
+        self.packed = nn.ParameterList(
+            _unfilled(kind, size_out, shape.size_in, device=shape.device)
+            for kind, size_out in zip(self.kinds, shape.sizes_out, strict=True)
+        )
+        self.bias = bias_of(shape)
 
-    def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
-        parts: list[dict[str, Tensor]] = [
-            {"weight": layer.get_parameter(f"packed_{i}")} for i in range(len(sizes_out))
-        ]
-        bias = layer._parameters["bias"]
-        if bias is not None:
-            for part, piece in zip(parts, bias.split(list(sizes_out)), strict=True):
-                part["bias"] = piece
+    def parts(self) -> list[dict[str, Piece]]:
+        parts = [{"weight": Piece(packed, 0, 1)} for packed in self.packed]
+        if self.bias is not None:
+            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
+                part["bias"] = Piece(piece)
         return parts
 
-    def reorder(self, layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
-        for part, order in zip(self.parts(layer, sizes_out), orders, strict=True):
-            part["weight"].data = part["weight"].data[order]
+    def reorder(self, orders: list[Tensor]) -> None:
+        for part, order in zip(self.parts(), orders, strict=True):
+            weight = part["weight"].tensor
+            weight.data = weight.data[order]  # the file's own bytes cannot be written to
             if "bias" in part:
-                part["bias"].copy_(part["bias"][order])
+                bias = part["bias"].tensor
+                bias.copy_(bias[order])
 
-    def finish(self, layer: nn.Module) -> None:
+    def finish(self) -> None:
         matrices = []
-        for i, kind in enumerate(self.kinds):
-            parameter = layer.get_parameter(f"packed_{i}")
+        for kind, parameter in zip(self.kinds, self.packed, strict=True):
             matrices.append(pack(parameter.data, kind, interleaved=interleaves()))
             parameter.data = matrices[-1].data
-        layer.__dict__["product"] = Product(matrices, layer._parameters["bias"])
-        layer.__dict__["lookup"] = Lookup(matrices[0])
-
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        product: Product = layer.__dict__["product"]
-        return product(x)
-
-    def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        return None
-
-    def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
-        return None
-
-    def chosen(
-        self, layer: nn.Module, x: Tensor, routing: Routing, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        return None
-
-    def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        lookup: Lookup = layer.__dict__["lookup"]
-        return lookup(ids, dtype)
+        self.product = Product(matrices, self.bias)
+        self.rows = partial(Lookup(matrices[0]), dtype=self.shape.dtype)
 
 
-class PackedExperts:
+class PackedExperts(StoredExperts):
     """`Packed`, for the experts of a layer: the kinds are those of gate, up and down."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
+    def __init__(self, kinds: tuple[str, ...], shape: ExpertShape) -> None:
+        super().__init__(shape)
         self.kinds = dict(zip(("gate", "up", "down"), kinds, strict=True))
+        self.packed = nn.ParameterDict(
+            {
+                name: _unfilled(kind, shape.experts, *_matrix_shape(name, shape), device=shape.device)
+                for name, kind in self.kinds.items()
+            }
+        )
 
-    def create(
-        self, layer: nn.Module, shape: ExpertShape, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        for name, kind in self.kinds.items():
-            packed = _unfilled(kind, shape.experts, *_matrix_shape(name, shape), device=device)
-            layer.register_parameter(name, packed)
-        add_biases(layer, shape, dtype, device)
+    def parts(self) -> dict[str, Piece]:
+        return {name: Piece(self.packed[name], 1, 2) for name in self.kinds} | super().parts()
 
-    def parts(self, layer: nn.Module, shape: ExpertShape) -> dict[str, Tensor]:
-        return dict(layer.named_parameters())
-
-    def finish(self, layer: nn.Module, shape: ExpertShape) -> None:
-        matrices = {}
+    def finish(self) -> None:
+        shape, matrices = self.shape, {}
         for name, kind in self.kinds.items():
             rows, _ = _matrix_shape(name, shape)
-            parameter = layer.get_parameter(name)
+            parameter = self.packed[name]
             stored = parameter.data.view(shape.experts * rows, -1)
             whole = pack(stored, kind, interleaved=interleaves())
             matrices[name] = _cut(whole, shape.experts)
             parameter.data = whole.data
-        biases = [layer.get_parameter(name) for name in ("gate_up_bias", "down_bias") if shape.bias]
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
-        layer.__dict__["mix"] = Experts(gate_up, matrices["down"], shape.activation, *biases)
-
-    def apply(self, layer: nn.Module, shape: ExpertShape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts: Experts = layer.__dict__["mix"]
-        return experts(x, ids, weights)
+        self.mix = Experts(gate_up, matrices["down"], shape.activation, *self.biases)
 
 
 def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:

@@ -1,85 +1,104 @@
-"""The unquantized weight."""
+"""Weights as they were stored, or in a narrower type than the model's: products widen them."""
 
 import functools
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels import native
-from quire.kernels.experts import Routing
+from quire.kernels.cpu_experts import Experts
+from quire.kernels.experts import ExpertWeights, mix
 from quire.kernels.linear import FORMS, Matrix, Product
-from quire.kernels.ops import Entry, choose
+from quire.kernels.ops import choose
 from quire.kernels.quantized import Lookup
-from quire.quant.method import add_bias, reorder_rows, row_parts
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, unfilled
 
 
-class Plain:
-    """`kept_as`: a narrower type than the model's, in which the weight stays; the product widens it."""
+class Plain(Weight):
+    """The weight of a linear layer, in the type of the layer or `kept_as`."""
+
+    def __init__(self, shape: LinearShape, kept_as: torch.dtype | None = None) -> None:
+        super().__init__(shape)
+        size = sum(shape.sizes_out), shape.size_in
+        self.weight = unfilled(*size, dtype=kept_as or shape.dtype, device=shape.device)
+        self.bias = bias_of(shape)
+
+    def parts(self) -> list[dict[str, Piece]]:
+        sizes = list(self.shape.sizes_out)
+        parts = [{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)]
+        if self.bias is not None:
+            for part, piece in zip(parts, self.bias.split(sizes), strict=True):
+                part["bias"] = Piece(piece)
+        return parts
+
+    def finish(self) -> None:
+        """The weight is used as it was loaded."""
+        weight, bias = self.weight, self.bias
+        self.product = functools.partial(F.linear, weight=weight, bias=bias)
+        if weight.dtype == self.shape.dtype:
+            self.rows = functools.partial(choose(weight.device, weight.dtype).embed, table=weight)
+        if weight.is_cuda:
+            self._find_on_gpu()
+        elif _in_c(weight):
+            self.product = Product([Matrix.plain(weight)], bias)
+            if self.rows is None:
+                self.rows = functools.partial(Lookup(Matrix.plain(weight)), dtype=self.shape.dtype)
+
+    def _find_on_gpu(self) -> None:
+        from quire.kernels.triton.matmul import gated, linear
+        from quire.kernels.triton.qkv import enter
+        from quire.kernels.triton.routing import choose as choose_experts
+
+        weight, bias = self.weight, self.bias
+        self.product = functools.partial(linear, weight=weight, bias=bias)
+        self.gated = functools.partial(gated, weight=weight) if bias is None else None
+        self.entered = functools.partial(enter, weight=weight, bias=bias)
+        self.chosen = functools.partial(choose_experts, router=weight, router_bias=bias)
+
+
+class PlainExperts(StoredExperts):
+    """The experts of a layer, in its type or `kept_as`."""
+
+    def __init__(self, shape: ExpertShape, kept_as: torch.dtype | None = None) -> None:
+        super().__init__(shape)
+        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+        dtype = kept_as or shape.dtype
+        self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
+        self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
+
+    def parts(self) -> dict[str, Piece]:
+        gate, up = self.gate_up.split(self.shape.intermediate, dim=1)
+        weights = {"gate_up": self.gate_up, "gate": gate, "up": up, "down": self.down}
+        return {name: Piece(weight, 1, 2) for name, weight in weights.items()} | super().parts()
+
+    def finish(self) -> None:
+        """The weights are used as they were loaded."""
+        experts, activation = ExpertWeights(self.gate_up, self.down, *self.biases), self.shape.activation
+        if self.down.is_cuda:
+            from quire.kernels.triton.experts import mix as mix_on_gpu
+
+            self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
+        elif _in_c(self.down):
+            gates, downs = ([Matrix.plain(weight) for weight in of] for of in experts[:2])
+            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+        else:
+            self.mix = functools.partial(mix, experts=experts, activation=activation)
+
+
+class PlainFormat:
+    """Keeps weights plain, in their layer's type or `kept_as`."""
 
     def __init__(self, kept_as: torch.dtype | None = None) -> None:
         self.kept_as = kept_as
 
-    def create(
-        self,
-        layer: nn.Module,
-        size_in: int,
-        sizes_out: tuple[int, ...],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        weight = torch.empty(sum(sizes_out), size_in, dtype=self.kept_as or dtype, device=device)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        add_bias(layer, sum(sizes_out) if bias else 0, dtype, device)
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        return Plain(shape, self.kept_as)
 
-    def parts(self, layer: nn.Module, sizes_out: tuple[int, ...]) -> list[dict[str, Tensor]]:
-        return row_parts(layer, sizes_out)
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        return PlainExperts(shape, self.kept_as)
 
-    def reorder(self, layer: nn.Module, sizes_out: tuple[int, ...], orders: list[Tensor]) -> None:
-        reorder_rows(layer, sizes_out, orders)
 
-    def finish(self, layer: nn.Module) -> None:
-        """The weight is used as it was loaded, by our own kernels."""
-        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
-        if weight.is_cuda:
-            from quire.kernels.triton.matmul import gated, linear
-            from quire.kernels.triton.qkv import enter
-            from quire.kernels.triton.routing import choose as choose_experts
-
-            layer.__dict__["product"] = functools.partial(linear, weight=weight, bias=bias)
-            layer.__dict__["gated"] = functools.partial(gated, weight=weight) if bias is None else None
-            layer.__dict__["entered"] = functools.partial(enter, weight=weight, bias=bias)
-            layer.__dict__["chosen"] = functools.partial(choose_experts, router=weight, router_bias=bias)
-        if weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None:
-            layer.__dict__["product"] = Product([Matrix.plain(weight)], bias)
-            layer.__dict__["lookup"] = Lookup(Matrix.plain(weight))
-
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("product")
-        if product is not None:
-            return product(x)
-        return F.linear(x, layer.get_parameter("weight"), layer._parameters["bias"])
-
-    def gated(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        product: Callable[[Tensor], Tensor] | None = layer.__dict__.get("gated")
-        return None if product is None else product(x)
-
-    def entered(self, layer: nn.Module, x: Tensor, entry: Entry) -> Tensor | None:
-        product: Callable[[Tensor, Entry], Tensor | None] | None = layer.__dict__.get("entered")
-        return None if product is None else product(x, entry)
-
-    def chosen(
-        self, layer: nn.Module, x: Tensor, routing: Routing, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        choose: Callable[..., tuple[Tensor, Tensor]] | None = layer.__dict__.get("chosen")
-        return None if choose is None else choose(x, routing=routing, bias=bias)
-
-    def rows(self, layer: nn.Module, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        weight = layer.get_parameter("weight")
-        if weight.dtype != dtype:
-            lookup: Lookup = layer.__dict__["lookup"]
-            return lookup(ids, dtype)
-        return choose(weight.device, weight.dtype).embed(ids, weight)
+def _in_c(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in FORMS and native.library() is not None

@@ -1,0 +1,87 @@
+"""Weight: the weight of a linear layer in some format, apart from what the layer is for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.experts import Routing
+from quire.kernels.ops import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What a layer needs of its weight: sizes, and the type of what it computes."""
+
+    size_in: int
+    sizes_out: tuple[int, ...]
+    """One for each part of the checkpoint; their outputs lie one after the other (query, key, value)."""
+    bias: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Piece(NamedTuple):
+    """What one tensor of the checkpoint fills, and its axes along the layer's outputs and inputs."""
+
+    tensor: Tensor
+    outputs: int | None = 0
+    inputs: int | None = None
+
+    def along(self, what: Literal["outputs", "inputs"] | None) -> int | None:
+        """The axis along these, if any."""
+        return None if what is None else {"outputs": self.outputs, "inputs": self.inputs}[what]
+
+
+class Chooses(Protocol):
+    """`Ops.route` of a router's product."""
+
+    def __call__(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+class Weight(nn.Module):
+    """Owns its tensors, unfilled at first. What a kernel does beside the product is an ability: None where
+    there is no such kernel, settled by `finish`."""
+
+    product: Callable[[Tensor], Tensor]
+    """x W^T + b; there after `finish`."""
+    gated: Callable[[Tensor], Tensor] | None = None
+    """Of a gate and an up part: silu(gate) * up."""
+    entered: Callable[[Tensor, Entry], Tensor | None] | None = None
+    """Of query, key and value: `Ops.rotate_and_write` of the product; None where it does not fit x."""
+    chosen: Chooses | None = None
+    rows: Callable[[Tensor], Tensor] | None = None
+    """Of an embedding: [T] ids -> [T, size_in]."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def parts(self) -> list[dict[str, Piece]]:
+        """For each part: what loading fills, by the suffix of its checkpoint name."""
+        raise NotImplementedError
+
+    def reorder(self, orders: list[Tensor]) -> None:
+        """After loading and before `finish`: the outputs of each part in another order."""
+        for part, order in zip(self.parts(), orders, strict=True):
+            for tensor, axis, _ in part.values():
+                if axis is not None:
+                    tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
+
+    def finish(self) -> None:
+        """Called once after loading: repack, and look for kernels."""
+        raise NotImplementedError
+
+
+def bias_of(shape: LinearShape) -> nn.Parameter | None:
+    """Unfilled, where there is one."""
+    return unfilled(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
+
+
+def unfilled(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*size, dtype=dtype, device=device), requires_grad=False)
