@@ -1,0 +1,100 @@
+"""Abilities of weights: what is there on a device, and that layers use them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.facts import MoeFacts
+from quire.kernels import native
+from quire.kernels.experts import Routing
+from quire.kernels.linear import Product
+from quire.kernels.ops import Entry
+from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.moe import Router
+from quire.layers.scope import Scope
+from quire.quant.plain import Plain
+from quire.quant.weight import LinearShape, Weight
+
+SHAPE = LinearShape(8, (6,), False, torch.float32, torch.device("cpu"))
+X = torch.randn(2, 8)
+
+
+class Able(Plain):
+    """Has all abilities, each with an answer of its own."""
+
+    def finish(self) -> None:
+        super().finish()
+        self.gated = lambda x: torch.full((1,), 1.0)
+        self.entered = self.enter
+        self.chosen = self.choose
+
+    def enter(self, x: Tensor, entry: Entry) -> Tensor | None:
+        return torch.full((1,), 2.0) if len(x) == 1 else None
+
+    def choose(self, x: Tensor, *, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.full((1,), 3.0), torch.full((1,), routing.per_token)
+
+
+def made(shape: LinearShape, kept_as: torch.dtype | None = None) -> Weight:
+    torch.manual_seed(0)
+    weight = Plain(shape, kept_as)
+    weight.weight.copy_(torch.randn(6, 8))
+    weight.finish()
+    return weight
+
+
+@pytest.fixture
+def scope() -> Scope:
+    backend = TorchSDPA()
+    return Scope(SHAPE.dtype, SHAPE.device, backend, 64, linear=lambda parts, shape: Able(shape), name="a")
+
+
+def ready(layer: Linear) -> None:
+    for target in layer.targets():
+        target.tensor.normal_()
+    layer.finish()
+
+
+def test_a_cpu_has_no_fused_products() -> None:
+    weight = made(SHAPE)
+    assert weight.gated is weight.entered is weight.chosen is None
+    assert isinstance(weight.product, Product) == (native.library() is not None)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+def test_rows_of_a_narrow_weight_are_wide() -> None:
+    """An embedding in the type of its weight, where the model computes in another."""
+    narrow = made(SHAPE, torch.bfloat16)
+    ids = torch.tensor([5, 0])
+    assert narrow.rows is not None and narrow(X).dtype == torch.float32
+    assert torch.equal(narrow.rows(ids), narrow.get_parameter("weight")[ids].float())
+
+
+def test_without_native_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    weight = made(SHAPE)
+    torch.testing.assert_close(weight(X), X @ weight.get_parameter("weight").T)
+
+
+@pytest.mark.parametrize(("activation", "fused"), [("silu", True), ("gelu", False)])
+def test_the_activated_product_is_of_silu_alone(activation: str, fused: bool, scope: Scope) -> None:
+    layer = GateUpLinear(8, 6, scope, activation=activation)
+    ready(layer)
+    assert layer(X).shape == ((1,) if fused else (2, 6))
+
+
+def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> None:
+    """Fits one token, not two; those go by the product."""
+    layer, cache = QKVLinear(8, 2, 1, 4, scope), torch.zeros(1, 4, 1, 4)
+    ready(layer)
+    table, places = torch.zeros(8, 4), torch.arange(2)
+    entries = [Entry(2, table, places[:n], places[:n], cache, cache.clone(), None) for n in (1, 2)]
+    assert layer(X[:1], entries[0]).tolist() == [2.0]
+    assert layer(X, entries[1]).shape == (2, 2, 4)
+
+
+def test_a_router_asks_its_weight(scope: Scope) -> None:
+    layer = Router(8, MoeFacts(experts=4, per_token=2, intermediate=8), scope)
+    ready(layer)
+    assert [float(part) for part in layer(X, None)] == [3.0, 2.0]
