@@ -12,9 +12,9 @@ from quire.quant.weight import LinearShape
 def fill(layer: Loads) -> dict[str, Tensor]:
     """Random checkpoint tensors of the layer, copied in by name."""
     torch.manual_seed(0)
-    tensors = {name: torch.randn(tensor.shape) for name, tensor, _ in layer.targets()}
-    for name, tensor, _ in layer.targets():
-        tensor.copy_(tensors[name])
+    tensors = {target.name: torch.randn(target.tensor.shape) for target in layer.targets()}
+    for target in layer.targets():
+        target.tensor.copy_(tensors[target.name])
     layer.finish()
     return tensors
 

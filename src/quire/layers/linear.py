@@ -27,6 +27,8 @@ class Linear(nn.Module):
         inputs = share(size_in) if self.divided == "inputs" else size_in
         self.part_names, self.sizes_out = tuple(parts), tuple(outputs)
         self.across = scope.across
+        self.stacked: tuple[int, ...] = ()
+        """Sizes of what the one part is made of, where it is more than one thing."""
         shape = LinearShape(inputs, self.sizes_out, bias, scope.dtype, scope.device)
         self.weight = scope.linear(self.part_names, shape)
 
@@ -36,7 +38,7 @@ class Linear(nn.Module):
                 tensor, axis = piece.tensor, piece.along(self.divided)
                 if self.across:
                     tensor, axis = tensor.t(), None if axis is None else tensor.ndim - 1 - axis
-                yield Target(f"{name}.{suffix}", tensor, axis)
+                yield Target(f"{name}.{suffix}", tensor, axis, () if axis is None else self.stacked)
 
     def finish(self) -> None:
         self.weight.finish()
@@ -92,6 +94,8 @@ class QKVLinear(Linear):
             size_in, {scope.beside(name): size for name, size in parts.items()}, scope, bias=bias
         )
         self.heads, self.kv_heads = scope.group.share(heads), scope.group.share(kv_heads)
+        if len(names) == 1 and not by_head:
+            self.stacked = tuple(map(scope.group.share, sizes))
         self.head_dim = head_dim
         self.paired_dim = paired_dim
         self.by_head = by_head
@@ -141,6 +145,8 @@ class GateUpLinear(Linear):
     ) -> None:
         parts = {scope.beside(name): 2 * size_out // len(names) for name in names}
         super().__init__(size_in, parts, scope, bias=bias)
+        if len(names) == 1:
+            self.stacked = (scope.group.share(size_out),) * 2
         self.ops = scope.ops
         self.activation = activation
         self.gated: Callable[[Tensor], Tensor] | None = None

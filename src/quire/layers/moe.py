@@ -125,14 +125,16 @@ class Experts(nn.Module):
         for name, part in self._stored_names():
             piece = parts[part]
             tensor, axis = piece.tensor, piece.along("inputs" if part == "down" else "outputs")
+            stacked = self._stacked() if part == "gate_up" else ()
             if self.names.stored == "each":
                 where, _, last = name.rpartition(".")
                 for i, expert in enumerate(tensor):
                     yield Target(f"{where}.{i}.{last}.weight", expert, None if axis is None else axis - 1)
             elif self.names.stored in ("across", "in_turns"):
-                yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis)
+                yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis, stacked)
             else:
-                yield Target(name if self.names.stored == "bare" else f"{name}.weight", tensor, axis)
+                full_name = name if self.names.stored == "bare" else f"{name}.weight"
+                yield Target(full_name, tensor, axis, stacked)
         if "down_bias" in parts:
             yield from self._biases(parts)
 
@@ -140,13 +142,17 @@ class Experts(nn.Module):
         where = ".".join((self.scope_name, self.names.experts[0]))
         (gate_up, axis, _), down = parts["gate_up_bias"], parts["down_bias"].tensor
         if self.names.stored != "apart":
-            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis)
+            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self._stacked())
             yield Target(f"{where}.down_proj_bias", down)
             return
         gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
         for name, bias in zip((gate, up), gate_up.chunk(2, dim=1), strict=True):
             yield Target(name, bias, axis)
         yield Target(last, down)
+
+    def _stacked(self) -> tuple[int, ...]:
+        """Sizes of gate and up in one tensor, unless in turns."""
+        return () if self.names.stored == "in_turns" else (self.weights.shape.intermediate,) * 2
 
     def _stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""

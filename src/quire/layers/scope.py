@@ -79,6 +79,8 @@ class Target(NamedTuple):
     tensor: Tensor
     axis: int | None = None
     """Along which a group divides it; None: each device has all of it."""
+    stacked: tuple[int, ...] = ()
+    """Sizes of what lies one after the other along that axis, if more than one thing: each is divided."""
 
 
 @runtime_checkable

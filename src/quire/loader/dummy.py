@@ -31,7 +31,7 @@ class DummySource:
 
     def fill(self, target: Target) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""
-        name, into, _ = target
+        name, into = target.name, target.tensor
         if _NORM.search(name):
             into.fill_(1.0)
             return

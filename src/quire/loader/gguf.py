@@ -127,7 +127,7 @@ class GGUFSource:
 
     def fill(self, target: Target) -> None:
         """Unpacked, or where the target takes bytes, those of the file itself."""
-        name, into, _ = target
+        name, into = target.name, target.tensor
         self._num_read += self._tensors[name].nbytes
         if self._num_read > _KEPT_BYTES:
             self._num_read = 0

@@ -32,7 +32,7 @@ class SafetensorsSource:
         return plain
 
     def fill(self, target: Target) -> None:
-        name, into, _ = target
+        name, into = target.name, target.tensor
         path = self._home[name]
         try:
             into.copy_(self._files[path].get_tensor(name))
