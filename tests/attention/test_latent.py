@@ -102,6 +102,16 @@ def test_long_chunks_on_a_cpu(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -
     check(CPULatent(), MANY, SPEC, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize(("rank", "nope_dim"), [(30, 16), (32, 10), (32, 8)])
+def test_sizes_that_the_native_kernel_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, rank: int, nope_dim: int
+) -> None:
+    """A width that is no multiple of its step; heads that are none, or that are smaller than their values."""
+    monkeypatch.setattr(cpu_latent, "FEW_QUERIES", 8)
+    spec = LatentSpec(heads=3, rank=rank, nope_dim=nope_dim, rope_dim=8, v_dim=20, scale=0.2)
+    check(CPULatent(), MANY, spec, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -5,8 +5,8 @@
 #include "heads.h"
 #include "linear.h"
 
-#define STRIP 8        /* vectors of a row of the weight that are computed together with one row of x */
-#define TASK_ROWS 64   /* rows of x of a task; as in latent.py */
+#define STRIP 8      /* vectors of columns that are computed together for one row of x */
+#define TASK_ROWS 64 /* rows of x of a task; as in latent.py */
 #define TASK_COLUMNS (STRIP * LANES)
 #define TASK_OUTPUTS 32
 /* Sums live in registers only if no loop over them is left. */
@@ -143,7 +143,7 @@ INLINE void absorb(const HeadsJob *job, int bf16)
                    (const char *)job->x + (r * job->x_stride + head * query_dim + job->nope_dim) * size,
                    (size_t)(job->rope_dim * size));
         for (; row + 4 <= row_end; row += 4)
-            times_strips(4, STRIP / (LANES == 8 ? 4 : 2), job, row, head, start, end, bf16);
+            times_strips(4, LANES == 8 ? STRIP / 4 : STRIP / 2, job, row, head, start, end, bf16);
         for (; row + 2 <= row_end; row += 2)
             times_strips(2, STRIP / 2, job, row, head, start, end, bf16);
         for (; row < row_end; row++)
