@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.mlp import PlainMLP
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder
 
@@ -30,9 +30,9 @@ class XIELU(nn.Module):
         below = (torch.expm1(x.clamp(max=_BELOW)) - x) * self.below
         return torch.where(x > 0, self.above * x * x, below) + _SLOPE * x
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield f"{self.name}.alpha_p", self.above
-        yield f"{self.name}.alpha_n", self.below
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.alpha_p", self.above)
+        yield Target(f"{self.name}.alpha_n", self.below)
 
     def finish(self) -> None:
         self.above.copy_(F.softplus(self.above))

@@ -9,7 +9,7 @@ from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import Rope
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder
 
@@ -27,9 +27,9 @@ class HeadWeights(nn.Module):
         """[T, heads, head_dim] queries, which are changed."""
         return self.ops.scale_columns(q.flatten(0, 1), self.both[0]).view_as(q)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
+    def targets(self) -> Iterator[Target]:
         for name, weight in zip(self.names, self.both, strict=True):
-            yield f"{name}.weight", weight
+            yield Target(f"{name}.weight", weight)
 
     def finish(self) -> None:
         self.both[0].mul_(self.both[1])
