@@ -43,7 +43,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
             metrics=MetricsPages(layout, metrics_file, page=1),
             health_timeout_s=float("inf"),
         )
-        await asyncio.to_thread(core.await_up)
+        await core.await_up()
         engine.start()
         stack.callback(engine.close)
         await _until_ready(engine, core)

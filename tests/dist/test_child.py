@@ -1,8 +1,10 @@
 """Child: what a process says at its start, and what follows."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -26,6 +28,10 @@ def dies(parent: connection.Connection) -> None:
 
 def serves(parent: connection.Connection) -> None:
     parent.send(None)
+    time.sleep(60)
+
+
+def sleeps(parent: connection.Connection) -> None:
     time.sleep(60)
 
 
@@ -65,7 +71,7 @@ def test_waiting_for_one_that_cannot_start(act: Act, words: str) -> None:
     watched = child(act)
     watched.start()
     with pytest.raises(ConfigError, match=words):
-        watched.await_up()
+        asyncio.run(watched.await_up())
     watched.end(signal.SIGKILL, 1.0)
     assert watched.says is None
 
@@ -74,7 +80,7 @@ def test_waiting_for_one_that_cannot_start(act: Act, words: str) -> None:
 def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
     watched = child(serves, second, serves)
     watched.start()
-    watched.await_up()
+    asyncio.run(watched.await_up())
     assert watched.is_up and watched.process is not None
     watched.process.kill()
     look_until_dead(watched)
@@ -83,5 +89,21 @@ def test_one_that_was_up_is_started_again_whatever_it_says(second: Act) -> None:
     look_until_dead(watched)
     assert not watched.is_up
     watched.start()
-    watched.await_up()
+    asyncio.run(watched.await_up())
     watched.end(signal.SIGKILL, 5.0)
+
+
+def test_who_gives_up_waiting_leaves_nobody_listening() -> None:
+    """A thread that goes on hearing closes, when the child ends, what `end` closes: twice the same number,
+    which may be another file by then."""
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(watched.await_up(), 0.05)
+        assert threading.active_count() == before
+        watched.end(signal.SIGKILL, 5.0)
+
+    watched, before = child(sleeps), threading.active_count()
+    watched.start()
+    asyncio.run(give_up())
+    assert watched.says is None

@@ -1,5 +1,6 @@
 """A child process that is kept running: started, listened to, started again when it dies."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ log = get_logger(__name__)
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """A process that ran this long starts again at the first backoff."""
+_HEAR_S = 0.01
 
 
 @dataclass
@@ -58,13 +60,14 @@ class Child:
             else:
                 log.error("%s %s: %s", self.name, "failed" if self.is_up else "cannot start", problem)
 
-    def await_up(self) -> None:
-        """Wait for its first word."""
+    async def await_up(self) -> None:
+        """Wait for its first word. Not in a thread: whoever gives up would leave it behind, listening to what
+        `end` closes."""
         while not self.is_up:
             if self.says is None:
                 raise ConfigError(f"{self.name} could not start; the log says why")
-            self.says.poll(None)
             self.listen()
+            await asyncio.sleep(_HEAR_S)
 
     def look(self) -> bool:
         """Hear it, and see whether it has ended; the death of one that never was up ends everything."""
