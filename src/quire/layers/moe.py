@@ -21,8 +21,8 @@ _FEW = 1024
 class Names(NamedTuple):
     """What a family's checkpoints call the parts of a mixture."""
 
-    block: str = "mlp"
-    """The whole; the rest is inside of it."""
+    whole: str = "mlp"
+    """The rest is inside of it."""
     router: str = "gate"
     stored: str = "each"
     """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
@@ -214,7 +214,7 @@ class MoE(nn.Module):
         moe = facts.moe
         assert moe is not None
         names = NAMES[moe.names]
-        layer, scope = scope, scope / names.block
+        layer, scope = scope, scope / names.whole
         self.ops = scope.ops
         ones = torch.ones(_FEW, moe.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)
