@@ -164,7 +164,7 @@ class Site:
         try:
             yield chunk({"role": "assistant", "content": ""}, 0)
             for num_tokens, piece in enumerate(pieces, 1):
-                await asyncio.sleep(0.02 if question == "endless" else 0.001)
+                await asyncio.sleep(0.02 if question == "endless" or len(pieces) < 9 else 0.001)
                 if question == "fail" and num_tokens == 3:
                     yield 'data: {"error": {"message": "The engine stopped."}}\n\ndata: [DONE]\n\n'
                     return
