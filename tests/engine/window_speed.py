@@ -1,0 +1,61 @@
+"""What windows save at 32,000 tokens, on a CPU: `python tests/engine/window_speed.py`.
+
+A Gemma-3-shaped model with random weights, once with windows of 1,024 in five of six layers, once without.
+CPU time, so that a busy machine changes little.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from quire import LLM, SamplingParams
+
+LONGEST, PROMPT, STEPS = 32_768, 32_000, 100
+CONFIG = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": LONGEST,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 64,
+    "torch_dtype": "float32",
+}
+
+
+def seconds(llm: LLM, prompt: list[int], count: int) -> float:
+    began = time.process_time()
+    llm.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True), use_tqdm=False)
+    return time.process_time() - began
+
+
+def main() -> None:
+    prompt = np.random.default_rng(0).integers(3, 1000, PROMPT).tolist()
+    for name, window in (("full", LONGEST), ("windows", 1024)):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": window}))
+            llm = LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_model_len=LONGEST,
+                kv_cache_memory_bytes=2 << 30,
+                max_num_seqs=4,
+                max_num_batched_tokens=2048,
+                enable_prefix_caching=False,
+            )
+            reading = seconds(llm, prompt, 1)
+            step = (seconds(llm, prompt, STEPS + 1) - reading) / STEPS
+        print(f"{name}: prompt {reading:.1f} s, decode {1000 * step:.2f} ms; the memory table says what fits")
+
+
+if __name__ == "__main__":
+    main()
