@@ -44,7 +44,7 @@ def _expert_bytes(facts: ArchFacts, num_tokens: int) -> int:
     """A token beside each of its experts: in, between and out, in float32."""
     if facts.moe is None:
         return 0
-    pairs = min(num_tokens * facts.moe.per_token, _PAIRS_AT_ONCE)
+    pairs = min(num_tokens * facts.moe.routing.per_token, _PAIRS_AT_ONCE)
     return 4 * pairs * (2 * facts.hidden + 3 * facts.moe.intermediate)
 
 

@@ -10,9 +10,9 @@ import time
 import torch
 from packed import stored
 
+from quire.config.facts import Routing
 from quire.kernels.cpu import CPUOps
 from quire.kernels.cpu_experts import Experts
-from quire.kernels.experts import Routing
 from quire.kernels.linear import Matrix, Product
 from quire.kernels.quantized import interleaves, pack
 from quire.kernels.tape import Tape, record

@@ -8,10 +8,11 @@ import torch
 from packed import stored
 from torch import Tensor
 
+from quire.config.facts import Routing
 from quire.kernels import cpu_experts, experts, native
 from quire.kernels.activations import NUMBERS
 from quire.kernels.cpu_experts import Experts, route
-from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.linear import Matrix
 from quire.kernels.quantized import TYPES, interleaves, pack, unpack_reference
 from quire.kernels.tape import record

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from quire.config.facts import MoeFacts
+from quire.config.facts import MoeFacts, Routing
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
 from quire.layers.moe import NAMES, Experts
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Group, Loads, Scope
 
-MOE = MoeFacts(experts=3, per_token=2, intermediate=8)
+MOE = MoeFacts(experts=3, intermediate=8, routing=Routing(2))
 
 
 def experts(names: str) -> Callable[[Scope], nn.Module]:

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.torch_sdpa import TorchSDPA
-from quire.config.facts import MoeFacts
+from quire.config.facts import MoeFacts, Routing
 from quire.kernels import native
-from quire.kernels.experts import Routing
 from quire.kernels.linear import Product
 from quire.kernels.ops import Entry
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
@@ -95,6 +94,6 @@ def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> No
 
 
 def test_a_router_asks_its_weight(scope: Scope) -> None:
-    layer = Router(8, MoeFacts(experts=4, per_token=2, intermediate=8), scope)
+    layer = Router(8, MoeFacts(experts=4, intermediate=8, routing=Routing(2)), scope)
     ready(layer)
     assert [float(part) for part in layer(X, None)] == [3.0, 2.0]

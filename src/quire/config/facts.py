@@ -1,6 +1,7 @@
 """The shape of a model, as plain facts: what a model file may ask for."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +48,32 @@ class LayerFacts:
     """Whether its feed-forward half is a mixture of experts."""
 
 
+class Routing(NamedTuple):
+    """How the experts of a token are chosen and weighed."""
+
+    per_token: int
+    """How many are chosen."""
+    scoring: str = "softmax"
+    """What a logit counts: `softmax` over all experts, or `sigmoid` of itself."""
+    renormalized: bool = False
+    """Whether the weights of the chosen sum to 1."""
+    scale: float = 1.0
+    """Factor on the weights, last of all."""
+    num_groups: int = 1
+    """Experts stand in so many groups of equal size, and are chosen from the best `top_groups` of them."""
+    top_groups: int = 1
+    group_best: int = 1
+    """A group is as good as the sum of its so many best experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeFacts:
     """A mixture of experts, and how its checkpoints name it."""
 
     experts: int
-    per_token: int
-    """How many experts a token is given to."""
     intermediate: int
     """The width of one expert."""
-    scoring: str = "softmax"
-    """softmax | sigmoid"""
-    renormalized: bool = False
-    """Whether the weights of a token's experts sum to 1."""
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    group_best: int = 1
-    """A group of experts is as good as the sum of its so many best."""
+    routing: Routing
     choice_bias: bool = False
     """Whether a bias counts in the choice of the experts, and not in their weights."""
     router_bias: bool = False

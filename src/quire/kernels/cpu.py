@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from quire.config.facts import Routing
 from quire.kernels import cpu_experts
 from quire.kernels.activations import NUMBERS
-from quire.kernels.experts import Routing
 from quire.kernels.native import Kernel, structure
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference

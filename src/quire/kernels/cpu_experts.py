@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.config.facts import Routing
 from quire.kernels.activations import NUMBERS
-from quire.kernels.experts import Routing
 from quire.kernels.linear import FORMS, PANEL, Matrix
 from quire.kernels.native import Kernel, structure
 

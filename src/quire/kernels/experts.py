@@ -6,25 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.config.facts import Routing
 from quire.kernels.activations import gated
-
-
-class Routing(NamedTuple):
-    """How the experts of a token are chosen and weighed."""
-
-    per_token: int
-    """How many are chosen."""
-    scoring: str = "softmax"
-    """What a logit counts: `softmax` over all experts, or `sigmoid` of itself."""
-    renormalized: bool = False
-    """Whether the weights of the chosen sum to 1."""
-    scale: float = 1.0
-    """Factor on the weights, last of all."""
-    num_groups: int = 1
-    """Experts stand in so many groups of equal size, and are chosen from the best `top_groups` of them."""
-    top_groups: int = 1
-    group_best: int = 1
-    """A group is as good as the sum of its so many best experts."""
 
 
 class ExpertWeights(NamedTuple):

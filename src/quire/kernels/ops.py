@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.config.facts import Routing
 from quire.kernels import native
-from quire.kernels.experts import Routing
 from quire.registry import LazyTable
 
 IMPLEMENTATIONS = LazyTable(

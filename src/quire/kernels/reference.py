@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.config.facts import Routing
 from quire.kernels.activations import ACTIVATIONS, gated
-from quire.kernels.experts import Routing, route
+from quire.kernels.experts import route
 from quire.kernels.ops import Entry
 
 

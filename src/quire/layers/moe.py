@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts, MoeFacts
-from quire.kernels.experts import Routing
 from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope, Target
@@ -179,15 +178,7 @@ class Router(Linear):
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
         self.ops = scope.ops
-        self.routing = Routing(
-            per_token=moe.per_token,
-            scoring=moe.scoring,
-            renormalized=moe.renormalized,
-            scale=moe.scale,
-            num_groups=moe.num_groups,
-            top_groups=moe.top_groups,
-            group_best=moe.group_best,
-        )
+        self.routing = moe.routing
         self.chosen: Chooses | None = None
         """The weight's own way from x to the choice."""
 
@@ -216,7 +207,7 @@ class MoE(nn.Module):
         names = NAMES[moe.names]
         layer, scope = scope, scope / names.whole
         self.ops = scope.ops
-        ones = torch.ones(_FEW, moe.per_token, device=scope.device) if moe.weighs_input else None
+        ones = torch.ones(_FEW, moe.routing.per_token, device=scope.device) if moe.weighs_input else None
         self.register_buffer("ones", ones, persistent=False)
         self.shared_mean = moe.shared_mean
         self.choice = None

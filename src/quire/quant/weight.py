@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.experts import Routing
+from quire.config.facts import Routing
 from quire.kernels.ops import Entry
 
 

@@ -13,7 +13,8 @@ import torch
 from layer_speed import graph_us, random
 from torch import Tensor
 
-from quire.kernels.experts import ExpertWeights, Routing
+from quire.config.facts import Routing
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.triton import experts as kernels
 from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import compiling, overlap

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config.facts import Routing
 from quire.kernels import experts as reference
 from quire.kernels.activations import ACTIVATIONS
-from quire.kernels.experts import ExpertWeights, Routing
+from quire.kernels.experts import ExpertWeights
 from quire.kernels.triton.experts import (
     Plan,
     Rows,

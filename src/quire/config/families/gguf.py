@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.config.families.decoder import Windows, check_heads, longest_of
 from quire.config.families.moe import mixed
 from quire.config.gguf import GGUFFile
@@ -181,9 +181,10 @@ def _expert_width(arch: Keys) -> int:
     return arch.size("expert_feed_forward_length")
 
 
-def _experts(arch: Keys, inner: int, **facts: Any) -> MoeFacts:
+def _experts(arch: Keys, inner: int, *, renormalized: bool, **facts: Any) -> MoeFacts:
     base: dict[str, Any] = {"names": "apart"}
-    return MoeFacts(arch.size("expert_count"), arch.size("expert_used_count"), inner, **(base | facts))
+    routing = Routing(arch.size("expert_used_count"), renormalized=renormalized)
+    return MoeFacts(arch.size("expert_count"), inner, routing, **(base | facts))
 
 
 def gemma2(file: GGUFFile, arch: Keys) -> ArchFacts:

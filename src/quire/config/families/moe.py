@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.config.families.decoder import decoder, everywhere, sliding_window, windows_by_kind
 from quire.config.families.dense import (
     cohere,
@@ -153,9 +153,8 @@ def ernie_moe(keys: Keys) -> ArchFacts:
     facts = ernie(keys, head_dim=None, head_bias=keys.flag("use_bias"))
     moe = MoeFacts(
         experts=keys.size("moe_num_experts"),
-        per_token=keys.size("moe_k"),
         intermediate=inner,
-        renormalized=True,
+        routing=Routing(keys.size("moe_k"), renormalized=True),
         choice_bias=True,
         shared_intermediate=inner * _count(keys, "moe_num_shared_experts"),
         names="ernie",
@@ -187,9 +186,8 @@ def hunyuan_moe(keys: Keys) -> ArchFacts:
     inner = keys.size("moe_intermediate_size", keys.size("intermediate_size"))
     moe = MoeFacts(
         experts=keys.size("num_experts"),
-        per_token=keys.size("moe_topk", 1),
         intermediate=inner,
-        renormalized=True,
+        routing=Routing(keys.size("moe_topk", 1), renormalized=True),
         shared_intermediate=inner * keys.size("num_shared_expert", 1),
         names="hunyuan",
     )
@@ -205,14 +203,16 @@ def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
     inner = keys.size("moe_intermediate_size")
     return MoeFacts(
         experts=num_experts(keys),
-        per_token=keys.size("num_experts_per_tok"),
         intermediate=inner,
-        scoring=scoring,
-        renormalized=keys.flag("norm_topk_prob", balanced),
-        scale=keys.number("routed_scaling_factor", 1.0),
-        num_groups=keys.size("n_group", 1) if grouped else 1,
-        top_groups=keys.size("topk_group", 1) if grouped else 1,
-        group_best=2 if balanced else 1,
+        routing=Routing(
+            keys.size("num_experts_per_tok"),
+            scoring=scoring,
+            renormalized=keys.flag("norm_topk_prob", balanced),
+            scale=keys.number("routed_scaling_factor", 1.0),
+            num_groups=keys.size("n_group", 1) if grouped else 1,
+            top_groups=keys.size("topk_group", 1) if grouped else 1,
+            group_best=2 if balanced else 1,
+        ),
         choice_bias=balanced,
         shared_intermediate=inner * _count(keys, "n_shared_experts"),
         names="deepseek",
@@ -243,9 +243,8 @@ def llama4(keys: Keys) -> ArchFacts:
     inner = keys.size("intermediate_size")
     moe = MoeFacts(
         experts=num_experts(keys),
-        per_token=keys.size("num_experts_per_tok", 1),
         intermediate=inner,
-        scoring="sigmoid",
+        routing=Routing(keys.size("num_experts_per_tok", 1), scoring="sigmoid"),
         shared_intermediate=inner,
         weighs_input=True,
         names="llama4",
@@ -254,14 +253,11 @@ def llama4(keys: Keys) -> ArchFacts:
     return replace(mixed(facts, moe, set(sparse)), max_len=min(facts.max_len, chunk))
 
 
-def _experts(keys: Keys, inner: str, renormalized: bool, **facts: Any) -> MoeFacts:
-    return MoeFacts(
-        experts=num_experts(keys),
-        per_token=keys.size("num_experts_per_tok"),
-        intermediate=keys.size(inner),
-        renormalized=renormalized,
-        **facts,
-    )
+def _experts(
+    keys: Keys, inner: str, renormalized: bool, *, scoring: str = "softmax", **facts: Any
+) -> MoeFacts:
+    routing = Routing(keys.size("num_experts_per_tok"), scoring, renormalized)
+    return MoeFacts(experts=num_experts(keys), intermediate=keys.size(inner), routing=routing, **facts)
 
 
 def num_experts(keys: Keys) -> int:

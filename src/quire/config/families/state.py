@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, StateFacts
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
 from quire.config.families.decoder import decoder
 from quire.config.families.dense import granite, only, with_defaults
 from quire.config.families.moe import deepseek_experts
@@ -43,10 +43,9 @@ def granite_hybrid(keys: Keys) -> ArchFacts:
     facts, moe = granite(keys), None
     if keys.get("num_local_experts"):
         moe = MoeFacts(
-            keys.size("num_local_experts"),
-            keys.size("num_experts_per_tok"),
-            keys.size("intermediate_size"),
-            renormalized=True,
+            experts=keys.size("num_local_experts"),
+            intermediate=keys.size("intermediate_size"),
+            routing=Routing(keys.size("num_experts_per_tok"), renormalized=True),
             shared_intermediate=keys.size("shared_intermediate_size"),
             names="granite",
         )
@@ -139,10 +138,9 @@ def qwen3_next(keys: Keys) -> ArchFacts:
     moe = None
     if experts:
         moe = MoeFacts(
-            keys.size("num_experts"),
-            keys.size("num_experts_per_tok"),
-            keys.size("moe_intermediate_size"),
-            renormalized=keys.flag("norm_topk_prob", True),
+            experts=keys.size("num_experts"),
+            intermediate=keys.size("moe_intermediate_size"),
+            routing=Routing(keys.size("num_experts_per_tok"), renormalized=keys.flag("norm_topk_prob", True)),
             shared_intermediate=keys.size("shared_expert_intermediate_size"),
             shared_gate=True,
         )

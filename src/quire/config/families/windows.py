@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from quire.config.facts import ArchFacts, LayerFacts, MoeFacts
+from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
 from quire.config.families.decoder import (
     activation_of,
     decoder,
@@ -81,9 +81,8 @@ def gpt_oss(keys: Keys) -> ArchFacts:
         sinks=True,
         moe=MoeFacts(
             experts=keys.size("num_local_experts", 128),
-            per_token=keys.size("num_experts_per_tok", 4),
             intermediate=keys.size("intermediate_size"),
-            renormalized=True,
+            routing=Routing(keys.size("num_experts_per_tok", 4), renormalized=True),
             router_bias=True,
             expert_bias=True,
             activation="clamped_swiglu",

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.experts import Routing
+from quire.config.facts import Routing
 from quire.kernels.ops import Entry
 from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.experts import Routing
+from quire.config.facts import Routing
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, Tiles, aligned, arrivals_of, has_room, multiply
 
