@@ -22,7 +22,6 @@ pytestmark = pytest.mark.gpu
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 48,
-    "max_model_len": 128,
     "block_size": 16,
     "num_gpu_blocks_override": 100,
     "enable_prefix_caching": False,

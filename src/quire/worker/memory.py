@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,6 +52,12 @@ def table(needs: Needs, cache: CacheSize) -> str:
     num_tokens, longest = cache.num_tokens, cache.max_model_len
     fit = f"{num_tokens:,} tokens fit, {num_tokens / longest:.2f} requests of {longest:,}"
     return "Memory:\n" + "\n".join(lines) + f"   {fit}"
+
+
+def unite_memory() -> None:
+    """Have free memory of a CUDA device be one piece, whatever steps came before; what the user set stays."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_bytes(machine: Machine) -> int:

@@ -20,7 +20,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.host import Host
-from quire.worker.memory import Needs, bind, cache_room, table
+from quire.worker.memory import Needs, bind, cache_room, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.rows import Rows
@@ -37,6 +37,8 @@ class Worker:
         self.device = torch.device(config.machine.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.parallel.cpu_threads)
+        else:
+            unite_memory()
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
         """The type of the cache."""

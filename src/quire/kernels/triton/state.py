@@ -33,6 +33,8 @@ _FEW = 512
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
+_LEAST = 64
+"""Of keys and values that chunks multiply: with 16 the compiled kernel reads beyond its shared memory."""
 _GATED = 1024
 """Numbers per program of the gates, unless a norm is larger."""
 
@@ -153,7 +155,7 @@ class TritonStateOps:
         out = torch.empty(len(qkv), heads * value_dim, dtype=qkv.dtype, device=qkv.device)
         batch = seqs.starts, seqs.rows, seqs.positions
         strides, scale = (qkv.stride(0), a.stride(0)), key_dim**-0.5
-        block_key = triton.next_power_of_2(max(key_dim, 16))
+        block_key = triton.next_power_of_2(max(key_dim, 1 if seqs.single else _LEAST))
         form = {
             "HEADS": heads, "KEY_HEADS": (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
             "KEY_DIM": key_dim, "DIM": value_dim, "EPS": L2_EPS, "BLOCK_KEY": block_key,
@@ -171,7 +173,7 @@ class TritonStateOps:
             by_value = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
             launch(delta_kernels.delta_solve, len(split.chunks), heads)(
                 by_key, by_value, qkv, a, b, *rates, split.chunks, seqs.starts, *strides, **form,
-                LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, 16)),
+                LEVELS=CHUNK.bit_length() - 1, BLOCK_DIM=triton.next_power_of_2(max(value_dim, _LEAST)),
                 **exact | {"num_warps": _SOLVE_WARPS},
             )  # fmt: skip
             block = min(triton.next_power_of_2(max(value_dim, 16)), _DELTA.dim)
