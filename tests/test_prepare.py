@@ -30,7 +30,6 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
         {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
         {"distributed_executor_backend": "ray"},
-        {"quantization": "awq"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"max_num_seqs": 0},
@@ -66,8 +65,8 @@ def downloaded(folder: Path) -> set[str]:
     ("changes", "given", "words"),
     [
         ({"architectures": ["NobodysForCausalLM"]}, {}, "'NobodysForCausalLM' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, {}, r"quantized weights \(awq\)"),
-        ({}, {"quantization": "gguf"}, "quantization='gguf' is not supported yet for a checkpoint"),
+        ({"quantization_config": {"quant_method": "odd"}}, {}, "quant_method 'odd'"),
+        ({}, {"quantization": "gguf"}, "quantization='gguf' cannot be made of an unquantized checkpoint"),
         ({}, {"max_model_len": 512}, "max_model_len=512 is above the 256"),
     ],
 )

@@ -49,7 +49,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "offload_group_size": (0,),
         "pipeline_parallel_size": (1,),
         "prefill_context_parallel_size": (1,),
-        "quantization": ("gguf", "none"),
         "quantization_config": (),
         "reasoning_parser": ("",),
         "reasoning_parser_plugin": ("",),

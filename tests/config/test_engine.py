@@ -173,8 +173,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
         {"distributed_executor_backend": "ray"},
-        {"quantization": "awq"},
-        {"quantization": "gguf"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_model": "draft"},

@@ -268,7 +268,11 @@ def test_overrides_are_merged_before_anything_is_read(tmp_path: Path) -> None:
         ({"rope_theta": 1}, "rope_theta is 1.0"),
         ({"head_dim": 15}, "15 rotating dimensions"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish', expected one of silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq\).*not supported yet"),
+        (
+            {"quantization_config": {"quant_method": "odd"}},
+            "says quant_method 'odd', which",
+        ),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', expected an object"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype is 'float8_e4m3fn', expected one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id"),
         (

@@ -162,7 +162,6 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, "tensor_parallel_size=4"),
         ({"speculative_model": "small", "num_speculative_tokens": 5}, "speculative_config"),
-        ({"quantization": "fp8"}, "fp8"),
         ({"quantization": "awq"}, "awq"),
         ({"quantization": "gptq"}, "gptq"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),

@@ -12,6 +12,8 @@ from quire.config.layout import cache_specs, has_states
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.pooling import PoolingFacts, settle
+from quire.config.quant import choose_quant
+from quire.config.quant.facts import QuantFacts
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -33,8 +35,6 @@ DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 """What a model argument may say, beside nothing at all, to mean the packaged default."""
 
 CPU_KV_CACHE_LIMIT = 4 * GIB
-QUANTIZATIONS = {"gguf": ("gguf", "none"), "hf": ()}
-"""By checkpoint format: the quantization names that can be asked for."""
 RETIRED_BACKENDS = ("XFORMERS",)
 """Attention backends of old scripts that stand for no particular kernel today."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -63,6 +63,13 @@ class EngineConfig:
     machine: Machine
     pooling: PoolingFacts | None = None
     """None for an engine that generates."""
+
+    @property
+    def quant(self) -> QuantFacts | None:
+        """How the weights of a model directory are stored, or are to be kept."""
+        if self.checkpoint.format == "gguf":
+            return None
+        return choose_quant(self.model.quantization, self.checkpoint.quant)
 
 
 def resolve(
@@ -146,19 +153,24 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
     return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
 
 
+def _quantization(asked: str | None, checkpoint: Checkpoint, machine: Machine) -> str | None:
+    """The method: `asked` for, or the checkpoint's own. `none` unpacks a GGUF file."""
+    if checkpoint.format != "gguf":
+        quant = choose_quant(asked, checkpoint.quant)
+        return None if quant is None else quant.method
+    if asked not in (None, "gguf", "none"):
+        raise ConfigError(
+            f"quantization={asked!r} contradicts the checkpoint, which is a GGUF file; leave it out, or use"
+            " 'none' to have it unpacked"
+        )
+    return asked or ("gguf" if machine.device == "cpu" else "none")
+
+
 def _model(
     values: Mapping[str, Any], checkpoint: Checkpoint, machine: Machine, env: Env, *, pools: bool
 ) -> ModelSection:
     named = values.get("model")
     model = DEFAULT_MODEL_ID if named is None or named in DEFAULT_MODEL_NAMES else named
-    quantization = values.get("quantization")
-    if quantization is not None and quantization not in QUANTIZATIONS[checkpoint.format]:
-        raise ConfigError(
-            f"quantization={quantization!r} is not supported yet for a checkpoint of format"
-            f" {checkpoint.format!r}; leave it out"
-        )
-    if quantization is None and checkpoint.format == "gguf":
-        quantization = "gguf" if machine.device == "cpu" else "none"
     asked_len = values.get("max_model_len")
     auto_fit = asked_len in ("auto", -1)
     length = checkpoint.derived_max_len if asked_len is None or auto_fit else asked_len
@@ -173,7 +185,7 @@ def _model(
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
         "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine, pools=pools),
-        "quantization": quantization,
+        "quantization": _quantization(values.get("quantization"), checkpoint, machine),
         "max_model_len": length,
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,

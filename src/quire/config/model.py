@@ -12,6 +12,8 @@ from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
+from quire.config.quant import read_quant
+from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
 from quire.logs import get_logger, warn_once
 
@@ -43,6 +45,8 @@ class Checkpoint:
     generation: dict[str, Any] = field(default_factory=dict)
     """Sampling defaults of generation_config.json (only the keys that Quire reads)."""
     pooling: StoredPooling = StoredPooling()
+    quant: QuantFacts | None = None
+    """How its layers are stored, if not plain; nothing of a GGUF file, which says it of each tensor."""
 
 
 def read_checkpoint(
@@ -78,13 +82,6 @@ def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trus
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
-    for key in ("quantization_config", "compression_config"):
-        if quantization := keys.get(key):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ConfigError(
-                f"{keys.source}: {key} says quantized weights ({method}), which is not supported yet; "
-                "use the unquantized checkpoint or a GGUF file"
-            )
     keys = keys if model_impl == "transformers" else _text_part(keys)
     named, facts = _facts(keys, path, model_impl, trusted)
     dtype = _dtype(keys)
@@ -106,6 +103,7 @@ def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trus
         eos_ids=generation.token_ids("eos_token_id") or keys.token_ids("eos_token_id"),
         generation=sampling,
         pooling=pooling,
+        quant=read_quant(keys),
     )
 
 

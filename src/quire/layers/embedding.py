@@ -19,13 +19,18 @@ class _Table(nn.Module):
     def __init__(self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__()
         self.name = scope.name
-        shape = LinearShape(hidden, (scope.group.share(vocab),), bias, scope.dtype, scope.device)
+        shape = LinearShape(
+            hidden, (scope.group.share(vocab),), bias, scope.dtype, scope.device, narrows=False
+        )
         self.weight = scope.linear((scope.name,), shape)
 
     def targets(self) -> Iterator[Target]:
         (part,) = self.weight.parts()
         for suffix, piece in part.items():
             yield Target(f"{self.name}.{suffix}", piece.tensor, piece.outputs)
+
+    def begin(self) -> None:
+        self.weight.begin()
 
     def finish(self) -> None:
         self.weight.finish()

@@ -11,12 +11,17 @@ from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target
 from quire.quant.weight import LinearShape
 
+_LEAST_OUTPUTS = 16
+"""Of a weight that is worth narrowing."""
+
 
 class Linear(nn.Module):
     """x W^T + b, with the outputs of `parts` (checkpoint name -> size) one after the other."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
     """What each device of a group has some of."""
+    narrows: ClassVar[bool] = True
+    """Whether its weight may be kept in fewer bits than it is stored in."""
     multiply: Callable[[Tensor], Tensor]
     """[T, size_in] -> [T, outputs of all parts]; there after `finish`."""
 
@@ -29,7 +34,8 @@ class Linear(nn.Module):
         self.across = scope.across
         self.stacked: tuple[int, ...] = ()
         """Sizes of what the one part is made of, where it is more than one thing."""
-        shape = LinearShape(inputs, self.sizes_out, bias, scope.dtype, scope.device)
+        narrows = self.narrows and sum(self.sizes_out) >= _LEAST_OUTPUTS
+        shape = LinearShape(inputs, self.sizes_out, bias, scope.dtype, scope.device, narrows)
         self.weight = scope.linear(self.part_names, shape)
 
     def targets(self) -> Iterator[Target]:
@@ -39,6 +45,9 @@ class Linear(nn.Module):
                 if self.across:
                     tensor, axis = tensor.t(), None if axis is None else tensor.ndim - 1 - axis
                 yield Target(f"{name}.{suffix}", tensor, axis, () if axis is None else self.stacked)
+
+    def begin(self) -> None:
+        self.weight.begin()
 
     def finish(self) -> None:
         self.weight.finish()

@@ -122,24 +122,29 @@ class Experts(nn.Module):
     def targets(self) -> Iterator[Target]:
         parts = self.weights.parts()
         for name, part in self._stored_names():
-            piece = parts[part]
-            tensor, axis = piece.tensor, piece.along("inputs" if part == "down" else "outputs")
-            stacked = self._stacked() if part == "gate_up" else ()
-            if self.names.stored == "each":
-                where, _, last = name.rpartition(".")
-                for i, expert in enumerate(tensor):
-                    yield Target(f"{where}.{i}.{last}.weight", expert, None if axis is None else axis - 1)
-            elif self.names.stored in ("across", "in_turns"):
-                yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis, stacked)
-            else:
-                full_name = name if self.names.stored == "bare" else f"{name}.weight"
-                yield Target(full_name, tensor, axis, stacked)
-        if "down_bias" in parts:
-            yield from self._biases(parts)
+            for suffix, piece in parts[part].items():
+                yield from self._of_piece(name, part, suffix, piece)
+        if biases := self.weights.bias_parts():
+            yield from self._biases(biases)
+
+    def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
+        tensor, axis = piece.tensor, piece.along("inputs" if part == "down" else "outputs")
+        stacked = self._stacked() if part == "gate_up" and axis is not None else ()
+        if self.names.stored == "each":
+            where, _, last = name.rpartition(".")
+            for i, expert in enumerate(tensor):
+                yield Target(f"{where}.{i}.{last}.{suffix}", expert, None if axis is None else axis - 1)
+        elif suffix.startswith("_"):
+            yield Target(f"{name}{suffix}", tensor, axis, stacked)
+        elif self.names.stored in ("across", "in_turns") and suffix == "weight":
+            yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis, stacked)
+        else:
+            bare = self.names.stored == "bare" and suffix == "weight"
+            yield Target(name if bare else f"{name}.{suffix}", tensor, axis, stacked)
 
     def _biases(self, parts: dict[str, Piece]) -> Iterator[Target]:
         where = ".".join((self.scope_name, self.names.experts[0]))
-        (gate_up, axis, _), down = parts["gate_up_bias"], parts["down_bias"].tensor
+        (gate_up, axis, _), down = parts["gate_up"], parts["down"].tensor
         if self.names.stored != "apart":
             yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self._stacked())
             yield Target(f"{where}.down_proj_bias", down)
@@ -161,10 +166,14 @@ class Experts(nn.Module):
         names = [".".join(filter(None, (self.scope_name, where, name))) for name in parts]
         return list(zip(names, what, strict=True))
 
+    def begin(self) -> None:
+        self.weights.begin()
+
     def finish(self) -> None:
         if self.plain:
             parts = self.weights.parts()
-            parts["gate"].tensor.copy_(parts["up"].tensor)
+            for suffix, piece in parts["up"].items():
+                parts["gate"][suffix].tensor.copy_(piece.tensor)
         if self.names.stored == "in_turns":
             outputs = 2 * self.weights.shape.intermediate
             self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())
@@ -174,6 +183,8 @@ class Experts(nn.Module):
 
 class Router(Linear):
     """Which experts a token is given to, and how much each of them counts."""
+
+    narrows = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)

@@ -84,6 +84,13 @@ class Target(NamedTuple):
 
 
 @runtime_checkable
+class Begins(Protocol):
+    """A layer that is told before its first weight is loaded; its targets may be other tensors then."""
+
+    def begin(self) -> None: ...
+
+
+@runtime_checkable
 class Loads(Protocol):
     """A layer with weights."""
 

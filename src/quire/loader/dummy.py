@@ -11,6 +11,9 @@ from quire.layers.scope import Target
 from quire.quant.format import Format
 
 _SPREAD = 0.02
+_SCALE = 0.02
+_POWER_OF_SCALE = 121
+"""Of a scale that is stored as its exponent, from 127 on."""
 _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 
 
@@ -30,11 +33,22 @@ class DummySource:
         return plain
 
     def fill(self, target: Target) -> None:
-        """Norms are 1, all else is uniform around 0; a function of the seed and the name alone."""
+        """Norms are 1, all else is uniform around 0; a function of the seed and the name alone. Of what is
+        quantized the bits are, and scales are alike."""
         name, into = target.name, target.tensor
         if _NORM.search(name):
             into.fill_(1.0)
             return
         # The CPU generator reads 32 bits of a seed, no more.
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        into.uniform_(-_SPREAD, _SPREAD, generator=generator)
+        if "scale" in name.rpartition(".")[2]:
+            into.fill_(_SCALE if into.is_floating_point() else _POWER_OF_SCALE)
+        elif name.endswith("g_idx"):
+            into.zero_()
+        elif not into.is_floating_point():
+            limits = torch.iinfo(into.dtype)
+            into.random_(limits.min, limits.max, generator=generator)
+        elif into.dtype.itemsize == 1:
+            into.copy_(torch.empty_like(into, dtype=torch.float16).uniform_(-1, 1, generator=generator))
+        else:
+            into.uniform_(-_SPREAD, _SPREAD, generator=generator)

@@ -1,5 +1,6 @@
 """load_model: build with unfilled tensors, fill them one by one from the checkpoint, finish."""
 
+import math
 import re
 import sys
 from collections import Counter
@@ -12,17 +13,24 @@ from tqdm import tqdm
 from quire.attention.backend import AttentionBackend
 from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
+from quire.config.quant.facts import QuantFacts
+from quire.config.quant.schemes import Scheme
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
-from quire.layers.scope import Loads, Scope, Target
+from quire.layers.scope import Begins, Loads, Scope, Target
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.quant.formats import SchemeFormat
 from quire.quant.plain import PlainFormat
 
 logger = get_logger(__name__)
 
+_MARKS = tuple(
+    mark if mark[0] == "_" else f".{mark}" for scheme in Scheme.__subclasses__() for mark in scheme.marks
+)
+"""How the names of tensors end that only quantized layers have."""
 Found = tuple[Target, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
@@ -46,17 +54,25 @@ def load_model(
     show_progress: bool = True,
     seed: int = 0,
     packed: bool = False,
+    quant: QuantFacts | None = None,
     build: Callable[[ArchFacts, Scope], Any] | None = None,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes.
 
-    `packed` keeps quantized weights as they are stored where the device can compute with them.
+    `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
+    `quant` is how those of other files are stored, or are to be kept.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
+
+    def is_stored(name: str) -> bool:
+        return _stored_name(name, stored) in stored
+
     format = source.format(plain) if packed else plain
+    if quant is not None:
+        format = SchemeFormat(quant, plain, is_stored if stored else None)
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -65,7 +81,7 @@ def load_model(
         ops=choose(device, dtype),
         linear=format.linear,
         experts=format.experts,
-        is_stored=lambda name: _stored_name(name, stored) in stored,
+        is_stored=is_stored,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     layers = [module for module in model.modules() if isinstance(module, Loads)]
@@ -73,11 +89,15 @@ def load_model(
     targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
-    left = Counter(id(layer) for _, layer in found.values())
+    left, begun = Counter(id(layer) for _, layer in found.values()), set[int]()
     with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
         for name in source.order(targets):
-            target, layer = found[name]
-            source.fill(target)
+            _, layer = found[name]
+            if isinstance(layer, Begins) and id(layer) not in begun:
+                begun.add(id(layer))
+                layer.begin()
+                found |= _as_stored([(target, layer) for target in layer.targets()], stored)
+            source.fill(found[name][0])
             left[id(layer)] -= 1
             if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
                 layer.finish()
@@ -117,14 +137,24 @@ def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -
             f"{checkpoint.facts.architecture} needs: {_some(missing)}"
         )
     for name, target in targets.items():
-        if shapes[name] != tuple(target.tensor.shape):
+        if not _fits(shapes[name], target):
             raise ConfigError(
                 f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
                 f"{tuple(target.tensor.shape)}"
             )
     extra = [name for name in shapes if name not in targets and not _is_harmless(name, checkpoint)]
+    if odd := [name for name in extra if name.endswith(_MARKS)]:
+        raise ConfigError(
+            f"{checkpoint.path} has {len(odd)} quantized weights that a {checkpoint.facts.architecture} does "
+            f"not have, or has unquantized: {_some(odd)}; config.json and the weights are not of one model"
+        )
     if extra:
         logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(extra), _some(extra))
+
+
+def _fits(shape: tuple[int, ...], target: Target) -> bool:
+    """A single number may be stored as a vector, too."""
+    return shape == tuple(target.tensor.shape) or math.prod(shape) == target.tensor.numel() == 1
 
 
 def _some(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
+from quire.loader.source import put
 from quire.quant.format import Format
 
 
@@ -32,7 +33,7 @@ class PickleSource:
         return plain
 
     def fill(self, target: Target) -> None:
-        target.tensor.copy_(self._tensors[target.name])
+        put(self._tensors[target.name], target)
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
+from quire.loader.source import put
 from quire.quant.format import Format
 
 
@@ -32,10 +33,9 @@ class SafetensorsSource:
         return plain
 
     def fill(self, target: Target) -> None:
-        name, into = target.name, target.tensor
-        path = self._home[name]
+        name, path = target.name, self._home[target.name]
         try:
-            into.copy_(self._files[path].get_tensor(name))
+            put(self._files[path].get_tensor(name), target)
         except SafetensorError as error:
             raise ConfigError(f"cannot read {name} from {path}: {error}; download the file again") from error
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from torch import Tensor
+
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError, nearest
 from quire.layers.scope import Target
@@ -38,6 +40,18 @@ class Source(Protocol):
     def fill(self, target: Target) -> None:
         """Copy one tensor, converting to the type and device of its target."""
         ...
+
+
+def put(stored: Tensor, target: Target) -> None:
+    """Copy a tensor of a file; numbers that mean something only beside a scale are not converted."""
+    into = target.tensor
+    narrow = into.dtype.itemsize == 1 or not into.is_floating_point()
+    if narrow and stored.dtype != into.dtype:
+        raise ConfigError(
+            f"{target.name} is stored as {stored.dtype}, but its quantization says {into.dtype}: config.json "
+            "and the weights are not of one model"
+        )
+    into.copy_(stored.reshape(into.shape))
 
 
 def detect(checkpoint: Checkpoint, load_format: str) -> str:

@@ -42,20 +42,26 @@ class StoredExperts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.mix(x, ids, weights)
 
-    def parts(self) -> dict[str, Piece]:
-        """What loading fills, with an expert's own in front: `gate` and `up` or both as `gate_up` [experts,
-        outputs, inputs], `down`, and where there are biases `gate_up_bias` and `down_bias`."""
-        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        """For `gate` and `up` or both as `gate_up`, and `down`: what loading fills, by the suffix of its name
+        in the checkpoint. The first axis is the experts'; a weight is [experts, outputs, inputs]."""
+        raise NotImplementedError
+
+    def bias_parts(self) -> dict[str, Piece]:
+        """The same for biases, if there are any: of `gate_up` and `down`."""
+        biases = {"gate_up": self.gate_up_bias, "down": self.down_bias}
         return {name: Piece(bias, 1) for name, bias in biases.items() if bias is not None}
+
+    def begin(self) -> None:
+        """Called once before the first piece is filled; afterwards `parts` may be other tensors."""
 
     def reorder(self, order: Tensor) -> None:
         """After loading and before `finish`: the outputs of `gate_up` in another order."""
-        parts = self.parts()
-        for name in ("gate_up", "gate_up_bias") if self.shape.bias else ("gate_up",):
-            tensor, axis, _ = parts[name]
-            assert axis is not None
-            for expert in tensor:
-                expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
+        biases = [self.bias_parts()["gate_up"]] if self.shape.bias else []
+        for tensor, axis, _ in (*self.parts()["gate_up"].values(), *biases):
+            if axis is not None:
+                for expert in tensor:
+                    expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
 
     def finish(self) -> None:
         """Called once after loading: repack, and look for kernels."""

@@ -111,8 +111,8 @@ class PackedExperts(StoredExperts):
             }
         )
 
-    def parts(self) -> dict[str, Piece]:
-        return {name: Piece(self.packed[name], 1, 2) for name in self.kinds} | super().parts()
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        return {name: {"weight": Piece(self.packed[name], 1, 2)} for name in self.kinds}
 
     def finish(self) -> None:
         shape, matrices = self.shape, {}

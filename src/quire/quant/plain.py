@@ -68,10 +68,10 @@ class PlainExperts(StoredExperts):
         self.gate_up = unfilled(num, 2 * inner, hidden, dtype=dtype, device=shape.device)
         self.down = unfilled(num, hidden, inner, dtype=dtype, device=shape.device)
 
-    def parts(self) -> dict[str, Piece]:
+    def parts(self) -> dict[str, dict[str, Piece]]:
         gate, up = self.gate_up.split(self.shape.intermediate, dim=1)
         weights = {"gate_up": self.gate_up, "gate": gate, "up": up, "down": self.down}
-        return {name: Piece(weight, 1, 2) for name, weight in weights.items()} | super().parts()
+        return {name: {"weight": Piece(weight, 1, 2)} for name, weight in weights.items()}
 
     def finish(self) -> None:
         """The weights are used as they were loaded."""

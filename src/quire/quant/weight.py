@@ -21,6 +21,9 @@ class LinearShape:
     bias: bool
     dtype: torch.dtype
     device: torch.device
+    narrows: bool = True
+    """Whether it may be kept in fewer bits than it is stored in: not so where little memory is saved, or
+    much depends on it."""
 
 
 class Piece(NamedTuple):
@@ -66,6 +69,9 @@ class Weight(nn.Module):
         """For each part: what loading fills, by the suffix of its checkpoint name."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Called once before the first piece is filled; afterwards `parts` may be other tensors."""
+
     def reorder(self, orders: list[Tensor]) -> None:
         """After loading and before `finish`: the outputs of each part in another order."""
         for part, order in zip(self.parts(), orders, strict=True):
@@ -81,6 +87,18 @@ class Weight(nn.Module):
 def bias_of(shape: LinearShape) -> nn.Parameter | None:
     """Unfilled, where there is one."""
     return unfilled(sum(shape.sizes_out), dtype=shape.dtype, device=shape.device) if shape.bias else None
+
+
+def lent(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Stands for an unfilled tensor that is there only between `begin` and `finish`: of weights that are
+    narrowed while they are loaded, no more than a layer's are in memory as they were stored."""
+    nothing = torch.empty(1, dtype=dtype, device=device)
+    return nn.Parameter(nothing.expand(*size), requires_grad=False)
+
+
+def lend(parameter: nn.Parameter) -> nn.Parameter:
+    """What it stands for."""
+    return unfilled(*parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def unfilled(*size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

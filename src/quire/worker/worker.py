@@ -63,6 +63,7 @@ class Worker:
             show_progress=config.load.use_tqdm_on_load,
             seed=config.model.seed,
             packed=config.model.quantization != "none",
+            quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
         )
         weights = sum(

@@ -1,0 +1,63 @@
+"""Quantization: what a checkpoint's `quantization_config` says of its layers, one reader a method."""
+
+from collections.abc import Callable
+
+from quire.config.keys import Keys
+from quire.config.quant.facts import QuantFacts, all_but
+from quire.config.quant.schemes import Fp8, Int8
+from quire.errors import ConfigError
+
+METHODS: dict[str, Callable[[Keys], QuantFacts]] = {}
+"""By quant_method."""
+ONLINE = {
+    "fp8": QuantFacts("fp8", all_but((), Fp8(stored=False))),
+    "int8": QuantFacts("int8", all_but((), Int8(activations="none", stored=False))),
+}
+"""What a plain checkpoint can be narrowed to while it is loaded."""
+_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
+"""Names of kernels that stand for a method."""
+
+
+def read_quant(keys: Keys) -> QuantFacts | None:
+    """What config.json says; None: all layers are plain."""
+    for key in ("quantization_config", "compression_config"):
+        said = keys.get(key)
+        if said:
+            if not isinstance(said, dict):
+                raise keys.wrong(key, "an object")
+            return _read(Keys(f"{keys.source}: {key}", said), old=key == "compression_config")
+    return None
+
+
+def _read(said: Keys, *, old: bool) -> QuantFacts:
+    method = said.get("quant_method") or ("compressed-tensors" if old else None)
+    if method not in METHODS:
+        raise ConfigError(
+            f"{said.source} says quant_method {method!r}, which is not supported; known: "
+            f"{', '.join(sorted(METHODS))}; use another checkpoint of this model, or the unquantized one"
+        )
+    return METHODS[method](said)
+
+
+def choose_quant(asked: str | None, stored: QuantFacts | None) -> QuantFacts | None:
+    """The facts of a checkpoint in a model directory, if `--quantization` agrees."""
+    if asked is None:
+        return stored
+    if stored is not None:
+        if _SAME.get(asked, asked) != _SAME.get(stored.method, stored.method):
+            raise ConfigError(
+                f"quantization={asked!r} contradicts the checkpoint, whose weights are stored as"
+                f" {stored.method}; leave it out"
+            )
+        return stored
+    if asked not in ONLINE:
+        of_files = f"; {asked} needs a checkpoint stored like that" if _is_stored_only(asked) else ""
+        raise ConfigError(
+            f"quantization={asked!r} cannot be made of an unquantized checkpoint while it is loaded:"
+            f" {', '.join(sorted(ONLINE))} can{of_files}"
+        )
+    return ONLINE[asked]
+
+
+def _is_stored_only(name: str) -> bool:
+    return _SAME.get(name, name) in METHODS or name == "gguf"

@@ -1,0 +1,62 @@
+"""SchemeFormat: makes each layer's weight by the scheme that its checkpoint names."""
+
+from collections.abc import Callable
+
+from quire.config.quant.facts import QuantFacts
+from quire.config.quant.schemes import Scheme
+from quire.errors import ConfigError
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.weight import LinearShape, Weight
+from quire.registry import LazyTable
+
+SCHEMES = LazyTable("weight scheme", {})
+"""By the name of a scheme's class: what is made of (scheme, plain format), a `Format`."""
+
+
+class SchemeFormat:
+    """A `Format` for layers in several schemes; those without one are `plain`."""
+
+    def __init__(self, facts: QuantFacts, plain: Format, is_stored: Callable[[str], bool] | None) -> None:
+        self.facts = facts
+        self.plain = plain
+        self.is_stored = is_stored
+        """Whether the checkpoint has a tensor of a name; None where it has none at all."""
+        self._made: dict[Scheme, Format] = {}
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        return self._format(parts, narrows=shape.narrows).linear(parts, shape)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        return self._format(parts, narrows=True).experts(parts, shape)
+
+    def _format(self, parts: tuple[str, ...], *, narrows: bool) -> Format:
+        schemes = {part: self._scheme(part, narrows=narrows) for part in parts}
+        first, *others = set(schemes.values())
+        if others:
+            raise ConfigError(
+                "these weights are computed as one, but are not stored alike: "
+                + ", ".join(f"{part} ({scheme or 'plain'})" for part, scheme in schemes.items())
+            )
+        if first is None:
+            return self.plain
+        if first not in self._made:
+            self._made[first] = SCHEMES[type(first).__name__](first, self.plain)
+        return self._made[first]
+
+    def _scheme(self, part: str, *, narrows: bool) -> Scheme | None:
+        """A layer's as the facts say, if the checkpoint has such tensors of it."""
+        names = part, _of_one_expert(part)
+        scheme = next(filter(None, map(self.facts.scheme, reversed(names))), None)
+        if scheme is None:
+            return None
+        if self.is_stored is None or not getattr(scheme, "stored", True):
+            return scheme if narrows else None
+        named = (f"{name}{'' if mark[0] == '_' else '.'}{mark}" for name in names for mark in scheme.marks)
+        return scheme if any(map(self.is_stored, named)) else None
+
+
+def _of_one_expert(part: str) -> str:
+    """experts.gate_proj -> experts.0.gate_proj"""
+    where, _, last = part.rpartition(".")
+    return f"{where}.0.{last}"

@@ -1,0 +1,83 @@
+"""Which layer gets which weight: by the checkpoint's rules, and by what it has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.config.quant import ONLINE, choose_quant
+from quire.config.quant.facts import QuantFacts, Rule, all_but
+from quire.config.quant.schemes import Fp8, Grouped
+from quire.errors import ConfigError
+from quire.quant import formats
+from quire.quant.formats import SchemeFormat
+from quire.quant.plain import Plain, PlainFormat
+from quire.quant.weight import LinearShape, lend, lent
+
+SHAPE = LinearShape(32, (16,), False, torch.float32, torch.device("cpu"))
+INT4 = Grouped(4, 32, symmetric=True, act_order=False, layout="gptq")
+
+
+class Marked(PlainFormat):
+    """Stands for any scheme's format."""
+
+    def __init__(self, scheme: object, plain: PlainFormat) -> None:
+        super().__init__(torch.bfloat16)
+        self.scheme = scheme
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"Fp8": Marked, "Grouped": Marked}
+    monkeypatch.setattr(formats, "SCHEMES", made)
+
+
+def kept(format: SchemeFormat, *parts: str, shape: LinearShape = SHAPE) -> bool:
+    """Whether a layer is in a scheme."""
+    weight = format.linear(parts, shape)
+    assert isinstance(weight, Plain)
+    return weight.weight.dtype == torch.bfloat16
+
+
+def test_the_first_rule_decides() -> None:
+    facts = QuantFacts("x", all_but(["lm_head", "model.layers.1.mlp"], INT4))
+    format = SchemeFormat(facts, PlainFormat(), None)
+    assert kept(format, "model.layers.0.mlp.down_proj") and kept(format, "model.layers.11.mlp.down_proj")
+    assert not kept(format, "lm_head") and not kept(format, "model.layers.1.mlp.down_proj")
+
+
+def test_a_layer_that_the_file_has_plain_is_plain() -> None:
+    facts = QuantFacts("x", all_but((), INT4))
+    format = SchemeFormat(facts, PlainFormat(), {"a.qweight", "b.weight", "lm_head.qweight"}.__contains__)
+    head = replace(SHAPE, narrows=False)
+    assert kept(format, "a") and not kept(format, "b") and kept(format, "lm_head", shape=head)
+
+
+def test_nothing_is_narrowed_that_may_not_be() -> None:
+    format = SchemeFormat(ONLINE["fp8"], PlainFormat(), {"a.weight"}.__contains__)
+    assert kept(format, "a") and not kept(format, "a", shape=replace(SHAPE, narrows=False))
+
+
+def test_parts_that_disagree_are_refused() -> None:
+    facts = QuantFacts("x", (Rule("q_proj", INT4), Rule("k_proj", Fp8())))
+    format = SchemeFormat(facts, PlainFormat(), None)
+    with pytest.raises(
+        ConfigError, match=r"not stored alike: q_proj \(Grouped.*k_proj \(Fp8.*v_proj \(plain"
+    ):
+        format.linear(("q_proj", "k_proj", "v_proj"), SHAPE)
+
+
+def test_the_flag_agrees_with_the_checkpoint() -> None:
+    stored = QuantFacts("gptq", all_but((), INT4))
+    assert choose_quant(None, stored) is stored and choose_quant("gptq_marlin", stored) is stored
+    assert choose_quant("fp8", None) is ONLINE["fp8"] and choose_quant(None, None) is None
+    with pytest.raises(ConfigError, match="'awq' contradicts the checkpoint.* stored as gptq"):
+        choose_quant("awq", stored)
+    with pytest.raises(ConfigError, match="fp8, int8 can; gguf needs a checkpoint stored like that"):
+        choose_quant("gguf", None)
+
+
+def test_what_is_lent_takes_no_memory_before() -> None:
+    weight = lent(64, 8, dtype=torch.float32, device=torch.device("cpu"))
+    assert weight.shape == (64, 8) and weight.untyped_storage().nbytes() == 4
+    assert lend(weight).untyped_storage().nbytes() == weight.nbytes
