@@ -86,7 +86,7 @@ class Experts:
         biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
         self._pointers = [None if held is None else held.data_ptr() for held in (*matrices, *biases)]
         self._keep = [*matrices, *(bias for bias in biases if bias is not None)]
-        self._keep += [part.data for part in (*parts, *down)]
+        self._keep += [tensor for part in (*parts, *down) for tensor in part.held]
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden], float32 or bfloat16, with the [T, per_token] that `route` returns -> [T, hidden]."""

@@ -13,6 +13,8 @@ BLOCK = 32
 """Columns of a packed weight that are stored together."""
 FORMS = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the plain forms, as in linear.h."""
+FP8_FORMS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
+"""Those of plain forms with scales."""
 _ROUNDED_BYTES = 80
 """Of a block of a row of x, in scratch."""
 PANEL = 6
@@ -39,12 +41,32 @@ class Matrix:
     interleaved: bool
     row_bytes: int
     """Interleaved: the share of a row in its group."""
+    scales: Tensor | None = None
+    """Of floats of 8 bits, [blocks of rows, blocks of columns] float32."""
+    scale_block: tuple[int, int] = (1, 1)
+    """Rows and columns that share a scale."""
 
     @staticmethod
     def plain(weight: Tensor) -> "Matrix":
         assert weight.is_contiguous()
         rows, columns = weight.shape
         return Matrix(weight, FORMS[weight.dtype], rows, columns, False, columns * weight.element_size())
+
+    @staticmethod
+    def fp8(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> "Matrix":
+        """Floats of 8 bits with a scale for each row, or for each `block` of rows and columns."""
+        assert weight.is_contiguous() and scales.dtype == torch.float32 and scales.is_contiguous()
+        rows, columns = weight.shape
+        high, wide = block or (1, columns)
+        assert wide % BLOCK == 0 or wide >= columns, f"a scale of {wide} columns: not a multiple of {BLOCK}"
+        assert scales.numel() == -(-rows // high) * -(-columns // wide)
+        form = FP8_FORMS[weight.dtype]
+        return Matrix(weight, form, rows, columns, False, columns, scales, (high, wide))
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory that `in_c` points to."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
 
     @property
     def prepared_bytes(self) -> int:
@@ -56,7 +78,8 @@ class Matrix:
     def in_c(self) -> list[int]:
         """The fields of `Matrix` in linear.h."""
         sizes = self.form, self.rows, self.columns, self.interleaved, self.row_bytes
-        return [self.data.data_ptr(), *map(int, sizes)]
+        scales = 0 if self.scales is None else self.scales.data_ptr()
+        return [self.data.data_ptr(), *map(int, sizes), scales, *self.scale_block]
 
 
 class Product:
@@ -70,7 +93,7 @@ class Product:
         self.parts = tuple(parts)
         self.bias = None if bias is None else bias.float().contiguous()
         self._in_c = torch.tensor([part.in_c() for part in parts])
-        self._keep = [self._in_c, *(part.data for part in parts)]
+        self._keep = [self._in_c, *(tensor for part in parts for tensor in part.held)]
         self._keep += [] if self.bias is None else [self.bias]
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 

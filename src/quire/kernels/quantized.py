@@ -120,7 +120,7 @@ class Lookup:
         job = _RowsJob(
             out.data_ptr(), ids.data_ptr(), self._in_c.data_ptr(), len(ids), dtype == torch.bfloat16
         )
-        _rows(job, out, ids, self.matrix.data, self._in_c)
+        _rows(job, out, ids, *self.matrix.held, self._in_c)
         return out
 
 

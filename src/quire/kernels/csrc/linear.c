@@ -5,6 +5,7 @@
  */
 #include <omp.h>
 
+#include "narrow.h"
 #include "values.h"
 
 #if WIDE == 16
@@ -140,32 +141,30 @@ static void times_panels(const Rows *x, const float *tile, long num, long column
         }
 }
 
-INLINE const uint8_t *row_at(const Matrix *part, long row)
-{
-    return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
-}
-
 /* The same without memory in between: `num` rows of the weight (4 or 8), columns [start, start + columns), few rows of x.
  * `count` may be more than there are: the last row is computed again. */
-INLINE void times_bf16(int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
+INLINE void times_narrow(int form, int count, int num, const Rows *x, const Matrix *part, long row, long start, long columns,
+                         float *sums)
 {
     wide sum[FEW][8], values[2];
-    const uint16_t *w[8];
+    float factors[8][CHUNK / BLOCK];
+    const uint8_t *w[8];
     const float *from[FEW];
     long k = 0;
     for (int r = 0; r < count; r++)
         from[r] = x_row(x, r);
     UNROLL
     for (int i = 0; i < num; i++) {
-        w[i] = (const uint16_t *)row_at(part, row + i) + start;
+        w[i] = row_at(part, row + i) + start * plain_bytes(form);
+        read_factors(form, part, row + i, start, columns, factors[i]);
         for (int r = 0; r < count; r++)
             sum[r][i] = (wide){0};
     }
     for (; k + 2 * WIDE <= columns; k += 2 * WIDE)
         UNROLL
         for (int i = 0; i < num; i++) {
-            wide_two_bf16(w[i] + k, values);
-            fetch(w[i] + k, num * part->row_bytes);
+            wide_two_of(form, w[i], k, factors[i][k / BLOCK], values);
+            fetch(w[i] + k * plain_bytes(form), num * part->row_bytes);
             for (int r = 0; r < count; r++)
                 for (int j = 0; j < 2; j++)
                     sum[r][i] = wide_fused(wide_load(from[r] + k + j * WIDE), values[j], sum[r][i]);
@@ -174,28 +173,17 @@ INLINE void times_bf16(int count, int num, const Rows *x, const Matrix *part, lo
         UNROLL
         for (int i = 0; i < num; i++)
             for (int r = 0; r < count; r++)
-                sum[r][i] = wide_fused(wide_load(from[r] + k), wide_bf16(w[i] + k), sum[r][i]);
+                sum[r][i] = wide_fused(wide_load(from[r] + k), wide_narrow(form, w[i], k, factors[i][k / BLOCK]), sum[r][i]);
     UNROLL
     for (int r = 0; r < count; r++)
         for (int i = 0; i < num; i += 4)
             add_sums(sum[r] + i, sums + r * TILE + i);
     for (int i = 0; k < columns && i < num; i++) {
         float left[WIDE];
-        widen(w[i], 1, k, columns - k, 1, left);
+        widen_of(form, w[i], k, columns - k, factors[i][k / BLOCK], left);
         for (int r = 0; r < count; r++)
             sums[r * TILE + i] += rest(from[r] + k, left, 0, columns - k);
     }
-}
-
-/* The scales and lows of columns [start, start + columns) of a row, and where their codes are. */
-INLINE const uint8_t *open_row(int form, const Matrix *part, long row, long start, long columns, float *scales, float *lows)
-{
-    const uint8_t *from = row_at(part, row);
-    long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
-    read_heads(form, from + first * each * head_bytes(form), columns / BLOCK * each, scales);
-    if (has_low(form))
-        read_heads(form, from + (blocks + first) * each * head_bytes(form), columns / BLOCK * each, lows);
-    return from + blocks * each * (has_low(form) + 1) * head_bytes(form) + first * code_bytes(form);
 }
 
 INLINE void times_packed(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
@@ -228,8 +216,8 @@ INLINE void times_packed(int form, int count, const Rows *x, const Matrix *part,
 
 INLINE void times_few(int form, int count, const Rows *x, const Matrix *part, long row, long start, long columns, float *sums)
 {
-    if (form == BF16)
-        times_bf16(count, count == 1 ? 8 : 4, x, part, row, start, columns, sums);
+    if (!is_packed(form))
+        times_narrow(form, count, count == 1 ? 8 : 4, x, part, row, start, columns, sums);
     else
         times_packed(form, count, x, part, row, start, columns, sums);
 }
@@ -244,20 +232,23 @@ INLINE float *tile_at(float *tile, int panels, long i, long k)
 INLINE void unpack_plain(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile, int i)
 {
     wide values[4][2];
+    float factors[4][CHUNK / BLOCK];
     const uint8_t *from[4];
     long whole = columns / (2 * WIDE) * 2 * WIDE;
-    for (int j = 0; j < 4; j++)
-        from[j] = row_at(part, row + i + j);
+    for (int j = 0; j < 4; j++) {
+        from[j] = row_at(part, row + i + j) + start * plain_bytes(form);
+        read_factors(form, part, row + i + j, start, columns, factors[j]);
+    }
     for (long k = 0; k < whole; k += 2 * WIDE) {
         for (int j = 0; j < 4; j++)
-            wide_two(from[j], form == BF16, start + k, values[j]);
+            wide_two_of(form, from[j], k, factors[j][k / BLOCK], values[j]);
         for (int half = 0; half < 2; half++)
             for (int j = 0; j < 4; j++)
                 wide_store(tile_at(tile, panels, i + j, k + half * WIDE), values[j][half]);
     }
     for (int j = 0; j < 4; j++)
         for (long k = whole; k < columns; k += WIDE)
-            widen(from[j], form == BF16, start + k, at_most(WIDE, columns - k), 1, tile_at(tile, panels, i + j, k));
+            widen_of(form, from[j], k, at_most(WIDE, columns - k), factors[j][k / BLOCK], tile_at(tile, panels, i + j, k));
 }
 
 INLINE void unpack_tile(int form, int panels, const Matrix *part, long row, long start, long columns, float *tile)
@@ -291,7 +282,7 @@ INLINE void times_rows(int form, const Rows *x, const Matrix *part, long row, lo
     }
     if (!direct && x->count <= FEW) {
         int one = FEW == 1 || x->count == 1;
-        for (long i = 0; i < num; i += one && form == BF16 ? 8 : 4)
+        for (long i = 0; i < num; i += one && !is_packed(form) ? 8 : 4)
             if (one)
                 times_few(form, 1, &now, part, row + i, start, columns, sums + i);
             else
@@ -319,7 +310,9 @@ static void times_form(const Rows *x, const Matrix *part, long row, long start, 
     case FOUR_LOW_F: times_rows(FOUR_LOW_F, x, part, row, start, columns, sums); break;
     case EIGHT_LOW_F: times_rows(EIGHT_LOW_F, x, part, row, start, columns, sums); break;
     case FOUR_LOW_F_16: times_rows(FOUR_LOW_F_16, x, part, row, start, columns, sums); break;
-    default: times_rows(EIGHT_F_16, x, part, row, start, columns, sums);
+    case EIGHT_F_16: times_rows(EIGHT_F_16, x, part, row, start, columns, sums); break;
+    case E4M3: times_rows(E4M3, x, part, row, start, columns, sums); break;
+    default: times_rows(E5M2, x, part, row, start, columns, sums);
     }
 }
 

@@ -34,10 +34,13 @@
 #endif
 
 /* How a weight is stored; the same numbers as in quantized.py. A code of 4 or 8 bits stands for scale * code + low,
- * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). */
-enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16 };
+ * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). E4M3 and E5M2 are
+ * floats of 8 bits that `scales` of the matrix belong to. */
+enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16, E4M3, E5M2 };
 
-INLINE int is_packed(int form) { return form >= FOUR_H; }
+INLINE int is_fp8(int form) { return form == E4M3 || form == E5M2; }
+INLINE int is_packed(int form) { return form >= FOUR_H && !is_fp8(form); }
+INLINE long plain_bytes(int form) { return form == F32 ? 4 : form == BF16 ? 2 : 1; }
 INLINE int is_four(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == FOUR_LOW_F || form == FOUR_LOW_F_16; }
 INLINE int has_low(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F || form == EIGHT_LOW_F || form == FOUR_LOW_F_16; }
 INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == EIGHT_H; }
@@ -54,6 +57,8 @@ INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) 
 typedef struct {
     const void *data;
     int64_t form, rows, columns, interleaved, row_bytes; /* row_bytes: from a row to the next, if not interleaved */
+    const float *scales;                /* of floats of 8 bits: one for each block of so many rows and columns; */
+    int64_t scale_rows, scale_columns; /* a multiple of BLOCK, or all columns */
 } Matrix;
 
 typedef struct {
@@ -106,6 +111,12 @@ INLINE float read_head(int form, const uint8_t *heads, long i)
 }
 
 INLINE long at_most(long x, long most) { return x < most ? x : most; }
+
+/* Of a matrix in the layout of rows. Behind the last row comes the last again. */
+INLINE const uint8_t *row_at(const Matrix *part, long row)
+{
+    return (const uint8_t *)part->data + at_most(row, part->rows - 1) * part->row_bytes;
+}
 
 /* 32 columns of a row of x: whole numbers of 2 bytes, the scale, and the sums of all 32, the first 16 and the last 16 columns. */
 #define ROUNDED_BYTES (2 * BLOCK + 16)

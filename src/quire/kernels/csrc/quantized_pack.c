@@ -1,5 +1,5 @@
 /* From the blocks of a GGUF file to the forms that the products read, and single rows back to floats. */
-#include "linear.h"
+#include "narrow.h"
 
 /* Types of a GGUF file; the same numbers as in quantized.py. */
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
@@ -257,13 +257,15 @@ void quire_unpack(const Matrix *matrix, long row, long start, long num, float *i
 static void plain_rows(const RowsJob *job)
 {
     const Matrix *matrix = job->matrix;
+    int form = (int)matrix->form;
     long columns = matrix->columns;
-    float values[BLOCK];
+    float values[BLOCK], factor;
 #pragma omp for schedule(static)
     for (long i = 0; i < job->num_ids; i++)
         for (long c = 0; c < columns; c += BLOCK) {
             long count = columns - c < BLOCK ? columns - c : BLOCK;
-            widen(matrix->data, matrix->form == BF16, job->ids[i] * columns + c, count, 1.0f, values);
+            read_factors(form, matrix, job->ids[i], c, count, &factor);
+            widen_of(form, matrix->data, job->ids[i] * columns + c, count, factor, values);
             narrow(values, job->out, (int)job->out_bf16, i * columns + c, count);
         }
 }
@@ -272,7 +274,7 @@ static void plain_rows(const RowsJob *job)
 void quire_rows(const RowsJob *job)
 {
     const Matrix *matrix = job->matrix;
-    if (matrix->form == F32 || matrix->form == BF16) {
+    if (!is_packed((int)matrix->form)) {
         plain_rows(job);
         return;
     }

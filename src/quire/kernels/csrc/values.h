@@ -24,6 +24,17 @@ INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
 #endif
 }
 
+/* The scales and lows of columns [start, start + columns) of a row, and where their codes are. */
+INLINE const uint8_t *open_row(int form, const Matrix *part, long row, long start, long columns, float *scales, float *lows)
+{
+    const uint8_t *from = row_at(part, row);
+    long blocks = part->columns / BLOCK, each = heads_of(form), first = start / BLOCK;
+    read_heads(form, from + first * each * head_bytes(form), columns / BLOCK * each, scales);
+    if (has_low(form))
+        read_heads(form, from + (blocks + first) * each * head_bytes(form), columns / BLOCK * each, lows);
+    return from + blocks * each * (has_low(form) + 1) * head_bytes(form) + first * code_bytes(form);
+}
+
 /* A block of 32 columns of one row as floats; `scale` and `low` have an entry for each head. */
 #if WIDE == 16
 
