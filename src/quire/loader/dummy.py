@@ -20,6 +20,8 @@ _NORM = re.compile(r"(norm|\bln_\w)\.weight$")
 class DummySource:
     """Random weights of the shapes asked for."""
 
+    num_readers = 1
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._seed = seed
 

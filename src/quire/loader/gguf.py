@@ -96,6 +96,8 @@ _KEPT_BYTES = 32 << 20
 class GGUFSource:
     """The tensors of a GGUF file under their names in a checkpoint."""
 
+    num_readers = 1
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._file = GGUFFile(checkpoint.path)
         self._facts = checkpoint.facts

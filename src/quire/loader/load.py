@@ -3,8 +3,9 @@
 import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -89,20 +90,45 @@ def load_model(
     targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
     hidden = not show_progress or not sys.stderr.isatty()
-    left, begun = Counter(id(layer) for _, layer in found.values()), set[int]()
+    left = Counter(id(layer) for _, layer in found.values())
     with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
-        for name in source.order(targets):
-            _, layer = found[name]
-            if isinstance(layer, Begins) and id(layer) not in begun:
-                begun.add(id(layer))
-                layer.begin()
-                found |= _as_stored([(target, layer) for target in layer.targets()], stored)
-            source.fill(found[name][0])
+        for name in _filled(source, _begun(source.order(targets), found, stored)):
+            layer = found[name][1]
             left[id(layer)] -= 1
             if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
                 layer.finish()
             progress.update()
     return model.eval()
+
+
+def _begun(names: Iterable[str], found: dict[str, Found], stored: Mapping[str, Any]) -> Iterator[Target]:
+    """The targets of these names, each layer told before its first; `found` follows."""
+    begun = set[int]()
+    for name in names:
+        layer = found[name][1]
+        if isinstance(layer, Begins) and id(layer) not in begun:
+            begun.add(id(layer))
+            layer.begin()
+            found |= _as_stored([(target, layer) for target in layer.targets()], stored)
+        yield found[name][0]
+
+
+def _filled(source: Source, targets: Iterator[Target]) -> Iterator[str]:
+    """Fill all targets, the next few at a time, and name each in the same order."""
+    ahead: deque[tuple[str, Future[None]]] = deque()
+    with ThreadPoolExecutor(source.num_readers, "quire-load") as pool:
+        for target in targets:
+            ahead.append((target.name, pool.submit(torch.no_grad()(source.fill), target)))
+            if len(ahead) > source.num_readers:
+                yield _first(ahead)
+        while ahead:
+            yield _first(ahead)
+
+
+def _first(ahead: deque[tuple[str, Future[None]]]) -> str:
+    name, filled = ahead.popleft()
+    filled.result()
+    return name
 
 
 def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:

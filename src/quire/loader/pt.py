@@ -18,6 +18,8 @@ from quire.quant.format import Format
 class PickleSource:
     """The tensors of pytorch_model*.bin."""
 
+    num_readers = 1
+
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}
         for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):

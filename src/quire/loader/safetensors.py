@@ -1,49 +1,173 @@
-"""Weights from safetensors files, mapped and copied one tensor at a time."""
+"""Weights from safetensors files, read by several threads: straight into place where the types agree."""
 
+import ctypes
+import itertools
+import json
+import math
+import mmap
+import threading
 from collections.abc import Iterable, Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.loader.shards import find_shards
-from quire.loader.source import put
+from quire.loader.source import check_type
 from quire.quant.format import Format
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the names of the format."""
+_CHUNK_BYTES = 32 << 20
+"""Read at a time where the bytes cannot go straight to their place."""
+
+_LARGE_BYTES = 8 << 20
+"""From here on memory is asked for in large pages."""
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte, from the start of the file."""
 
 
 class SafetensorsSource:
-    """The tensors of safetensors files, mapped and read one by one."""
+    """The tensors of safetensors files."""
+
+    num_readers = 4
+    """As many requests as a disk of today wants to see at once."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
-        self._files = {path: _open(path) for path in find_shards(checkpoint.path, "model", ".safetensors")}
-        self._home = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+        paths = find_shards(checkpoint.path, "model", ".safetensors")
+        self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
+        self._own = threading.local()
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
-        return {
-            name: tuple(self._files[path].get_slice(name).get_shape()) for name, path in self._home.items()
-        }
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
-        return [name for name in self._home if name in targets]
+        return [name for name in self.entries if name in targets]
 
     def format(self, plain: Format) -> Format:
         return plain
 
     def fill(self, target: Target) -> None:
-        name, path = target.name, self._home[target.name]
+        entry, into = self.entries[target.name], target.tensor
+        check_type(entry.dtype, target)
+        _ask_for_large_pages(into)
         try:
-            put(self._files[path].get_tensor(name), target)
-        except SafetensorError as error:
-            raise ConfigError(f"cannot read {name} from {path}: {error}; download the file again") from error
+            with entry.path.open("rb", buffering=0) as file:
+                file.seek(entry.offset)
+                if into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous():
+                    _read(file, into)
+                else:
+                    self._read_in_pieces(file, entry, into)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {target.name} from {entry.path}: {error}; download the file again"
+            ) from error
+
+    def _read_in_pieces(self, file: RawIOBase, entry: Entry, into: Tensor) -> None:
+        """Through memory of this thread, some rows at a time: another type, another device."""
+        if not hasattr(self._own, "stages"):
+            self._own.stages = itertools.cycle([_Stage(into.device), _Stage(into.device)])
+        rows, *row = entry.shape or (1,)
+        step = max(1, _CHUNK_BYTES // max(1, math.prod(row) * entry.dtype.itemsize))
+        into = into if into.shape == entry.shape and into.ndim else into.view(entry.shape or 1)
+        for start in range(0, rows, step):
+            piece = into[start : start + step]
+            stage: _Stage = next(self._own.stages)
+            values = stage.empty((min(step, rows - start), *row), entry.dtype)
+            _read(file, values)
+            stage.copy(values, piece)
 
 
-def _open(path: Path) -> Any:
+class _Stage:
+    """Memory that bytes pass through on their way to a device: page-locked where that is a GPU, so that the
+    next are read while these are on their way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.left = torch.cuda.Event() if device.type == "cuda" else None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self.left is not None:
+            self.left.synchronize()
+        if len(self.memory) < num_bytes:
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.left is not None)
+        return self.memory[:num_bytes].view(dtype).view(shape)
+
+    def copy(self, values: Tensor, into: Tensor) -> None:
+        if self.left is None:
+            into.copy_(values)
+        else:  # a type is changed over there, where it costs nothing
+            into.copy_(values.to(self.device, non_blocking=True))
+            self.left.record(torch.cuda.current_stream(self.device))
+
+
+def entries_of(path: Path) -> dict[str, Entry]:
+    """What a file holds, once its header is known to fit its size."""
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="np"):  # checks that every byte is some tensor's
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
     except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"{path} is not a whole safetensors file ({error}); it is truncated or corrupt, download it again"
         ) from error
+    header.pop("__metadata__", None)
+    strange = sorted({each["dtype"] for each in header.values()} - DTYPES.keys())
+    if strange:
+        raise ConfigError(f"{path} holds {strange[0]} tensors; known: {', '.join(DTYPES)}")
+    return {
+        name: Entry(path, DTYPES[each["dtype"]], tuple(each["shape"]), 8 + size + each["data_offsets"][0])
+        for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    }
+
+
+def _read(file: RawIOBase, into: Tensor) -> None:
+    """As many bytes as the tensor has."""
+    rest = into.flatten().view(torch.uint8).numpy().data
+    while rest:
+        num_read = file.readinto(rest)
+        if not num_read:
+            raise OSError("it ends early")
+        rest = rest[num_read:]
+
+
+def _ask_for_large_pages(into: Tensor) -> None:
+    """Before the memory is touched: the kernel gives it out by the page, and small ones take longer than what
+    is read into them."""
+    if into.device.type != "cpu" or into.nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    start = -(-into.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = ctypes.c_size_t(into.data_ptr() + into.nbytes - start)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)  # refused: no harm

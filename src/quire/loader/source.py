@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.config.model import Checkpoint
@@ -25,6 +26,9 @@ FORMATS = LazyTable(
 class Source(Protocol):
     """Made from (checkpoint, seed). Names are those of a Hugging Face checkpoint."""
 
+    num_readers: int
+    """How many threads may fill at a time."""
+
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor there is."""
         ...
@@ -43,15 +47,20 @@ class Source(Protocol):
 
 
 def put(stored: Tensor, target: Target) -> None:
-    """Copy a tensor of a file; numbers that mean something only beside a scale are not converted."""
+    """Copy a tensor of a file."""
+    check_type(stored.dtype, target)
+    target.tensor.copy_(stored.reshape(target.tensor.shape))
+
+
+def check_type(stored: torch.dtype, target: Target) -> None:
+    """Numbers that mean something only beside a scale are not converted."""
     into = target.tensor
     narrow = into.dtype.itemsize == 1 or not into.is_floating_point()
-    if narrow and stored.dtype != into.dtype:
+    if narrow and stored != into.dtype:
         raise ConfigError(
-            f"{target.name} is stored as {stored.dtype}, but its quantization says {into.dtype}: config.json "
+            f"{target.name} is stored as {stored}, but its quantization says {into.dtype}: config.json "
             "and the weights are not of one model"
         )
-    into.copy_(stored.reshape(into.shape))
 
 
 def detect(checkpoint: Checkpoint, load_format: str) -> str:

@@ -1,0 +1,80 @@
+"""Reading safetensors: straight, in pieces, by several threads, and what is cut off meanwhile."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny
+from safetensors.torch import load_file, save_file
+
+from quire.config.model import read_checkpoint
+from quire.errors import ConfigError
+from quire.layers.norm import Norm
+from quire.layers.scope import Target
+from quire.loader import safetensors as reading
+from quire.loader.safetensors import SafetensorsSource
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[SafetensorsSource, dict[str, torch.Tensor]]:
+    path, _ = make_tiny("llama", tmp_path)
+    tensors = {
+        "bfloat16": torch.randn(37, 5).bfloat16(),
+        "one": torch.tensor(3.5),
+        "int32": torch.randint(-9, 9, (7, 3, 2), dtype=torch.int32),
+        "float8": torch.randn(4, 6).to(torch.float8_e4m3fn),
+        "nothing": torch.zeros(0, 4),
+    }
+    save_file(tensors, path / "model.safetensors")
+    return SafetensorsSource(read_checkpoint(path), 0), tensors
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
+def test_tensors_of_any_type_reach_any_place(
+    source: tuple[SafetensorsSource, dict[str, torch.Tensor]],
+    chunk_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A piece in the wrong rows, bytes of one type taken for another, a view that is not contiguous."""
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", chunk_bytes)
+    found, tensors = source
+    assert found.shapes({}) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        wide = torch.empty(tensor.shape or (1,), dtype=torch.float32)
+        for into in (torch.empty_like(tensor), wide):
+            found.fill(Target(name, into))
+            assert torch.equal(into.float().view(tensor.shape), tensor.float()), name
+        if tensor.ndim == 2:
+            turned = torch.empty(*tensor.shape[::-1], dtype=tensor.dtype)
+            found.fill(Target(name, turned.t()))
+            assert torch.equal(turned.t().float(), tensor.float())
+
+
+def test_a_file_that_is_cut_off_after_it_was_opened_is_named(
+    source: tuple[SafetensorsSource, dict[str, torch.Tensor]],
+) -> None:
+    found, tensors = source
+    path = found.entries["bfloat16"].path
+    path.write_bytes(path.read_bytes()[:-1])
+    last = max(found.entries, key=lambda name: found.entries[name].offset)
+    with pytest.raises(ConfigError, match=rf"cannot read {last} from .*safetensors: it ends early"):
+        found.fill(Target(last, torch.empty_like(tensors[last])))
+
+
+def test_a_layer_is_finished_once_after_all_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm that is finished while a thread still reads it, or twice."""
+    path, _ = make_tiny("llama", tmp_path)
+    stored = load_file(path / "model.safetensors")
+    seen: list[tuple[str, bool]] = []
+
+    def finish(self: Any) -> None:
+        name = next(self.targets()).name
+        seen.append((name, torch.equal(self.weight, stored[name])))
+
+    monkeypatch.setattr(Norm, "finish", finish)
+    monkeypatch.setattr("quire.layers.norm.RMSNorm.finish", finish)
+    load_tiny(path)
+    assert sorted(seen) == sorted((name, True) for name in stored if "norm" in name)
