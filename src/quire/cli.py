@@ -18,6 +18,7 @@ COMMANDS = {
     "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
     "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
+    "quantize": ("write a model in fewer bits", "quire.quantize.command"),
     "collect-env": ("describe this machine, for a bug report", "quire.terminal.collect_env"),
 }
 

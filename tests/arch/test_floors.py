@@ -23,7 +23,7 @@ FLOORS = [
     ["executor"],
     ["core", "api_process"],
     ["llm", "launch", "private"],
-    ["bench", "batch", "terminal"],
+    ["bench", "batch", "terminal", "quantize"],
     ["cli"],
     ["__main__", "__init__"],
 ]

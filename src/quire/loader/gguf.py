@@ -189,6 +189,18 @@ def hf_name(name: str, architecture: str) -> str:
     return f"{layer}{names[part]}.{kind}" if part in names else name
 
 
+def gguf_name(name: str, architecture: str) -> str | None:
+    """`hf_name` the other way around; None for a name that files have none for."""
+    names = _NAMES | _OTHER_NAMES.get(architecture, {})
+    where, _, kind = name.rpartition(".")
+    layer, _, part = where.removeprefix(f"{names['blk']}.").partition(".")
+    is_in_layer = where.startswith(f"{names['blk']}.")
+    stored = next((each for each, known in names.items() if known == (part if is_in_layer else where)), None)
+    if stored is None or kind not in ("weight", "bias"):
+        return None
+    return f"blk.{layer}.{stored}.{kind}" if is_in_layer else f"{stored}.{kind}"
+
+
 def row_order(name: str, num_rows: int, facts: ArchFacts) -> NDArray[np.intp] | None:
     """The stored rows in the order that the model wants them; None: as they are."""
     if facts.architecture not in _INTERLEAVED or not re.search(r"self_attn\.[qk]_proj\.", name):

@@ -28,6 +28,9 @@ class PickleSource:
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self._tensors if name in targets]
 

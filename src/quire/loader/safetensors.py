@@ -69,6 +69,9 @@ class SafetensorsSource:
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.entries[name].dtype
+
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return [name for name in self.entries if name in targets]
 

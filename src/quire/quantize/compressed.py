@@ -1,0 +1,133 @@
+"""Writing a directory in compressed-tensors' layout, file by file."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.errors import ConfigError
+from quire.logs import get_logger
+from quire.quantize.schemes import Scheme
+from quire.quantize.stored import Stored, write_json
+
+logger = get_logger(__name__)
+
+_LEFT_ALONE = re.compile(
+    r"(^|\.)(lm_head|embed\w*|wte|wpe|\w*norm\w*|\w*router\w*|gate|shared_expert_gate|conv1d|score|classifier)$"
+    r"|(^|\.)(vision_tower|vision_model|visual|multi_modal_projector)\."
+)
+"""Modules that stay as they are: both ends of the model, norms, routers, and what sees."""
+_GROUPS = (128, 64, 32)
+"""Sizes of groups, the first that fits is taken where none is asked for."""
+_FILE_BYTES = 4 << 30
+"""A file is begun anew when the last has grown to this."""
+
+
+class Plan:
+    """Which weights of a model are rounded, and in groups of how many inputs."""
+
+    def __init__(self, stored: Stored, scheme: Scheme, group: int | None, ignore: Iterable[str]) -> None:
+        more = [re.compile(pattern) for pattern in ignore]
+        self.scheme = scheme
+        modules = {
+            name.removesuffix(".weight"): shape
+            for name, shape in stored.shapes.items()
+            if name.endswith(".weight") and len(shape) == 2
+        }
+        self.modules = {
+            module: shape
+            for module, shape in modules.items()
+            if not _LEFT_ALONE.search(module) and not any(each.search(module) for each in more)
+        }
+        """What is rounded."""
+        self.ignored = sorted({"lm_head", *modules} - {*self.modules})
+        self._refuse(stored)
+        self.group = self._group(group) if scheme.grouped else 0
+
+    def _refuse(self, stored: Stored) -> None:
+        path = stored.checkpoint.path
+        if stored.checkpoint.facts.across:
+            raise ConfigError(
+                f"{path}: a {stored.checkpoint.facts.architecture} has its weights with inputs before outputs, "
+                "which compressed-tensors has no layout for; use --to gguf-q8_0, or another model"
+            )
+        whole = [name for name, shape in stored.shapes.items() if len(shape) == 3 and ".experts." in name]
+        if whole:
+            raise ConfigError(
+                f"{path}: {whole[0]} holds all experts in one tensor, which compressed-tensors has no layout "
+                "for; use a checkpoint with a tensor for each expert"
+            )
+        if not self.modules:
+            raise ConfigError(f"{path}: nothing is left to quantize; ignore fewer layers")
+
+    def _group(self, asked: int | None) -> int:
+        for group in [asked] if asked else _GROUPS:
+            odd = [(name, shape[1]) for name, shape in self.modules.items() if shape[1] % group]
+            if not odd:
+                if asked is None and group != _GROUPS[0]:
+                    logger.info("Groups of %d inputs: %d do not divide those of all layers", group, _GROUPS[0])
+                return group
+        name, inputs = odd[0]
+        fits = [str(group) for group in _GROUPS if all(shape[1] % group == 0 for shape in self.modules.values())]
+        way_out = f"use --group-size {' or '.join(fits)}" if fits else f"leave it out with --ignore '{name}'"
+        raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {way_out}")
+
+    def apply(self, name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A tensor as it is written."""
+        module = name.removesuffix(".weight")
+        if module in self.modules and name.endswith(".weight"):
+            parts = self.scheme.pack(tensor.float(), self.group, dtype)
+            return {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+        return {name: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor}
+
+
+class Files:
+    """Files of a directory, written one after the other; `close` names them, and writes the index."""
+
+    def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
+        self.folder = folder
+        self.file_bytes = file_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._written: list[list[str]] = []
+        self.num_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        self._waiting |= tensors
+        if sum(tensor.nbytes for tensor in self._waiting.values()) >= self.file_bytes:
+            self._write()
+
+    def _write(self) -> None:
+        file = self.folder / f"part-{len(self._written)}.safetensors"
+        save_file(self._waiting, file, metadata={"format": "pt"})
+        self.num_bytes += sum(tensor.nbytes for tensor in self._waiting.values())
+        self._written.append(list(self._waiting))
+        self._waiting = {}
+
+    def close(self) -> None:
+        if self._waiting:
+            self._write()
+        count, weight_map = len(self._written), {}
+        for i, names in enumerate(self._written):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            (self.folder / f"part-{i}.safetensors").rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+            write_json(self.folder / "model.safetensors.index.json", index)
+
+
+def write_compressed(stored: Stored, plan: Plan, to: Path, progress: Callable[[], object]) -> int:
+    """Calls `progress` after each tensor; returns the number of bytes written."""
+    config = stored.config()
+    stored.copy_rest(to)
+    files = Files(to)
+    for name, tensor in stored.tensors():
+        files.add(plan.apply(name, tensor, stored.dtype))
+        progress()
+    files.close()
+    quantization = plan.scheme.config(plan.group, plan.ignored)
+    write_json(to / "config.json", config | {"quantization_config": quantization})
+    return files.num_bytes

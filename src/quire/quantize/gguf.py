@@ -1,0 +1,190 @@
+"""Writing a GGUF file: from another with all that its header says, or from a directory of a known family."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, LlamaFileType
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+
+from quire.config.facts import ArchFacts
+from quire.config.gguf import GGUFFile
+from quire.errors import ConfigError
+from quire.layers.rope import KINDS
+from quire.loader.gguf import gguf_name, row_order
+from quire.quantize.stored import Stored
+from quire.quantize.vocab import gguf_vocab
+from quire.text.tokenizer import load_tokenizer
+
+GGUF_KINDS = {
+    "gguf-q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+_ENDS = ("token_embd.weight", "output.weight")
+"""Never fewer than 8 bits: all that a model reads and says passes through them."""
+_EXACT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", ".bias", "attn_sinks.weight")
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Those of a directory whose header can be written."""
+
+Values = NDArray[Any]
+
+
+class _Writer:
+    """A file whose header is written first, and then its tensors one by one in the same order."""
+
+    def __init__(self, path: Path, architecture: str, kind: GGMLQuantizationType) -> None:
+        self.writer = GGUFWriter(path, architecture)
+        self.kind = kind
+        self.types: dict[str, GGMLQuantizationType] = {}
+        self.num_bytes = 0
+
+    def plan(self, name: str, shape: tuple[int, ...]) -> None:
+        kind = self._type(name, shape)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        num_bytes = int(np.prod(shape)) // block * block_bytes
+        self.writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
+        self.types[name] = kind
+        self.num_bytes += num_bytes
+
+    def _type(self, name: str, shape: tuple[int, ...]) -> GGMLQuantizationType:
+        kind = GGMLQuantizationType.Q8_0 if name in _ENDS else self.kind
+        if len(shape) == 1 or name.endswith(_EXACT):
+            return GGMLQuantizationType.F32
+        return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
+
+    def begin(self) -> None:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_ti_data_to_file()
+
+    def add(self, name: str, values: Values) -> None:
+        self.writer.write_tensor_data(quantize(np.ascontiguousarray(values, np.float32), self.types[name]))
+
+
+def write_gguf(stored: Stored, to: str, folder: Path, progress: Callable[[], object]) -> int:
+    """One file in `folder`; returns the number of bytes of its tensors."""
+    kind, file_type = GGUF_KINDS[to]
+    source = stored.checkpoint.path
+    path = folder / f"{source.stem if stored.is_gguf else source.name}-{kind.name}.gguf"
+    if stored.is_gguf:
+        metadata = GGUFFile(source).metadata
+        out = _Writer(path, metadata["general.architecture"], kind)
+        _copy_header(source, out.writer)
+        tensors = _of_file(GGUFFile(source), out)
+    else:
+        facts = _writable(stored)
+        out = _Writer(path, _ARCHITECTURES[facts.architecture], kind)
+        _write_header(stored, facts, out.writer)
+        tensors = _of_directory(stored, facts, out)
+    out.writer.add_file_type(file_type)
+    out.writer.add_quantization_version(2)
+    for name, values in tensors:
+        out.add(name, values)
+        progress()
+    out.writer.close()
+    return out.num_bytes
+
+
+def _copy_header(source: Path, writer: GGUFWriter) -> None:
+    ours = ("general.architecture", "general.file_type", "general.quantization_version", "general.alignment")
+    for field in GGUFReader(source).fields.values():
+        if field.name in ours or field.name.startswith(("GGUF.", "split.")):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, inner)
+
+
+def _of_file(file: GGUFFile, out: _Writer) -> Iterator[tuple[str, Values]]:
+    for name, tensor in file.tensors.items():
+        out.plan(name, tensor.shape)
+    out.begin()
+    for name, tensor in file.tensors.items():
+        rows = file.raw(name).reshape(*(tensor.shape[:-1] or tensor.shape), -1)
+        yield name, dequantize(rows, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+        file.forget()
+
+
+def _writable(stored: Stored) -> ArchFacts:
+    """The facts as the header tells them, if it can."""
+    facts, path = stored.checkpoint.facts, stored.checkpoint.path
+    if facts.architecture not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: a GGUF header cannot be written for a {facts.architecture}; known: "
+            f"{', '.join(_ARCHITECTURES)}; use --to fp8, int8 or int4"
+        )
+    odd = [kind for layer in facts.layers for kind in [layer.rope and layer.rope.kind]]
+    if {*odd} - {"default", "linear", "llama3"} or any(layer.window for layer in facts.layers):
+        what = f"a rotation of the kind {odd[0]}" if odd[0] != "default" else "windows"
+        raise ConfigError(f"{path}: {what} is not written to GGUF headers; use --to fp8, int8 or int4")
+    is_llama = _ARCHITECTURES[facts.architecture] == "llama"
+    return replace(facts, architecture="LlamaForCausalLM") if is_llama else facts
+
+
+def _write_header(stored: Stored, facts: ArchFacts, writer: GGUFWriter) -> None:
+    rope = facts.layers[0].rope
+    assert rope is not None
+    writer.add_name(stored.checkpoint.path.name)
+    writer.add_vocab_size(facts.vocab)
+    writer.add_context_length(rope.max_len)
+    writer.add_embedding_length(facts.hidden)
+    writer.add_block_count(len(facts.layers))
+    writer.add_feed_forward_length(facts.intermediate)
+    writer.add_head_count(facts.heads)
+    writer.add_head_count_kv(facts.kv_heads)
+    writer.add_key_length(facts.head_dim)
+    writer.add_value_length(facts.head_dim)
+    writer.add_layer_norm_rms_eps(facts.norm_eps)
+    writer.add_rope_freq_base(rope.theta)
+    writer.add_rope_dimension_count(rope.dim)
+    if rope.kind == "linear":
+        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
+        writer.add_rope_scaling_factor(rope.factor)
+    tokenizer = load_tokenizer(stored.checkpoint.path, "hf")
+    for key, value in gguf_vocab(tokenizer, facts.vocab, stored.checkpoint.eos_ids).items():
+        kind = GGUFValueType.get_type(value)
+        inner = GGUFValueType.get_type(value[0]) if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, GGUFValueType.UINT32 if kind == GGUFValueType.INT32 else kind, inner)
+
+
+def _of_directory(stored: Stored, facts: ArchFacts, out: _Writer) -> Iterator[tuple[str, Values]]:
+    names = {name: gguf_name(name, facts.architecture) for name in stored.shapes}
+    if facts.tied:
+        names.pop("lm_head.weight", None)
+    unknown = [name for name, stored_as in names.items() if stored_as is None and "inv_freq" not in name]
+    if unknown:
+        raise ConfigError(f"{stored.checkpoint.path}: GGUF files have no name for {unknown[0]}")
+    factors = _rope_factors(facts)
+    if factors is not None:
+        out.plan("rope_freqs.weight", factors.shape)
+    for name, stored_as in names.items():
+        if stored_as is not None:
+            out.plan(stored_as, stored.shapes[name])
+    out.begin()
+    if factors is not None:
+        yield "rope_freqs.weight", factors
+    for name, tensor in stored.tensors():
+        stored_as = names.get(name)
+        if stored_as is not None:
+            rows = row_order(name, len(tensor), facts)
+            values = tensor.float().numpy()
+            yield stored_as, values if rows is None else values[np.argsort(rows)]
+
+
+def _rope_factors(facts: ArchFacts) -> Values | None:
+    """By what llama3's stretch divides each frequency."""
+    rope = facts.layers[0].rope
+    if rope is None or rope.kind != "llama3":
+        return None
+    plain = KINDS["default"](rope, rope.max_len)
+    return (plain / KINDS["llama3"](rope, rope.max_len)).to(torch.float32).numpy()
