@@ -30,7 +30,9 @@ def add_flags(parser: FlagParser) -> None:
         choices=[*SCHEMES, *GGUF_KINDS],
         help="fp8, int8, int4: a directory in compressed-tensors' layout; gguf-*: one .gguf file.",
     )
-    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="A directory that is new or empty.")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="DIR", help="A directory that is new or empty."
+    )
     parser.add_argument(
         "--group-size",
         type=int,
@@ -42,7 +44,7 @@ def add_flags(parser: FlagParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="Regex of the names of layers that stay as they are, beside embeddings, heads, norms and routers; "
+        help="Regex of names of layers that stay as they are, beside embeddings, heads, norms and routers; "
         "may be given again.",
     )
     parser.add_argument("--revision", help="Of a hub model: branch, tag or commit.")
@@ -79,7 +81,7 @@ def convert(stored: Stored, kind: str, to: Path, *, group: int | None = None, ig
         with bar:
             if plan is None:
                 return write_gguf(stored, kind, to, bar.update)
-            return write_compressed(stored, plan, to, bar.update)
+            return write_compressed(plan, to, bar.update)
     except BaseException:
         shutil.rmtree(to)
         raise

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,7 +30,7 @@ class Plan:
 
     def __init__(self, stored: Stored, scheme: Scheme, group: int | None, ignore: Iterable[str]) -> None:
         more = [re.compile(pattern) for pattern in ignore]
-        self.scheme = scheme
+        self.stored, self.scheme = stored, scheme
         modules = {
             name.removesuffix(".weight"): shape
             for name, shape in stored.shapes.items()
@@ -44,15 +43,15 @@ class Plan:
         }
         """What is rounded."""
         self.ignored = sorted({"lm_head", *modules} - {*self.modules})
-        self._refuse(stored)
+        self._refuse()
         self.group = self._group(group) if scheme.grouped else 0
 
-    def _refuse(self, stored: Stored) -> None:
-        path = stored.checkpoint.path
+    def _refuse(self) -> None:
+        stored, path = self.stored, self.stored.checkpoint.path
         if stored.checkpoint.facts.across:
             raise ConfigError(
-                f"{path}: a {stored.checkpoint.facts.architecture} has its weights with inputs before outputs, "
-                "which compressed-tensors has no layout for; use --to gguf-q8_0, or another model"
+                f"{path}: a {stored.checkpoint.facts.architecture} has weights with inputs before outputs, "
+                "which compressed-tensors has no layout for; use another model"
             )
         whole = [name for name, shape in stored.shapes.items() if len(shape) == 3 and ".experts." in name]
         if whole:
@@ -68,20 +67,24 @@ class Plan:
             odd = [(name, shape[1]) for name, shape in self.modules.items() if shape[1] % group]
             if not odd:
                 if asked is None and group != _GROUPS[0]:
-                    logger.info("Groups of %d inputs: %d do not divide those of all layers", group, _GROUPS[0])
+                    logger.info(
+                        "Groups of %d inputs: %d do not divide those of all layers", group, _GROUPS[0]
+                    )
                 return group
         name, inputs = odd[0]
-        fits = [str(group) for group in _GROUPS if all(shape[1] % group == 0 for shape in self.modules.values())]
+        fits = [
+            str(group) for group in _GROUPS if all(shape[1] % group == 0 for shape in self.modules.values())
+        ]
         way_out = f"use --group-size {' or '.join(fits)}" if fits else f"leave it out with --ignore '{name}'"
         raise ConfigError(f"{name} has {inputs} inputs, which groups of {group} do not divide; {way_out}")
 
-    def apply(self, name: str, tensor: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    def apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor as it is written."""
         module = name.removesuffix(".weight")
         if module in self.modules and name.endswith(".weight"):
-            parts = self.scheme.pack(tensor.float(), self.group, dtype)
+            parts = self.scheme.pack(tensor.float(), self.group, self.stored.dtype)
             return {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
-        return {name: tensor.to(dtype) if tensor.dtype == torch.float32 else tensor}
+        return {name: tensor.to(self.stored.dtype) if self.stored.is_gguf else tensor}
 
 
 class Files:
@@ -109,7 +112,7 @@ class Files:
     def close(self) -> None:
         if self._waiting:
             self._write()
-        count, weight_map = len(self._written), {}
+        count, weight_map = len(self._written), dict[str, str]()
         for i, names in enumerate(self._written):
             file = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             (self.folder / f"part-{i}.safetensors").rename(self.folder / file)
@@ -119,13 +122,14 @@ class Files:
             write_json(self.folder / "model.safetensors.index.json", index)
 
 
-def write_compressed(stored: Stored, plan: Plan, to: Path, progress: Callable[[], object]) -> int:
+def write_compressed(plan: Plan, to: Path, progress: Callable[[], object]) -> int:
     """Calls `progress` after each tensor; returns the number of bytes written."""
+    stored = plan.stored
     config = stored.config()
     stored.copy_rest(to)
     files = Files(to)
     for name, tensor in stored.tensors():
-        files.add(plan.apply(name, tensor, stored.dtype))
+        files.add(plan.apply(name, tensor))
         progress()
     files.close()
     quantization = plan.scheme.config(plan.group, plan.ignored)

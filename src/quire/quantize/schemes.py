@@ -1,4 +1,4 @@
-"""Round to nearest: the tensors that compressed-tensors keeps of a weight, and how config.json tells of them."""
+"""Round to nearest: what compressed-tensors keeps of a weight, and how config.json tells of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,12 +20,13 @@ _PREFERRED = {"gpt-2": "default"}
 
 def gguf_vocab(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> dict[str, Any]:
     """The keys of the header; `size` is the number of rows of the embedding."""
-    model = json.loads(tokenizer.backend.to_str())["model"]
-    pre_tokenizer = tokenizer.backend.to_str()
-    if model["type"] != "BPE" or '"ByteLevel"' not in pre_tokenizer or model.get("byte_fallback"):
+    written = json.loads(tokenizer.backend.to_str())
+    model = written["model"]
+    if model["type"] != "BPE" or (written["decoder"] or {}).get("type") != "ByteLevel":
         raise ConfigError(
-            f"the tokenizer is of the kind {model['type']}{' with bytes' if model.get('byte_fallback') else ''}, "
-            "and only byte-level BPE is written to GGUF files; use --to fp8, int8 or int4"
+            f"the tokenizer is {model['type']} with a decoder of the kind "
+            f"{(written['decoder'] or {}).get('type')}, and only byte-level BPE is written to GGUF files; "
+            "use --to fp8, int8 or int4"
         )
     found: dict[str, Any] = {"tokenizer.ggml.model": "gpt2"} | _tokens(tokenizer, model, size)
     roles = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
@@ -67,5 +68,6 @@ def _pre(tokenizer: Tokenizer, vocab: dict[str, Any]) -> str:
         if backend.encode(_PROBE).ids == expected:
             return next((better for better, worse in _PREFERRED.items() if worse == name), name)
     raise ConfigError(
-        "the tokenizer cuts text into words in a way that GGUF files have no name for; use --to fp8, int8 or int4"
+        "the tokenizer cuts text into words in a way that GGUF files have no name for; use --to fp8, int8 or "
+        "int4"
     )
