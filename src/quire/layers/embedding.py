@@ -34,6 +34,9 @@ class _Table(nn.Module):
 
     def finish(self) -> None:
         self.weight.finish()
+        self.equip()
+
+    def equip(self) -> None:
         self.multiply = self.weight.product
 
 
@@ -43,8 +46,8 @@ class Embedding(_Table):
     rows: Callable[[Tensor], Tensor]
     """There after `finish`."""
 
-    def finish(self) -> None:
-        super().finish()
+    def equip(self) -> None:
+        super().equip()
         assert self.weight.rows is not None, "a format without rows is not one for embeddings"
         self.rows = self.weight.rows
 

@@ -51,6 +51,10 @@ class Linear(nn.Module):
 
     def finish(self) -> None:
         self.weight.finish()
+        self.equip()
+
+    def equip(self) -> None:
+        """Take over what the finished weight can do."""
         self.multiply = self.weight.product
 
 
@@ -125,6 +129,9 @@ class QKVLinear(Linear):
                 orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
             self.weight.reorder(orders)
         super().finish()
+
+    def equip(self) -> None:
+        super().equip()
         self.entered = self.weight.entered
 
     def forward(self, x: Tensor, entry: Entry) -> Tensor:
@@ -161,8 +168,8 @@ class GateUpLinear(Linear):
         self.gated: Callable[[Tensor], Tensor] | None = None
         """The weight's own activated product."""
 
-    def finish(self) -> None:
-        super().finish()
+    def equip(self) -> None:
+        super().equip()
         self.gated = self.weight.gated if self.activation == "silu" else None
 
     def forward(self, x: Tensor) -> Tensor:

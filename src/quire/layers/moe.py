@@ -178,6 +178,9 @@ class Experts(nn.Module):
             outputs = 2 * self.weights.shape.intermediate
             self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())
         self.weights.finish()
+        self.equip()
+
+    def equip(self) -> None:
         self.mix = self.weights.mix
 
 
@@ -193,8 +196,8 @@ class Router(Linear):
         self.chosen: Chooses | None = None
         """The weight's own way from x to the choice."""
 
-    def finish(self) -> None:
-        super().finish()
+    def equip(self) -> None:
+        super().equip()
         self.chosen = self.weight.chosen
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,13 @@ class Begins(Protocol):
 
 
 @runtime_checkable
+class Equips(Protocol):
+    """A layer that takes over what its finished weight can do; `finish` includes it."""
+
+    def equip(self) -> None: ...
+
+
+@runtime_checkable
 class Loads(Protocol):
     """A layer with weights."""
 

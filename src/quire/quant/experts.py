@@ -64,7 +64,15 @@ class StoredExperts(nn.Module):
                     expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))
 
     def finish(self) -> None:
-        """Called once after loading: repack, and look for kernels."""
+        """As a `Weight`'s."""
+        self.repack()
+        self.find_kernels()
+
+    def repack(self) -> None:
+        """Leave the tensors as kernels read them; all that is kept are parameters."""
+
+    def find_kernels(self) -> None:
+        """For the tensors as `repack` leaves them."""
         raise NotImplementedError
 
     @property

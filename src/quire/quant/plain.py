@@ -33,8 +33,7 @@ class Plain(Weight):
                 part["bias"] = Piece(piece)
         return parts
 
-    def finish(self) -> None:
-        """The weight is used as it was loaded."""
+    def find_kernels(self) -> None:
         weight, bias = self.weight, self.bias
         self.product = functools.partial(F.linear, weight=weight, bias=bias)
         if weight.dtype == self.shape.dtype:
@@ -73,8 +72,7 @@ class PlainExperts(StoredExperts):
         weights = {"gate_up": self.gate_up, "gate": gate, "up": up, "down": self.down}
         return {name: {"weight": Piece(weight, 1, 2)} for name, weight in weights.items()}
 
-    def finish(self) -> None:
-        """The weights are used as they were loaded."""
+    def find_kernels(self) -> None:
         experts, activation = ExpertWeights(self.gate_up, self.down, *self.biases), self.shape.activation
         if self.down.is_cuda:
             from quire.kernels.triton.experts import mix as mix_on_gpu

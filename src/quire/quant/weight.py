@@ -80,7 +80,16 @@ class Weight(nn.Module):
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
 
     def finish(self) -> None:
-        """Called once after loading: repack, and look for kernels."""
+        """Called once after loading. A weight that does not change it can be saved as it is then, and its
+        tensors put in their place again, followed by `find_kernels` alone."""
+        self.repack()
+        self.find_kernels()
+
+    def repack(self) -> None:
+        """Leave the tensors as kernels read them; all that is kept are parameters."""
+
+    def find_kernels(self) -> None:
+        """For the tensors as `repack` leaves them."""
         raise NotImplementedError
 
 
