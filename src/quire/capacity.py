@@ -14,7 +14,7 @@ _COPIES = 8
 """Of these in float32, at most, one beside the other: `tests/sampling/test_rehearsal.py` counts them."""
 _PAIRS_AT_ONCE = 8192
 """Tokens beside an expert that a CPU works on together."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def human(num_bytes: float) -> str:

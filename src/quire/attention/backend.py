@@ -99,5 +99,7 @@ def choose(name: str | None, spec: AttentionSpec, machine: Machine) -> Attention
         reasons[candidate] = reason
     said = "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
     if name:
-        raise ConfigError(f"attention backend {said}; leave it out to have one chosen")
+        able = [other for other in BACKENDS if BACKENDS[other]().fits(spec, machine) is None]
+        instead = f" or take {' or '.join(able)}" if able else ""
+        raise ConfigError(f"attention backend {said}; leave it out to have one chosen{instead}")
     raise ConfigError(f"no attention backend fits this model on this machine ({said})")

@@ -22,6 +22,8 @@ class CPUAttention:
             return f"computes float32 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim % attention.HEAD_DIM_STEP:
             return f"needs a head size that is a multiple of {attention.HEAD_DIM_STEP}, not {spec.head_dim}"
+        if spec.kept_as is not None and spec.kept_as not in attention.KEPT:
+            return f"cannot read a KV cache of {str(spec.kept_as).removeprefix('torch.')}"
         return None if native.library() else "the native kernels could not be compiled"
 
     def plan(self, batch: Batch) -> None:
@@ -50,4 +52,5 @@ class CPUAttention:
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
+            scales=spec.scales,
         )

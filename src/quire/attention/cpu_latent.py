@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentEntry, LatentSpec, TorchLatent
+from quire.attention.torch_sdpa import read
 from quire.kernels import attention, latent
 
 FEW_QUERIES = 160
@@ -35,6 +36,7 @@ class CPULatent(TorchLatent):
             positions=entry.positions,
             slots=entry.slots,
             neighbours=spec.neighbours,
+            scale=spec.k_scale,
         )
 
     def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
@@ -54,12 +56,13 @@ class CPULatent(TorchLatent):
 def _absorbed(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
     queries = latent.absorb(q, weight, rope_dim=spec.rope_dim)
     keys = cache[:, :, None]
-    seen = _attend(queries, keys, keys, batch, batch.rows, batch.block_tables, spec.scale)
+    tables, scales = batch.block_tables, (spec.k_scale, spec.k_scale)
+    seen = _attend(queries, keys, keys, batch, batch.rows, tables, spec.scale, scales)
     return latent.release(seen, weight, v_dim=spec.v_dim)
 
 
 def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
-    rows, tables, latents = _gathered(cache, batch)
+    rows, tables, latents = _gathered(cache, batch, q.dtype, spec.k_scale)
     plain, turned = latents.split([spec.rank, spec.rope_dim], -1)
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
     bytes_of_head = 2 * len(latents) * spec.query_dim * q.itemsize
@@ -76,23 +79,32 @@ def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: Late
     return out
 
 
-def _gathered(cache: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(
+    cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The latents of all sequences in blocks one after the other: rows, block tables, the blocks."""
     lens = batch.seq_lens_host
     widths = -(-lens // _BLOCK)
     firsts = np.cumsum(widths) - widths
     tables = torch.from_numpy((firsts[:, None] + np.arange(int(widths.max()))).astype(np.int32))
-    latents = cache.new_zeros(int(widths.sum()) * _BLOCK, cache.shape[2])
-    block_size, flat = cache.shape[1], cache.view(-1, cache.shape[2])
+    latents = torch.zeros(int(widths.sum()) * _BLOCK, cache.shape[2], dtype=dtype)
+    block_size = cache.shape[1]
     for row, first, num_keys in zip(batch.rows.tolist(), firsts.tolist(), lens.tolist(), strict=True):
         blocks = batch.block_tables[row, : -(-num_keys // block_size)].long()
         slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:num_keys]
-        latents[first * _BLOCK : first * _BLOCK + num_keys] = flat[slots]
+        latents[first * _BLOCK : first * _BLOCK + num_keys] = read(cache, slots, dtype, scale)
     return torch.arange(len(lens), dtype=torch.int32), tables, latents
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, batch: Batch, rows: Tensor, tables: Tensor, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: Batch,
+    rows: Tensor,
+    tables: Tensor,
+    scale: float,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     return attention.attend(
         q,
@@ -107,6 +119,7 @@ def _attend(
         scale=scale,
         window=None,
         softcap=None,
+        scales=scales,
     )
 
 

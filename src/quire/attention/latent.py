@@ -44,6 +44,8 @@ class LatentSpec:
     """Factor on the scores."""
     neighbours: bool = True
     """Numbers 2i and 2i + 1 turn as a pair; otherwise half against half."""
+    k_scale: float = 1.0
+    """An 8-bit cache holds numbers divided by this."""
 
     @property
     def width(self) -> int:
@@ -111,7 +113,7 @@ class TorchLatent:
         latent, key = kv.split([spec.rank, spec.rope_dim], -1)
         normed = Reference().norm(latent, entry.norm, entry.eps)
         turned = _turn(key[:, None], cos, sin, spec.neighbours)[:, 0]
-        write(torch.cat((normed, turned), -1), entry.cache, entry.slots)
+        write(torch.cat((normed, turned), -1), entry.cache, entry.slots, spec.k_scale)
         q[..., spec.nope_dim :] = _turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
 
     def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
@@ -123,7 +125,8 @@ class TorchLatent:
         """All heads of [T, heads, width] queries against one head, whose keys are its values too."""
         own, backend = replace(batch, others=()), TorchSDPA()
         backend.plan(own)
-        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
+        scales = {"k_scale": spec.k_scale, "v_scale": spec.k_scale}
+        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale, **scales)
         return backend.forward(queries, cache, cache, own, one)
 
 

@@ -73,8 +73,8 @@ class TorchSDPA:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         for span in batch.attention.cut(k_cache.shape[1], spec.window):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
-            keys = _read(k_cache, span.slots, q.dtype, spec.k_scale)
-            values = _read(v_cache, span.slots, q.dtype, spec.v_scale)
+            keys = read(k_cache, span.slots, q.dtype, spec.k_scale)
+            values = read(v_cache, span.slots, q.dtype, spec.v_scale)
             if spec.softcap is None and sinks is None:
                 attended = _attend(queries, keys, values, span, spec)
             else:
@@ -83,8 +83,8 @@ class TorchSDPA:
         return out
 
 
-def _read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """[N, L] slots -> [N, L, kv_heads, head_dim]."""
+def read(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """What is in slots, of any shape."""
     flat = cache.view(-1, *cache.shape[2:])
     if cache.dtype.itemsize > 1:
         return flat[slots].to(dtype)

@@ -48,7 +48,7 @@ class _Cut(NamedTuple):
 
 
 class TritonLatent:
-    """Our kernels for a GPU. The queries and the cache must be of one type."""
+    """Our kernels for a GPU. The cache is of the type of the queries, or of 8 bits."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
         norm, eps, table, positions, slots, cache = entry
@@ -98,7 +98,7 @@ def _expanded(
     spec: LatentSpec,
 ) -> None:
     latents = q.new_empty(prompts.num_keys, spec.width)
-    launch.gather(latents, launch.latents_of(cache), seqs, prompts.keys)
+    launch.gather(latents, launch.latents_of(cache), seqs, prompts.keys, spec.k_scale)
     latent, turned = latents.split([spec.rank, spec.rope_dim], -1)
     step = max(1, spec.heads * most_keys // prompts.num_keys)
     for first in range(0, spec.heads, step):
@@ -108,7 +108,7 @@ def _expanded(
 
 
 def _sizes(spec: LatentSpec) -> Sizes:
-    return Sizes(spec.heads, spec.rank, spec.nope_dim, spec.rope_dim, spec.v_dim, spec.scale)
+    return Sizes(spec.heads, spec.rank, spec.nope_dim, spec.rope_dim, spec.v_dim, spec.scale, spec.k_scale)
 
 
 def _seqs(batch: Batch) -> Seqs:

@@ -232,7 +232,7 @@ def _cache(
     kv_dtype = own.get("kv_cache_dtype", "auto")
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"
-    known = ("auto", dtype, "fp8_e4m3") if machine.device == "cuda" else ("auto", dtype)
+    known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2")
     if kv_dtype not in known:
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} is not supported on this {machine.device}; "

@@ -14,6 +14,8 @@ from quire.kernels.native import Kernel, library, recording
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of this."""
 _TYPES = (torch.float32, torch.bfloat16)
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+"""Numbers of what a cache may hold, as in kept.h."""
 
 
 class _Job(ctypes.Structure):
@@ -24,8 +26,8 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens", "sinks")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kv_bf16", "sinks_bf16")),
-        *((name, ctypes.c_double) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kept", "sinks_bf16")),
+        *((name, ctypes.c_double) for name in ("scale", "v_scale", "softcap")),
         *((name, ctypes.c_int64) for name in ("max_tasks", "max_saved")),
         ("memory", ctypes.c_void_p),
     ]
@@ -68,10 +70,11 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """[T, heads, head_dim] queries of all sequences -> the same shape. Caches and sinks as the backends have
-    them."""
-    assert q.dtype in _TYPES and k_cache.dtype in _TYPES and k_cache.is_contiguous()
+    them; `scales` are what keys and values were divided by."""
+    assert q.dtype in _TYPES and k_cache.dtype in KEPT and k_cache.is_contiguous()
     assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
     q = _rows(q)
     out = q.new_empty(q.shape)
@@ -94,9 +97,10 @@ def attend(
         k_cache.shape[1],
         window or 0,
         q.dtype == torch.bfloat16,
-        k_cache.dtype == torch.bfloat16,
+        KEPT[k_cache.dtype],
         sinks is not None and sinks.dtype == torch.bfloat16,
-        scale,
+        scale * scales[0],
+        scales[1],
         softcap or 0.0,
     )
     if recording():  # the sequences may grow until the tables are full

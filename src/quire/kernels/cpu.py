@@ -6,6 +6,7 @@ from torch import Tensor
 from quire.config.facts import Routing
 from quire.kernels import cpu_experts
 from quire.kernels.activations import NUMBERS
+from quire.kernels.attention import KEPT
 from quire.kernels.native import Kernel, structure
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
@@ -29,8 +30,8 @@ _SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
-    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 cache_bf16 norm_bf16",
-    "eps",
+    "num_tokens stride heads kv_heads head_dim rotary_dim bf16 kept norm_bf16",
+    "eps k_scale v_scale",
 )
 
 
@@ -168,9 +169,9 @@ class CPUOps(Reference):
         return cpu_experts.route(logits, routing, bias)
 
     def rotate_and_write(self, qkv: Tensor, entry: Entry) -> Tensor:
-        heads, table, positions, slots, k_cache, v_cache, norms, *_ = entry
+        heads, table, positions, slots, k_cache, v_cache, norms, *scales = entry
         kv_heads, head_dim = k_cache.shape[2:]
-        if k_cache.dtype not in TYPES or head_dim > _MAX_HEAD_DIM:
+        if k_cache.dtype not in KEPT or head_dim > _MAX_HEAD_DIM:
             return super().rotate_and_write(qkv, entry)
         assert qkv.stride(1) == 1 and qkv.dtype == table.dtype and k_cache.is_contiguous()
         out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
@@ -191,9 +192,10 @@ class CPUOps(Reference):
             head_dim,
             table.shape[1],
             qkv.dtype == torch.bfloat16,
-            k_cache.dtype == torch.bfloat16,
+            KEPT[k_cache.dtype],
             norms is not None and norms.q.dtype == torch.bfloat16,
             0.0 if norms is None else norms.eps,
+            *scales,
         )
         weights = () if norms is None else (norms.q, norms.k)
         _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)

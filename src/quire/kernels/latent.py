@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quire.kernels.attention import KEPT
 from quire.kernels.linear import FORMS, PANEL, Matrix
 from quire.kernels.native import Kernel, structure
 
@@ -10,11 +11,13 @@ _TASK_ROWS = 64
 """As in latent.c."""
 _MAX_HEAD_DIM = 1024
 """As in heads.h."""
+_MAX_RANK = 4096
+"""As in latent.c."""
 _enter = Kernel("quire_latent_enter")
 _EnterJob = structure(
     "q kv norm table positions slots cache",
-    "num_tokens q_stride kv_stride heads nope_dim rope_dim rank neighbours bf16",
-    "eps",
+    "num_tokens q_stride kv_stride heads nope_dim rope_dim rank neighbours bf16 kept",
+    "eps scale",
 )
 _absorb = Kernel("quire_latent_absorb")
 _release = Kernel("quire_latent_release")
@@ -34,13 +37,15 @@ def enter(
     positions: Tensor,
     slots: Tensor,
     neighbours: bool,
+    scale: float = 1.0,
 ) -> None:
     """The last numbers of [T, heads, nope_dim + rope_dim] queries turn in place; [T, rank + rope_dim] latents
-    and keys are normed and turned into their slots of the cache."""
+    and keys are normed and turned into their slots of the cache, of 8 bits divided by `scale`."""
     (num_tokens, heads, query_dim), rope_dim = q.shape, table.shape[1]
-    assert q.dtype in FORMS and {q.dtype} == {x.dtype for x in (kv, cache, norm, table)}
+    assert q.dtype in FORMS and {q.dtype} == {x.dtype for x in (kv, norm, table)}
     assert q.stride()[1:] == (query_dim, 1) and kv.stride(1) == 1
-    assert cache.is_contiguous() and table.is_contiguous() and rope_dim <= _MAX_HEAD_DIM
+    assert cache.dtype in KEPT and cache.is_contiguous() and table.is_contiguous()
+    assert rope_dim <= _MAX_HEAD_DIM and cache.shape[2] - rope_dim <= _MAX_RANK
     job = _EnterJob(
         *(x.data_ptr() for x in (q, kv, norm, table, positions, slots, cache)),
         num_tokens,
@@ -52,7 +57,9 @@ def enter(
         cache.shape[2] - rope_dim,
         neighbours,
         q.dtype == torch.bfloat16,
+        KEPT[cache.dtype],
         eps,
+        scale,
     )
     _enter(job, q, kv, norm, table, positions, slots, cache)
 

@@ -88,8 +88,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def write(x: Tensor, cache: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     """[T, kv_heads, head_dim] into the slots of one cache."""
-    if cache.dtype == torch.float8_e4m3fn:
+    if cache.dtype.itemsize == 1:
         limit = torch.finfo(cache.dtype).max
         x = (x.float() / scale).clamp(-limit, limit)
     written = slots >= 0
-    cache.view(-1, *cache.shape[2:])[slots[written]] = x[written].to(cache.dtype)
+    # 8-bit floats cannot be indexed everywhere.
+    into, x = cache.view(-1, *cache.shape[2:]), x[written].to(cache.dtype)
+    if cache.dtype.itemsize == 1:
+        into, x = into.view(torch.uint8), x.view(torch.uint8)
+    into[slots[written]] = x

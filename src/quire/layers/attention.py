@@ -1,6 +1,7 @@
 """PagedAttention: one layer's attention over its part of the cache."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,6 +12,7 @@ from quire.attention.batch import Batch
 from quire.config.layout import CacheSpec
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import Rope
+from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
 
 
@@ -44,6 +46,7 @@ class PagedAttention(nn.Module):
         self.backend = scope.backend
         self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
+        self.scales = KVScales(scope.name, scope)
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
         self.group = 0
@@ -63,6 +66,8 @@ class PagedAttention(nn.Module):
         """Use these caches from now on: [num_blocks, block_size, kv_heads, head_dim] each."""
         assert k_cache.shape[2:] == v_cache.shape[2:] == (self.spec.kv_heads, self.spec.head_dim)
         self.k_cache, self.v_cache, self.group = k_cache, v_cache, group
+        scales = (self.scales.k, self.scales.v) if k_cache.itemsize == 1 else (1.0, 1.0)
+        self.spec = replace(self.spec, k_scale=scales[0], v_scale=scales[1])
 
     def forward(self, x: Tensor, qkv: Callable[[Tensor, Entry], Tensor], batch: Batch) -> Tensor:
         """[T, size_in] -> [T, heads * head_dim]; `qkv` makes queries, keys and values of it."""

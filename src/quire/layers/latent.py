@@ -1,6 +1,7 @@
 """LatentAttention: one layer's latent attention over its part of the cache."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +9,9 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentEntry, LatentSpec, choose
 from quire.config.layout import CacheSpec
-from quire.errors import ConfigError
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
+from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
 
 
@@ -28,6 +29,7 @@ class LatentAttention(nn.Module):
         # Used by heads and both ways round, so in no packed format.
         weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
 
@@ -36,15 +38,13 @@ class LatentAttention(nn.Module):
         return CacheSpec("latent", planes=1, numbers=self.spec.width)
 
     def bind_memory(self, memory: Tensor, *, block_size: int, kept_as: torch.dtype, group: int) -> None:
-        if kept_as != self.weight.dtype:
-            kind = str(kept_as).removeprefix("torch.")
-            raise ConfigError(f"latent attention keeps a cache of the model's own type, not {kind}")
         self.bind(memory.view(kept_as).view(-1, block_size, self.spec.width), group)
 
     def bind(self, cache: Tensor, group: int = 0) -> None:
         """Use this cache from now on: [num_blocks, block_size, rank + rope_dim]."""
         assert cache.shape[2] == self.spec.width
         self.cache, self.group = cache, group
+        self.spec = replace(self.spec, k_scale=self.scales.k if cache.itemsize == 1 else 1.0)
 
     def forward(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         """[T, heads * query_dim] queries, which are changed, and [T, rank + rope_dim] latents with their keys

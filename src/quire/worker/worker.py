@@ -28,6 +28,9 @@ from quire.worker.runner import Runner
 
 log = get_logger(__name__)
 
+_KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Types of a cache that no model computes in."""
+
 
 class Worker:
     """One device, from loading its model to running its steps."""
@@ -40,7 +43,7 @@ class Worker:
         else:
             unite_memory()
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.kept_as = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8_e4m3" else self.dtype
+        self.kept_as = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
         """The type of the cache."""
         self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
         self._runner: Runner | PoolingRunner | None = None

@@ -10,6 +10,7 @@
 #include <omp.h>
 
 #include "attend.h"
+#include "kept.h"
 
 #define BLOCK_ROWS 192 /* rows that share the keys of a task */
 #define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
@@ -31,8 +32,8 @@ typedef struct {
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
     int64_t window;               /* 0: all */
-    int64_t q_bf16, kv_bf16, sinks_bf16;
-    double scale, softcap;        /* softcap 0: none */
+    int64_t q_bf16, kept, sinks_bf16; /* kept: a kind of kept.h */
+    double scale, v_scale, softcap; /* v_scale: on what is summed of values; softcap 0: none */
     int64_t max_tasks, max_saved; /* upper bounds, by quire_attention_room */
     void *memory;                 /* scratch of as many bytes as quire_attention_room says */
 } Job;
@@ -80,7 +81,7 @@ static void clear(Sums *sums, long rows, long dim)
 /* Ask for `count` keys and values of one head, which are copied soon. */
 static void fetch(const Job *job, long at, long count)
 {
-    long bytes = job->kv_bf16 ? 2 : 4;
+    long bytes = kept_bytes((int)job->kept);
     for (long i = 0; i < count; i++, at += job->kv_heads * job->head_dim)
         for (long d = at * bytes; d < (at + job->head_dim) * bytes; d += 64) {
             __builtin_prefetch((const char *)job->k_cache + d);
@@ -89,19 +90,19 @@ static void fetch(const Job *job, long at, long count)
 }
 
 /* `heads` heads that follow each other, as float. */
-static void copy_heads(const void *from, int is_bf16, long at, long heads, long head_dim, float factor, float *into)
+static void copy_heads(const void *from, int kind, long at, long heads, long head_dim, float factor, float *into)
 {
     long dim = whole(head_dim, LANES);
     if (dim == head_dim)
-        widen(from, is_bf16, at, heads * dim, factor, into);
+        widen_kept(from, kind, at, heads * dim, factor, into);
     else
         for (; heads > 0; heads--, at += head_dim, into += dim) {
-            widen(from, is_bf16, at, head_dim, factor, into);
+            widen_kept(from, kind, at, head_dim, factor, into);
             memset(into + head_dim, 0, (size_t)(dim - head_dim) * sizeof(float));
         }
 }
 
-static int is_copied(const Job *job) { return job->kv_bf16 || job->head_dim % LANES; }
+static int is_copied(const Job *job) { return job->kept != KEPT_F32 || job->head_dim % LANES; }
 
 /* Where the keys and values of positions [first, end) lie, as float; first and end within one tile. Those of a
  * single head are put side by side: many rows read them. */
@@ -120,8 +121,8 @@ static void gather(const Job *job, const Task *task, long tile, long first, long
             long k = position - tile;
             if (pack) {
                 keys[k] = scratch->keys + k * width, values[k] = scratch->values + k * width;
-                copy_heads(job->k_cache, (int)job->kv_bf16, at, heads, job->head_dim, 1.0f, scratch->keys + k * width);
-                copy_heads(job->v_cache, (int)job->kv_bf16, at, heads, job->head_dim, 1.0f, scratch->values + k * width);
+                copy_heads(job->k_cache, (int)job->kept, at, heads, job->head_dim, 1.0f, scratch->keys + k * width);
+                copy_heads(job->v_cache, (int)job->kept, at, heads, job->head_dim, 1.0f, scratch->values + k * width);
             } else {
                 keys[k] = (const float *)job->k_cache + at;
                 values[k] = (const float *)job->v_cache + at;
@@ -290,7 +291,7 @@ static void write_out(const Job *job, const Task *task, Sums *sums)
     long dim = dim_of(job), head;
     for (long row = 0; row < rows_of(job, task); row++) {
         long token = token_of(job, task, row, &head);
-        float share = share_of(job, sums, row, head);
+        float share = share_of(job, sums, row, head) * (float)job->v_scale;
         for (long d = row * dim; d < (row + 1) * dim; d += LANES)
             store(sums->out + d, load(sums->out + d) * share);
         narrow(sums->out + row * dim, job->out, (int)job->q_bf16, (token * job->heads + head) * job->head_dim, job->head_dim);

@@ -5,6 +5,7 @@
 #define ALL_LANES
 #include "activations.h"
 #include "heads.h"
+#include "kept.h"
 
 #define COLUMNS 512 /* of an elementwise operation: what one thread takes at a time */
 
@@ -173,8 +174,8 @@ typedef struct {
     const void *qkv, *table, *q_norm, *k_norm; /* norms may be NULL */
     const int64_t *positions, *slots;
     void *k_cache, *v_cache;
-    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, cache_bf16, norm_bf16;
-    double eps;
+    int64_t num_tokens, stride, heads, kv_heads, head_dim, rotary_dim, bf16, kept, norm_bf16; /* kept: a kind of kept.h */
+    double eps, k_scale, v_scale;
 } RotateJob;
 
 INLINE void rotate_and_write(const RotateJob *job, int bf16)
@@ -201,9 +202,10 @@ INLINE void rotate_and_write(const RotateJob *job, int bf16)
         if (head < heads)
             narrow(x, job->out, bf16, (token * heads + head) * dim, dim);
         else if (head < heads + kv_heads)
-            narrow(x, job->k_cache, (int)job->cache_bf16, (slot * kv_heads + head - heads) * dim, dim);
+            narrow_kept(x, job->k_cache, (int)job->kept, (slot * kv_heads + head - heads) * dim, dim, (float)job->k_scale, bf16);
         else
-            narrow(x, job->v_cache, (int)job->cache_bf16, (slot * kv_heads + head - heads - kv_heads) * dim, dim);
+            narrow_kept(x, job->v_cache, (int)job->kept, (slot * kv_heads + head - heads - kv_heads) * dim, dim, (float)job->v_scale,
+                        bf16);
     }
 }
 

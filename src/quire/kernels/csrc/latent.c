@@ -3,8 +3,10 @@
 
 #define ALL_LANES
 #include "heads.h"
+#include "kept.h"
 #include "linear.h"
 
+#define MAX_RANK 4096 /* of a latent; as in latent.py */
 #define STRIP 8      /* vectors of columns that are computed together for one row of x */
 #define TASK_ROWS 64 /* rows of x of a task; as in latent.py */
 #define TASK_COLUMNS (STRIP * LANES)
@@ -12,7 +14,7 @@
 /* Sums live in registers only if no loop over them is left. */
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Structures have the same fields, in the same order, as in latent.py. All tensors of a job are of one type. */
+/* Structures have the same fields, in the same order, as in latent.py. All tensors of a job are of one type, but for the cache. */
 
 typedef struct {
     void *q;               /* turns in place from `nope_dim` on */
@@ -20,8 +22,8 @@ typedef struct {
     const void *table;
     const int64_t *positions, *slots;
     void *cache; /* [slots, rank + rope_dim] */
-    int64_t num_tokens, q_stride, kv_stride, heads, nope_dim, rope_dim, rank, neighbours, bf16;
-    double eps;
+    int64_t num_tokens, q_stride, kv_stride, heads, nope_dim, rope_dim, rank, neighbours, bf16, kept; /* kept: a kind of kept.h */
+    double eps, scale;
 } EnterJob;
 
 /* Numbers 2i and 2i + 1 of a head are a pair. */
@@ -36,7 +38,7 @@ INLINE void turn_pairs(float *head, const void *table, long at, long half, int b
     }
 }
 
-INLINE void turned(const EnterJob *job, long token, const void *from, long from_at, void *into, long into_at, int bf16)
+INLINE void turned(const EnterJob *job, long token, const void *from, long from_at, void *into, int kind, long into_at, int bf16)
 {
     float head[MAX_HEAD_DIM];
     long dim = job->rope_dim, at = job->positions[token] * dim;
@@ -45,7 +47,18 @@ INLINE void turned(const EnterJob *job, long token, const void *from, long from_
         turn_pairs(head, job->table, at, dim / 2, bf16);
     else
         turn(head, job->table, at, dim / 2, bf16);
-    narrow(head, into, bf16, into_at, dim);
+    narrow_kept(head, into, kind, into_at, dim, (float)job->scale, bf16);
+}
+
+/* The norm of a latent into a cache of another type. */
+INLINE void norm_kept(const EnterJob *job, long from, long into, int bf16)
+{
+    float wide[MAX_RANK];
+    uint16_t halves[MAX_RANK];
+    norm_row(job->kv, from, job->norm, bf16, bf16 ? (void *)halves : (void *)wide, 0, job->rank, (float)job->eps, bf16);
+    if (bf16)
+        widen(halves, 1, 0, job->rank, 1.0f, wide);
+    narrow_kept(wide, job->cache, (int)job->kept, into, job->rank, (float)job->scale, bf16);
 }
 
 INLINE void enter(const EnterJob *job, int bf16)
@@ -56,11 +69,15 @@ INLINE void enter(const EnterJob *job, int bf16)
         long token = task / all, head = task % all, slot = job->slots[token];
         if (head < job->heads) {
             long at = token * job->q_stride + head * query_dim + job->nope_dim;
-            turned(job, token, job->q, at, job->q, at, bf16);
+            turned(job, token, job->q, at, job->q, bf16, at, bf16);
         } else if (slot >= 0) {
             long from = token * job->kv_stride, into = slot * (rank + job->rope_dim);
-            norm_row(job->kv, from, job->norm, bf16, job->cache, into, rank, (float)job->eps, bf16);
-            turned(job, token, job->kv, from + rank, job->cache, into + rank, bf16);
+            int kind = (int)job->kept;
+            if (kind == bf16)
+                norm_row(job->kv, from, job->norm, bf16, job->cache, into, rank, (float)job->eps, bf16);
+            else
+                norm_kept(job, from, into, bf16);
+            turned(job, token, job->kv, from + rank, job->cache, kind, into + rank, bf16);
         }
     }
 }

@@ -91,6 +91,7 @@ def _fold(
     # for the tensor cores goes by 16 bits.
     NARROW: tl.constexpr = cache.k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype != tl.float32
     PAIRS: tl.constexpr = NARROW and acc.shape[0] < 64
+    KIND: tl.constexpr = cache.v.dtype.element_ty
     if NARROW:
         q = q.to(tl.float16)
     if PAIRS:
@@ -109,8 +110,8 @@ def _fold(
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
             v = _load(pairs, slots // 2, at + key < end, acc.shape[1] // 2, DIM // 2)
-            even = tl.dot(weights.to(q.dtype), _float16(v), even * shrink[:, None])
-            odd = tl.dot(weights.to(q.dtype), _float16(v >> 8), odd * shrink[:, None])
+            even = tl.dot(weights.to(q.dtype), _float16(v, KIND), even * shrink[:, None])
+            odd = tl.dot(weights.to(q.dtype), _float16(v >> 8, KIND), odd * shrink[:, None])
         else:
             v = _load(cache.v, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
             acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -120,9 +121,9 @@ def _fold(
 
 
 @triton.jit
-def _float16(narrow: tl.tensor) -> tl.tensor:
+def _float16(narrow: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """The lower byte of each number as the float that it is."""
-    return narrow.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return narrow.to(tl.uint8).to(KIND, bitcast=True).to(tl.float16)
 
 
 @triton.jit

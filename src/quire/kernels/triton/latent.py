@@ -59,18 +59,22 @@ def enter(
     positions: tl.tensor,
     slots: tl.tensor,
     cache: tl.tuple,
+    scale: tl.tensor,
     HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, 2): the latent is normed, the key turned and both written; the queries turn in place."""
+    """Grid (tokens, 2): the latent is normed, the key turned and both written; the queries turn in place.
+
+    A cache of 8 bits holds numbers up to LIMIT, divided by `scale`."""
     token, pair = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
     turns = pair < ROPE // 2
     left = 2 * pair if NEIGHBOURS else pair
@@ -83,7 +87,9 @@ def enter(
         head = tl.arange(0, BLOCK_H)[:, None]
         there = (head < HEADS) & turns[None, :]
         at = q + token * q_stride + head * (NOPE + ROPE) + NOPE
-        _turn(at, at, left[None, :], right[None, :], there, cos, sin)
+        a, b = _turned(at, left[None, :], right[None, :], there, cos, sin)
+        tl.store(at + left[None, :], a, mask=there)
+        tl.store(at + right[None, :], b, mask=there)
     slot = tl.load(slots + token)
     if (tl.program_id(1) == 0) & (slot >= 0):
         dims = tl.arange(0, BLOCK_R)
@@ -93,24 +99,32 @@ def enter(
         x = tl.load(new + dims, mask=there, other=0.0).to(tl.float32)
         x = (x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)).to(kv.dtype.element_ty)
         x = x.to(tl.float32) * tl.load(weight + dims, mask=there, other=0.0).to(tl.float32)
-        tl.store(to + dims, x.to(kv.dtype.element_ty).to(cache.data.dtype.element_ty), mask=there)
-        _turn(to + RANK, new + RANK, left[None, :], right[None, :], turns[None, :], cos, sin)
+        x = _kept(x.to(kv.dtype.element_ty), scale, LIMIT)
+        tl.store(to + dims, x.to(cache.data.dtype.element_ty), mask=there)
+        a, b = _turned(new + RANK, left[None, :], right[None, :], turns[None, :], cos, sin)
+        a, b = _kept(a, scale, LIMIT), _kept(b, scale, LIMIT)
+        tl.store(to + RANK + left[None, :], a.to(to.dtype.element_ty), mask=turns[None, :])
+        tl.store(to + RANK + right[None, :], b.to(to.dtype.element_ty), mask=turns[None, :])
 
 
 @triton.jit
-def _turn(
-    to: tl.tensor,
+def _kept(x: tl.tensor, scale: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """As a cache of 8 bits has it."""
+    return x if LIMIT == 0 else tl.clamp(x.to(tl.float32) / scale, -LIMIT, LIMIT)
+
+
+@triton.jit
+def _turned(
     of: tl.tensor,
     left: tl.tensor,
     right: tl.tensor,
     there: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-) -> None:
+) -> Any:
     a = tl.load(of + left, mask=there, other=0.0).to(tl.float32)
     b = tl.load(of + right, mask=there, other=0.0).to(tl.float32)
-    tl.store(to + left, (a * cos - b * sin).to(to.dtype.element_ty), mask=there)
-    tl.store(to + right, (b * cos + a * sin).to(to.dtype.element_ty), mask=there)
+    return (a * cos - b * sin).to(of.dtype.element_ty), (b * cos + a * sin).to(of.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "least"])
@@ -159,13 +173,13 @@ def shares(
                 tl.store(partial.spans + 2 * index, earliest)
                 tl.store(partial.spans + 2 * index + 1, latest)
             if earliest == latest:
-                by = 1 / tl.where(total > 0, total, 1.0)
+                by = scores_by.v_scale / tl.where(total > 0, total, 1.0)
                 _put(out, start.to(tl.int64) * HEADS + row, valid, sums, by, RANK)
             else:
                 own = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
                 piece = (2 * own + (tl.program_id(1) == earliest)).to(tl.int64) * BLOCK_M
                 mine = tl.arange(0, BLOCK_M)
-                _put(partial.sums, piece + mine, valid, sums, 1.0 + 0 * total, RANK)
+                _put(partial.sums, piece + mine, valid, sums, scores_by.v_scale + 0 * total, RANK)
                 tl.store(partial.tops + 2 * piece + mine, most)
                 tl.store(partial.tops + 2 * piece + BLOCK_M + mine, total)
         at, begin, index = until, close, index + 1
@@ -249,7 +263,8 @@ def _fold(
         there = (at + key < end)[:, None]
         latents = cache.data + slots[:, None]
         k_left, k_right = _halves(latents, there, RANK, 2 * left.shape[1])
-        turned = _load(latents + RANK, ropes, there, ROPE)
+        turned = _load(latents + RANK, ropes, there, ROPE).to(rope.dtype)
+        k_left, k_right = k_left.to(left.dtype), k_right.to(left.dtype)
         scores = tl.dot(rope, tl.trans(turned), input_precision="ieee")
         scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
         scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
@@ -317,6 +332,7 @@ def gather(
     cache: tl.tuple,
     seqs: tl.tuple,
     work: tl.tensor,
+    scale: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -332,6 +348,8 @@ def gather(
     slots = blocks.to(tl.int64) * cache.block_stride + keys % BLOCK_SIZE * cache.slot_stride
     rows = _load(cache.data + slots[:, None], dims, there[:, None], WIDTH)
     to = (to + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * WIDTH + dims[None, :]
+    if rows.dtype.primitive_bitwidth == 8:
+        rows = (rows.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + to, rows, mask=there[:, None] & (dims < WIDTH)[None, :])
 
 

@@ -31,6 +31,8 @@ class Sizes(NamedTuple):
     rope: int
     v: int
     scale: float
+    k_scale: float = 1.0
+    """A cache of 8 bits holds numbers divided by this."""
 
 
 # Measured on an H200: latent_speed.py among the tests of these kernels.
@@ -77,8 +79,8 @@ def enter(
     ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
     launch(kernels.enter, len(q), 2)(
         q, q.stride(0), kv, kv.stride(0), weight, eps, table, positions, slots, cache,
-        HEADS=sizes.heads, NOPE=sizes.nope, RANK=sizes.rank, ROPE=sizes.rope, NEIGHBOURS=neighbours,
-        BLOCK_SIZE=cache.data.shape[1], BLOCK_H=triton.next_power_of_2(sizes.heads),
+        sizes.k_scale, HEADS=sizes.heads, NOPE=sizes.nope, RANK=sizes.rank, ROPE=sizes.rope, NEIGHBOURS=neighbours,
+        LIMIT=torch.finfo(cache.data.dtype).max if cache.data.element_size() == 1 else 0, BLOCK_SIZE=cache.data.shape[1], BLOCK_H=triton.next_power_of_2(sizes.heads),
         BLOCK_R=triton.next_power_of_2(sizes.rank), BLOCK_P=triton.next_power_of_2(sizes.rope // 2),
         OVERLAP=ahead, launch_pdl=ahead,
     )  # fmt: skip
@@ -105,7 +107,7 @@ def attend_shares(
     partial = _partial(groups * shares, shape.block_m, sizes.rank, num_seqs, latent.device)
     ahead, block_r = overlap(len(latent), 1), max(32, _wide(sizes.rank))
     launch(kernels.shares, groups, shares)(
-        out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale), partial, 1,
+        out, _queries(latent, rope), cache, seqs, num_seqs, _scores(sizes.scale, sizes.k_scale), partial, 1,
         HEADS=sizes.heads, RANK=sizes.rank, ROPE=sizes.rope, BLOCK_SIZE=cache.data.shape[1],
         BLOCK_M=shape.block_m, BLOCK_N=shape.block_n, BLOCK_R=block_r, BLOCK_P=_wide(sizes.rope),
         OVERLAP=ahead, launch_pdl=ahead, num_warps=shape.num_warps, num_stages=shape.num_stages,
@@ -122,10 +124,10 @@ def attend_shares(
         )  # fmt: skip
 
 
-def gather(out: Tensor, cache: Latents, seqs: Seqs, work: Tensor) -> None:
+def gather(out: Tensor, cache: Latents, seqs: Seqs, work: Tensor, k_scale: float) -> None:
     """Keys of sequences out of their blocks, one after the other: [keys, rank + rope]."""
     launch(kernels.gather, len(work))(
-        out, cache, seqs, work, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1], BLOCK_N=GATHERED_KEYS,
+        out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1], BLOCK_N=GATHERED_KEYS,
         BLOCK_W=_wide(out.shape[1]),
     )  # fmt: skip
 
@@ -160,8 +162,8 @@ def _queries(latent: Tensor, rope: Tensor) -> Queries:
 
 
 @cache
-def _scores(scale: float) -> Scores:
-    return Scores(scale * _LOG2_E, 0.0, 1.0)
+def _scores(scale: float, k_scale: float = 1.0) -> Scores:
+    return Scores(scale * k_scale * _LOG2_E, 0.0, k_scale)
 
 
 def _partial(pieces: int, rows: int, rank: int, num_seqs: int, device: torch.device) -> Partial:

@@ -1,0 +1,47 @@
+"""KVScales: what a checkpoint divides keys and values by, for a cache of 8 bits."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quire.layers.scope import Scope, Target
+
+_NAMES = {
+    "k": ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale"),
+    "v": ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale"),
+}
+"""Inside of an attention layer, in the order in which they are looked for."""
+
+
+class KVScales(nn.Module):
+    """One number for the keys of an attention layer and one for its values, each 1.0 if it is not stored."""
+
+    def __init__(self, attention: str, scope: Scope) -> None:
+        super().__init__()
+        self._stored: dict[str, str] = {}
+        self.values = nn.ParameterDict()
+        for kind, names in _NAMES.items():
+            found = (name for end in names if scope.is_stored(name := f"{attention}.{end}"))
+            if (name := next(found, None)) is None or name in self._stored.values():
+                continue
+            self._stored[kind] = name
+            value = torch.ones(1, dtype=torch.float32, device=scope.device)
+            self.values[kind] = nn.Parameter(value, requires_grad=False)
+
+    @property
+    def k(self) -> float:
+        return float(self.values["k"]) if "k" in self.values else 1.0
+
+    @property
+    def v(self) -> float:
+        """Where one number is for both, it counts as that of keys."""
+        shared = "v" not in self.values and self._stored.get("k", "").endswith(".kv_scale")
+        return self.k if shared else float(self.values["v"]) if "v" in self.values else 1.0
+
+    def targets(self) -> Iterator[Target]:
+        for kind, name in self._stored.items():
+            yield Target(name, self.values[kind])
+
+    def finish(self) -> None:
+        """Numbers are used as they were loaded."""
