@@ -108,10 +108,11 @@ def test_sinks(full: AttentionBackend, window: int | None) -> None:
     check(full, MIXED, replace(SPEC, window=window), sinks=True, block=16)
 
 
-def test_8_bit_caches(full: AttentionBackend) -> None:
-    """Scales left out, swapped or applied twice."""
-    spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0)
-    check(full, MIXED, spec, kept_as=torch.float8_e4m3fn, block=16)
+@pytest.mark.parametrize(("kept_as", "window"), [(torch.float8_e4m3fn, None), (torch.float8_e5m2, 33)])
+def test_8_bit_caches(full: AttentionBackend, kept_as: torch.dtype, window: int | None) -> None:
+    """Scales left out, swapped or applied twice; a kind taken for the other."""
+    spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0, window=window)
+    check(full, MIXED, spec, kept_as=kept_as, sinks=window is not None, block=16)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

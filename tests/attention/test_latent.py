@@ -1,5 +1,7 @@
 """Latent attention against attention over keys and values written out in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton.language as tl
@@ -21,10 +23,12 @@ MANY: Chunks = [(1, 40), (19, 0), (1, -1), (2, 70), (40, 33), (1, 0), (9, 5), (8
 IMPLEMENTATIONS = {"torch": TorchLatent, "cpu": CPULatent, "triton": TritonLatent}
 
 
-def case_of(chunks: Chunks, spec: LatentSpec, dtype: torch.dtype, device: str) -> tuple[Case, Tensor, Tensor]:
+def case_of(
+    chunks: Chunks, spec: LatentSpec, dtype: torch.dtype, device: str, kept_as: torch.dtype | None
+) -> tuple[Case, Tensor, Tensor]:
     """Latents in a cache, queries and the weight."""
-    one = AttentionSpec(spec.heads, 1, spec.width, dtype, scale=spec.scale)
-    case = make_case(chunks, one, device=device)
+    one = AttentionSpec(spec.heads, 1, spec.width, dtype, scale=spec.scale, k_scale=spec.k_scale)
+    case = make_case(chunks, one, device=device, kept_as=kept_as)
     q = torch.randn(len(case.q), spec.heads, spec.query_dim, device=device).to(dtype)
     weight = torch.randn(spec.heads, spec.nope_dim + spec.v_dim, spec.rank, device=device) / spec.rank**0.5
     return case, q, weight.to(dtype)
@@ -43,8 +47,15 @@ def expected(case: Case, q: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
     return torch.cat(pieces)
 
 
-def check(latent: Latent, chunks: Chunks, spec: LatentSpec, dtype: torch.dtype, device: str) -> None:
-    case, q, weight = case_of(chunks, spec, dtype, device)
+def check(
+    latent: Latent,
+    chunks: Chunks,
+    spec: LatentSpec,
+    dtype: torch.dtype,
+    device: str,
+    kept_as: torch.dtype | None = None,
+) -> None:
+    case, q, weight = case_of(chunks, spec, dtype, device, kept_as)
     cache = case.k_cache[:, :, 0]
     ours = latent.attend(q, weight, cache, case.batch, spec)
     tolerance = 3 * TOLERANCE[dtype]
@@ -62,6 +73,42 @@ def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str
 def test_half_precision(name: str) -> None:
     dtype, device = (HALF, DEVICE) if name == "triton" else (torch.bfloat16, "cpu")
     check(IMPLEMENTATIONS[name](), MANY, SPEC, dtype, device)
+
+
+@pytest.mark.parametrize("kept_as", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_8_bit_caches(monkeypatch: pytest.MonkeyPatch, name: str, kept_as: torch.dtype) -> None:
+    """A scale left out of the scores, of the sums, or of what is multiplied out."""
+    monkeypatch.setattr(cpu_latent, "FEW_QUERIES", 8)
+    spec, device = replace(SPEC, k_scale=0.5), DEVICE if name == "triton" else "cpu"
+    check(IMPLEMENTATIONS[name](), MANY, spec, HALF if name == "triton" else torch.float32, device, kept_as)
+
+
+@pytest.mark.parametrize("kept_as", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_tokens_enter_an_8_bit_cache(name: str, kept_as: torch.dtype) -> None:
+    """What is too large becomes the largest, and never NaN."""
+    spec, device = LatentSpec(3, 24, 16, 8, 24, 0.2, k_scale=0.25), DEVICE if name == "triton" else "cpu"
+    torch.manual_seed(1)
+    q, kv = torch.randn(5, 3, spec.query_dim, device=device), torch.randn(5, spec.width, device=device)
+    kv[1, spec.rank :] *= 1e6
+    entry = LatentEntry(
+        torch.ones(spec.rank, device=device),
+        1e-6,
+        torch.randn(50, spec.rope_dim, device=device),
+        torch.tensor([3, 0, 49, 7, 1], device=device),
+        torch.tensor([9, 2, -1, 0, 23], device=device),
+        torch.zeros(6, 4, spec.width, device=device, dtype=torch.uint8).view(kept_as),
+    )
+    caches = []
+    for latent in (TorchLatent(), IMPLEMENTATIONS[name]()):
+        own = entry._replace(cache=entry.cache.view(torch.uint8).clone().view(kept_as))
+        latent.enter(q.clone(), kv, own, spec)
+        caches.append(own.cache.float())
+    assert caches[1].isfinite().all()
+    # The last bit of a float may decide; the interpreter loses the carry into the exponent.
+    assert (caches[0] == caches[1]).float().mean() > 0.98
+    assert torch.isclose(*caches, rtol=0.3, atol=1e-2).float().mean() > 0.98
 
 
 def test_more_heads_than_a_tile_has_rows() -> None:

@@ -196,11 +196,12 @@ def test_a_pooling_engine_goes_without_what_it_cannot_have() -> None:
     assert make({}).pooling is None
 
 
-def test_an_8_bit_cache_is_refused_where_no_backend_reads_it() -> None:
-    with pytest.raises(
-        ConfigError, match="kv_cache_dtype='fp8_e4m3' is not supported on this cpu; known: auto"
-    ):
-        make({"kv_cache_dtype": "fp8"})
+def test_an_8_bit_cache_has_three_names() -> None:
+    kinds = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+    for name, kind in kinds.items():
+        assert make({"kv_cache_dtype": name}).cache.kv_cache_dtype == kind
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp9' is not supported on this cpu; known: auto"):
+        make({"kv_cache_dtype": "fp9"})
 
 
 def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:

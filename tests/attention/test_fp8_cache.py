@@ -1,0 +1,151 @@
+"""Caches of 8 bits: every kind of attention against transformers with keys and values rounded the same way."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from by_hand import CHUNKS, check
+from oracle import BLOCK_SIZE, load_tiny, make_batch, make_tiny, random_prompts, run_paged
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache
+
+from quire.attention.backend import AttentionBackend, AttentionSpec, choose
+from quire.attention.cpu_attn import CPUAttention
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.machine import Machine
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.cpu import CPUOps
+from quire.kernels.ops import Entry
+from quire.kernels.reference import Reference
+from quire.layers.attention import caching_layers
+from quire.models.causal_lm import CausalLM
+
+KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+NAMES = {
+    "llama": ("k_scale", "v_scale"),
+    "gemma3_text": ("attn.k_scale", "attn.v_scale"),
+    "gpt_oss": ("k_proj.k_scale", "v_proj.v_scale"),
+    "deepseek_v3": ("kv_scale",),
+}
+"""One of each kind of attention: full, windows, sinks, latent; what it calls its scales."""
+SCALES = 0.013, 0.021
+needs_native = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+
+
+def rounded(x: Tensor, scale: float, kind: torch.dtype) -> Tensor:
+    limit = torch.finfo(kind).max
+    return (x / scale).clamp(-limit, limit).to(kind).to(x.dtype) * scale
+
+
+class Rounding(DynamicCache):
+    """Keys and values, or latents and keys that turned, as 8 bits have them."""
+
+    def __init__(self, kind: torch.dtype, scales: tuple[float, float]) -> None:
+        super().__init__()
+        self.kind, self.scales = kind, scales
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        keys, values = rounded(keys, self.scales[0], self.kind), rounded(values, self.scales[1], self.kind)
+        return super().update(keys, values, layer, *args, **kwargs)
+
+
+@torch.inference_mode()
+def run_rounded(hf_model: Any, ids: list[int], kind: torch.dtype, scales: tuple[float, float]) -> Tensor:
+    cache = Rounding(kind, scales)
+    logits: Tensor = hf_model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
+    return logits
+
+
+def with_scales(path: Path, names: tuple[str, ...]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    layers = {name.split(".self_attn.")[0] for name in tensors if ".self_attn." in name}
+    for layer in layers:
+        for name, scale in zip(names, SCALES, strict=False):
+            tensors[f"{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(tensors, file, {"format": "pt"})
+
+
+def keep_in(model: CausalLM, kind: torch.dtype, backend: AttentionBackend) -> None:
+    """The cache of each layer, in zeros."""
+    for layer in caching_layers(model.modules()):
+        size = 64 * BLOCK_SIZE * layer.keeps.planes * layer.keeps.numbers
+        memory = torch.zeros(size, dtype=torch.uint8)
+        layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=kind, group=0)
+        layer.backend = backend  # type: ignore[attr-defined]
+
+
+@needs_native
+@pytest.mark.parametrize("stored", [True, False], ids=["scales", "no scales"])
+@pytest.mark.parametrize("family", NAMES)
+def test_models_round_keys_and_values_and_nothing_else(family: str, stored: bool, tmp_path: Path) -> None:
+    """Scales that are not read, of the wrong tensor or applied once; a kind taken for the other."""
+    path, hf_model = make_tiny(family, tmp_path)
+    scales = (1.0, 1.0)
+    if stored:
+        names = NAMES[family]
+        scales = SCALES if len(names) == 2 else (SCALES[0], SCALES[0])
+        with_scales(path, names)
+    model, prompts = load_tiny(path), random_prompts(17, 10)
+    for kind in KINDS:
+        expected = torch.cat([run_rounded(hf_model, ids, kind, scales) for ids in prompts])
+        for backend in (TorchSDPA(), CPUAttention()):
+            keep_in(model, kind, backend)
+            ours = torch.cat(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]))
+            assert (ours - expected).norm() / expected.norm() < 1e-2
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_code_is_read_and_the_nearest_is_written(kind: torch.dtype) -> None:
+    """Numbers below the normal ones, ties, and what is too large: the largest, and never NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(kind)
+    wide = codes.float()
+    real = wide[wide.isfinite()]
+    between = (real.sort().values[1:] + real.sort().values[:-1]) / 2
+    random = torch.randn(700, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-7, 6, 700)
+    x = torch.cat((real, between, between * 1.0001, random, torch.tensor([1e9, -1e9, 1e30, 0.0])))
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = x.to(dtype)
+        qkv = torch.cat((values, values, values / 3), 1)
+        table = torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1).to(dtype)
+        slots, places = torch.arange(len(x)), torch.zeros(len(x), dtype=torch.int64)
+        written = []
+        for ops in (Reference(), CPUOps()):
+            caches = [torch.zeros(len(x), 1, 1, 64, dtype=torch.uint8).view(kind) for _ in "kv"]
+            ops.rotate_and_write(qkv, Entry(1, table, places, slots, *caches, None, 0.5, 2.0))
+            written.append([cache.view(torch.uint8) for cache in caches])
+        assert all(torch.equal(*pair) for pair in zip(*written, strict=True))
+        assert written[0][0].view(kind).float().isfinite().all()
+    cache = codes[: 0x7B + 1].view(-1, 1, 1, 4).expand(-1, 1, 1, 4).contiguous()
+    cache = torch.cat((cache, cache), -1)
+    spec = AttentionSpec(1, 1, 8, torch.float32, v_scale=2.0)
+    batch = make_batch([([0], 0)] * len(cache), [[i] for i in range(len(cache))], 1)
+    ours = CPUAttention().forward(torch.zeros(len(cache), 1, 8), cache, cache, batch, spec)
+    assert torch.equal(ours, 2 * cache[:, 0].float())
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_native_kernel_over_8_bits(kind: torch.dtype, window: int | None) -> None:
+    for heads, dim in (((4, 2), 24), ((3, 3), 64)):
+        spec = AttentionSpec(*heads, dim, torch.float32, window, k_scale=0.5, v_scale=2.0)
+        for chunks in CHUNKS.values():
+            check(CPUAttention(), chunks, spec, kept_as=kind, sinks=heads[0] == 4)
+
+
+def test_who_cannot_names_those_who_can() -> None:
+    spec = AttentionSpec(4, 2, 64, torch.bfloat16, kept_as=torch.float8_e4m3fn)
+    ampere = Machine("cuda", "a GPU", 1, 1, 1, 1, capability=(8, 0))
+    with pytest.raises(ConfigError, match=r"8\.9 on, this is 8\.0; fp8_e5m2 it can; .* or take TORCH_SDPA"):
+        choose("TRITON_ATTN", spec, ampere)
+    if native.library():
+        cpu = replace(ampere, device="cpu")
+        for kind in KINDS:
+            assert choose(None, replace(spec, kept_as=kind), cpu).name == "CPU_ATTN"
