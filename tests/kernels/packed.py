@@ -11,6 +11,7 @@ HALVES: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 """Where the float16 numbers of a block lie, if not only at its start."""
 
@@ -23,4 +24,6 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
     for at in HALVES.get(kind, (0,)):
         scales = (rng.standard_normal((rows, blocks, 1)) * 0.05).astype(np.float16)
         content[:, :, at : at + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":  # a scale is the exponent of a power of two
+        content[:, :, 0] = rng.integers(119, 127, (rows, blocks))
     return torch.from_numpy(content.reshape(rows, -1))

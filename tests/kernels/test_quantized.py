@@ -17,7 +17,7 @@ from quire.kernels.quantized import TYPES, Lookup, interleaves, pack, product_re
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 KINDS = sorted(TYPES)
 LAYOUTS = [False, True] if interleaves() else [False]
-ONE_OF_EACH_FORM = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K")
+ONE_OF_EACH_FORM = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "Q4_K", "Q2_K", "Q6_K", "MXFP4")
 MANY, COLUMNS = 1101, 1024
 """Rows of a weight of which a task takes several groups."""
 needs_interleaving = pytest.mark.skipif(
@@ -123,6 +123,8 @@ def test_the_largest_codes_do_not_overflow(kind: str, interleaved: bool) -> None
     form = TYPES[kind]
     for byte in (0xFF, 0x80, 0x7F, 0x00):
         file = torch.full((8, 2, form.stored_bytes), byte, dtype=torch.uint8)
+        if kind == "MXFP4":
+            file[:, :, 0] = 127
         for at in HALVES.get(kind, (0,)):
             file[:, :, at : at + 2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
         flat = file.flatten(1)

@@ -35,17 +35,24 @@
 
 /* How a weight is stored; the same numbers as in quantized.py. A code of 4 or 8 bits stands for scale * code + low,
  * with a scale and perhaps a low for 32 columns (for 16 in the forms _16), as float16 (H) or float (F). E4M3 and E5M2 are
- * floats of 8 bits that `scales` of the matrix belong to. */
-enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16, E4M3, E5M2 };
+ * floats of 8 bits that `scales` of the matrix belong to. A code of E2M1 is a float of 4 bits, its scale a power of two in
+ * one byte. */
+enum { F32, BF16, FOUR_H, FOUR_LOW_H, EIGHT_H, FOUR_LOW_F, EIGHT_LOW_F, FOUR_LOW_F_16, EIGHT_F_16, E4M3, E5M2, E2M1 };
+
+/* Twice the numbers that codes of E2M1 stand for. */
+static const int8_t E2M1_TWICE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 INLINE int is_fp8(int form) { return form == E4M3 || form == E5M2; }
 INLINE int is_packed(int form) { return form >= FOUR_H && !is_fp8(form); }
 INLINE long plain_bytes(int form) { return form == F32 ? 4 : form == BF16 ? 2 : 1; }
-INLINE int is_four(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == FOUR_LOW_F || form == FOUR_LOW_F_16; }
+INLINE int is_four(int form)
+{
+    return form == FOUR_H || form == FOUR_LOW_H || form == FOUR_LOW_F || form == FOUR_LOW_F_16 || form == E2M1;
+}
 INLINE int has_low(int form) { return form == FOUR_LOW_H || form == FOUR_LOW_F || form == EIGHT_LOW_F || form == FOUR_LOW_F_16; }
 INLINE int has_halves(int form) { return form == FOUR_H || form == FOUR_LOW_H || form == EIGHT_H; }
 INLINE int heads_of(int form) { return form == FOUR_LOW_F_16 || form == EIGHT_F_16 ? 2 : 1; } /* in a block */
-INLINE long head_bytes(int form) { return has_halves(form) ? 2 : 4; }
+INLINE long head_bytes(int form) { return has_halves(form) ? 2 : form == E2M1 ? 1 : 4; }
 INLINE long code_bytes(int form) { return is_four(form) ? BLOCK / 2 : BLOCK; }
 /* Of one row. */
 INLINE long block_bytes(int form) { return heads_of(form) * (has_low(form) + 1) * head_bytes(form) + code_bytes(form); }
@@ -101,11 +108,22 @@ INLINE float from_half(const uint8_t *at)
 #endif
 }
 
+/* Half of the power of two that a byte stands for. */
+INLINE float half_power(uint8_t byte)
+{
+    uint32_t bits = byte < 2 ? 0x00200000u << byte : (uint32_t)(byte - 1) << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 INLINE float read_head(int form, const uint8_t *heads, long i)
 {
     float value;
     if (has_halves(form))
         return from_half(heads + 2 * i);
+    if (form == E2M1)
+        return half_power(heads[i]);
     memcpy(&value, heads + 4 * i, 4);
     return value;
 }

@@ -59,6 +59,10 @@ INLINE float32x4_t four_heads(int form, const uint8_t *at)
 {
     if (has_halves(form))
         return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at)));
+    if (form == E2M1) {
+        float heads[4] = {half_power(at[0]), half_power(at[1]), half_power(at[2]), half_power(at[3])};
+        return vld1q_f32(heads);
+    }
     return vreinterpretq_f32_u8(vld1q_u8(at));
 }
 
@@ -73,13 +77,15 @@ INLINE void read_half(int form, const uint8_t *weight, int half, Half *into)
         if (has_low(form))
             into[i].low = four_heads(form, heads + (each + i) * bytes);
         else if (is_four(form))
-            into[i].low = vmulq_n_f32(into[i].scale, -8);
+            into[i].low = form == E2M1 ? vdupq_n_f32(0) : vmulq_n_f32(into[i].scale, -8);
     }
     for (int i = 0; i < (is_four(form) ? 4 : 8); i++) {
         uint8x16_t at = vld1q_u8(codes + 4 * GROUP * i);
         if (is_four(form)) {
             into->codes[i] = vreinterpretq_s8_u8(vandq_u8(at, vdupq_n_u8(15)));
             into->codes[i + 4] = vreinterpretq_s8_u8(vshrq_n_u8(at, 4));
+            for (int j = i; form == E2M1 && j < 8; j += 4)
+                into->codes[j] = vqtbl1q_s8(vld1q_s8(E2M1_TWICE), vreinterpretq_u8_s8(into->codes[j]));
         } else
             into->codes[i] = vreinterpretq_s8_u8(at);
     }
@@ -335,6 +341,7 @@ INLINE void run_many(int form, const LinearJob *job, const Matrix *part, const u
     case FOUR_LOW_F: run(FOUR_LOW_F, job, part, x, at, row, row_end, group, group_end); break;                                   \
     case EIGHT_LOW_F: run(EIGHT_LOW_F, job, part, x, at, row, row_end, group, group_end); break;                                 \
     case FOUR_LOW_F_16: run(FOUR_LOW_F_16, job, part, x, at, row, row_end, group, group_end); break;                             \
+    case E2M1: run(E2M1, job, part, x, at, row, row_end, group, group_end); break;                                               \
     default: run(EIGHT_F_16, job, part, x, at, row, row_end, group, group_end);                                                  \
     }
 

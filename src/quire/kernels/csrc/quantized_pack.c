@@ -2,7 +2,7 @@
 #include "narrow.h"
 
 /* Types of a GGUF file; the same numbers as in quantized.py. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4 };
 
 typedef struct {
     uint8_t *into;
@@ -25,7 +25,7 @@ typedef struct {
     uint8_t halves[4];
 } Block;
 
-static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210};
+static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 17};
 
 /* Rows of a group of the interleaved layout; 0 if this CPU does not multiply it. */
 int quire_group(void)
@@ -66,6 +66,13 @@ INLINE void read_small(int type, const uint8_t *from, Block *into)
         five_bits(from, low ? 0 : 16, into->codes);
     else
         memcpy(into->codes, from, type == Q8_0 ? 32 : 16);
+}
+
+/* One byte of a scale. */
+INLINE void read_mxfp4(const uint8_t *from, Block *into)
+{
+    into->halves[0] = from[0];
+    memcpy(into->codes, from + 1, 16);
 }
 
 /* The 6-bit scale and minimum of block `b` of Q4_K and Q5_K. */
@@ -134,12 +141,13 @@ INLINE void read_q6(const uint8_t *from, int b, Block *into)
 
 INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
 {
-    const uint8_t *from = row + (type < Q2_K ? b : b / 8) * SUPER_BYTES[type];
+    const uint8_t *from = row + (type < Q2_K || type == MXFP4 ? b : b / 8) * SUPER_BYTES[type];
     switch (type) {
     case Q2_K: read_q2(from, b % 8, into); break;
     case Q3_K: read_q3(from, b % 8, into); break;
     case Q4_K: case Q5_K: read_q4_q5(type, from, b % 8, into); break;
     case Q6_K: read_q6(from, b % 8, into); break;
+    case MXFP4: read_mxfp4(from, into); break;
     default: read_small(type, from, into);
     }
 }
@@ -147,7 +155,9 @@ INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
 /* Head `i` of `block`, into place `at` of an array of heads. */
 INLINE void write_head(int form, const Block *block, int i, int low, uint8_t *heads, long at)
 {
-    if (has_halves(form))
+    if (form == E2M1)
+        heads[at] = block->halves[0];
+    else if (has_halves(form))
         memcpy(heads + 2 * at, block->halves + 2 * low, 2);
     else
         memcpy(heads + 4 * at, low ? &block->low[i] : &block->scale[i], 4);
@@ -205,12 +215,15 @@ void quire_pack(const PackJob *job)
         case Q3_K: pack_row(Q3_K, FOUR_LOW_F_16, job, row); break;
         case Q4_K: pack_row(Q4_K, FOUR_LOW_F, job, row); break;
         case Q5_K: pack_row(Q5_K, EIGHT_LOW_F, job, row); break;
+        case MXFP4: pack_row(MXFP4, E2M1, job, row); break;
         default: pack_row(Q6_K, EIGHT_F_16, job, row);
         }
 }
 
 INLINE float value_of(int form, float scale, float low, uint8_t code)
 {
+    if (form == E2M1)
+        return scale * (float)E2M1_TWICE[code];
     if (!is_four(form))
         return scale * (float)(int8_t)code + low;
     return has_low(form) ? scale * (float)code + low : scale * (float)(code - 8);

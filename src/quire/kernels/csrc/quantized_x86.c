@@ -114,6 +114,12 @@ INLINE reals group_heads(int form, const uint8_t *at)
 {
     if (has_halves(form))
         return OP(cvtph_ps)(*(const halves_any *)at);
+    if (form == E2M1) { /* half_power */
+        ints bytes = OP(cvtepu8_epi32)(_mm_loadu_si128((const __m128i *)at));
+        ints power = OP(slli_epi32)(OP(sub_epi32)(OP(max_epi32)(bytes, same(1)), same(1)), 23);
+        ints low = OP(sllv_epi32)(same(0x00200000), bytes); /* 0 from 11 on */
+        return (reals)OP(max_epi32)(power, OP(min_epi32)(low, same(0x00400000)));
+    }
     return OP(loadu_ps)((const float *)at);
 }
 
@@ -126,22 +132,36 @@ INLINE const uint8_t *read_heads(int form, const uint8_t *weight, reals *scale, 
         if (has_low(form))
             low[i] = group_heads(form, weight + (each + i) * bytes);
         else
-            low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)(-8)) : OP(setzero_ps)();
+            low[i] = is_four(form) ? OP(mul_ps)(scale[i], OP(set1_ps)(form == E2M1 ? -12 : -8)) : OP(setzero_ps)();
     }
     return weight + each * (has_low(form) + 1) * bytes;
+}
+
+/* Codes of 4 bits at the low ends of int16, of which other bits do not count, as the whole numbers to multiply with. */
+INLINE ints codes_of(int form, ints at)
+{
+    if (form != E2M1)
+        return at & same(0x000f000f);
+    /* 12 more than twice the number; index 0x80 stands for 0. */
+    const __m128i table = _mm_add_epi8(_mm_loadu_si128((const __m128i *)E2M1_TWICE), _mm_set1_epi8(12));
+#if GROUP == 16
+    ints of = _mm512_broadcast_i32x4(table);
+#else
+    ints of = _mm256_broadcastsi128_si256(table);
+#endif
+    return OP(shuffle_epi8)(of, (at & same(0x000f000f)) | same((int32_t)0x80008000));
 }
 
 INLINE void make_ready(int form, const uint8_t *weight, Ready *into)
 {
     const uint8_t *codes = read_heads(form, weight, into->scale, into->low);
-    const ints nibbles = same(0x000f000f);
     for (int i = 0; i < code_bytes(form) / 4; i++) {
         ints at = *(const ints_any *)(codes + 4 * GROUP * i);
         if (is_four(form)) {
-            into->codes[2 * i] = at & nibbles;
-            into->codes[2 * i + 1] = OP(srli_epi16)(at, 8) & nibbles;
-            into->codes[2 * i + 8] = OP(srli_epi16)(at, 4) & nibbles;
-            into->codes[2 * i + 9] = OP(srli_epi16)(at, 12);
+            into->codes[2 * i] = codes_of(form, at);
+            into->codes[2 * i + 1] = codes_of(form, OP(srli_epi16)(at, 8));
+            into->codes[2 * i + 8] = codes_of(form, OP(srli_epi16)(at, 4));
+            into->codes[2 * i + 9] = form == E2M1 ? codes_of(form, OP(srli_epi16)(at, 12)) : OP(srli_epi16)(at, 12);
         } else {
             into->codes[2 * i] = OP(srai_epi16)(OP(slli_epi16)(at, 8), 8);
             into->codes[2 * i + 1] = OP(srai_epi16)(at, 8);
@@ -165,7 +185,10 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     for (int i = 0; i < code_bytes(form) / 4; i++) {
         ints at = *(const ints_any *)(codes + 4 * GROUP * i), part[4];
         int parts = is_four(form) ? 4 : 2, to = is_four(form) ? 0 : i / 4 * 2;
-        if (is_four(form)) {
+        if (form == E2M1) {
+            for (int p = 0; p < 4; p++)
+                part[p] = codes_of(form, OP(srli_epi16)(at, (unsigned)(p % 2 * 8 + p / 2 * 4)));
+        } else if (is_four(form)) {
             part[0] = at & same(0x000f000f);
             part[1] = at & same(0x0f000f00);
             part[2] = at & same(0x00f000f0);
@@ -184,8 +207,9 @@ INLINE void dot_halves(int form, int count, const uint8_t *codes, const int32_t 
     }
     UNROLL
     for (int r = 0; r < count; r++) {
-        ints second = is_four(form) ? OP(srai_epi32)(sums[r][1], 8) : sums[r][1];
-        ints third = is_four(form) ? OP(srai_epi32)(sums[r][2], 4) : sums[r][2];
+        int in_place = is_four(form) && form != E2M1;
+        ints second = in_place ? OP(srai_epi32)(sums[r][1], 8) : sums[r][1];
+        ints third = in_place ? OP(srai_epi32)(sums[r][2], 4) : sums[r][2];
         dots[r][0] = OP(add_epi32)(sums[r][0], second);
         dots[r][1] = OP(add_epi32)(third, sums[r][3]);
     }
@@ -347,6 +371,7 @@ void quire_dot_task(const LinearJob *job, const Matrix *part, const uint8_t *x, 
     case FOUR_LOW_F: run_task(FOUR_LOW_F, job, part, x, at, row, row_end, unit, unit_end); break;
     case EIGHT_LOW_F: run_task(EIGHT_LOW_F, job, part, x, at, row, row_end, unit, unit_end); break;
     case FOUR_LOW_F_16: run_task(FOUR_LOW_F_16, job, part, x, at, row, row_end, unit, unit_end); break;
+    case E2M1: run_task(E2M1, job, part, x, at, row, row_end, unit, unit_end); break;
     default: run_task(EIGHT_F_16, job, part, x, at, row, row_end, unit, unit_end);
     }
 }

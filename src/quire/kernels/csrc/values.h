@@ -8,6 +8,10 @@
 /* `count` scales or lows as floats. Up to 15 more are read and written. */
 INLINE void read_heads(int form, const uint8_t *from, long count, float *into)
 {
+    for (long i = 0; form == E2M1 && i < count; i++)
+        into[i] = half_power(from[i]);
+    if (form == E2M1)
+        return;
     if (!has_halves(form)) {
         memcpy(into, from, (size_t)count * 4);
         return;
@@ -47,8 +51,10 @@ INLINE void block_values(int form, const uint8_t *codes, const float *scale, con
         int h = i < last ? i : last;
         __m512 scales = _mm512_set1_ps(scale[h]), lows = has_low(form) ? _mm512_set1_ps(low[h]) : _mm512_setzero_ps();
         if (is_four(form)) { /* all the values that the codes can stand for, then the right ones by their number */
-            __m512 table = has_low(form) ? _mm512_fmadd_ps(scales, fours, lows)
-                                         : _mm512_mul_ps(scales, _mm512_sub_ps(fours, _mm512_set1_ps(8)));
+            __m512 codes_of = _mm512_sub_ps(fours, _mm512_set1_ps(8));
+            if (form == E2M1)
+                codes_of = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)E2M1_TWICE)));
+            __m512 table = has_low(form) ? _mm512_fmadd_ps(scales, fours, lows) : _mm512_mul_ps(scales, codes_of);
             into[i] = (wide)_mm512_permutexvar_ps(i ? _mm512_srli_epi32(both, 4) : both, table);
         } else {
             __m128i bytes = _mm_loadu_si128((const __m128i *)(codes + 16 * i));
@@ -82,7 +88,10 @@ INLINE void block_values(int form, const uint8_t *codes, const float *scale, con
         wide_int code = wide_bytes(codes + (is_four(form) ? i % 16 : i), !is_four(form));
         if (is_four(form))
             code = i < 16 ? code & 15 : code >> 4;
-        if (is_four(form) && !has_low(form))
+        if (form == E2M1)
+            for (int j = 0; j < WIDE; j++)
+                code[j] = E2M1_TWICE[code[j]];
+        else if (is_four(form) && !has_low(form))
             code -= 8;
         wide values = __builtin_convertvector(code, wide) * scale[h];
         into[i / WIDE] = has_low(form) ? values + low[h] : values;
