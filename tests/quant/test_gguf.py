@@ -142,12 +142,12 @@ def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) 
     shape = ExpertShape(3, hidden, inner, "silu", True, torch.float32, CPU)
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     experts = experts_of([(kind, 3, *of) for kind, of in zip(kinds, shapes, strict=True)], shape)
-    parts, values = {name: piece.tensor for name, piece in experts.parts().items()}, []
+    parts, values = {name: part["weight"].tensor for name, part in experts.parts().items()}, []
     for kind, name, of in zip(kinds, ("gate", "up", "down"), shapes, strict=True):
         assert parts[name].dtype == torch.uint8
         parts[name].data = stored(kind, 3 * of[0], of[1], len(values)).view(3, of[0], -1)
         values.append(unpack_reference(parts[name].view(3 * of[0], -1), kind).view(3, *of))
-    biases = [parts[name].copy_(torch.randn_like(parts[name])) for name in ("gate_up_bias", "down_bias")]
+    biases = [piece.tensor.copy_(torch.randn_like(piece.tensor)) for piece in experts.bias_parts().values()]
     experts.finish()
     x, ids = torch.randn(5, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2], [0, 1]], dtype=torch.int32)
     weights = torch.rand(5, 2)
