@@ -221,14 +221,14 @@ def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, windo
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-@pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "fp8"])
+@pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "e4m3fn", "e5m2"])
 def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
     spec = AttentionSpec(8, 2, head_dim, dtype)
     if extra == "cap":
         spec = replace(spec, softcap=2.0, scale=1.0)
-    if extra == "fp8":
+    kept_as = getattr(torch, f"float8_{extra}", None)
+    if kept_as is not None:
         spec = replace(spec, k_scale=0.5, v_scale=2.0)
-    kept_as = torch.float8_e4m3fn if extra == "fp8" else None
     chunks = REAL["mixed"] + [(1, 5000)]
     check(TritonAttention(), chunks, spec, block=16, kept_as=kept_as, sinks=extra == "sinks", device="cuda")
 

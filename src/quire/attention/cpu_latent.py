@@ -79,9 +79,7 @@ def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: Late
     return out
 
 
-def _gathered(
-    cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The latents of all sequences in blocks one after the other: rows, block tables, the blocks."""
     lens = batch.seq_lens_host
     widths = -(-lens // _BLOCK)

@@ -121,7 +121,7 @@ class PackedExperts(StoredExperts):
             parameter = self.packed[name]
             stored = parameter.data.view(shape.experts * rows, -1)
             whole = pack(stored, kind, interleaved=interleaves())
-            matrices[name] = _cut(whole, shape.experts)
+            matrices[name] = cut(whole, shape.experts)
             parameter.data = whole.data
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
         self.mix = Experts(gate_up, matrices["down"], shape.activation, *self.biases)
@@ -133,7 +133,7 @@ def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:
     return sizes[::-1] if name == "down" else sizes
 
 
-def _cut(whole: Matrix, num: int) -> list[Matrix]:
+def cut(whole: Matrix, num: int) -> list[Matrix]:
     """A matrix as `num` of as many rows each.
 
     No two have rows in one group: as many columns as one has rows are whole blocks in the other projection.

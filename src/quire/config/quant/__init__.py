@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 from quire.config.keys import Keys
 from quire.config.quant.facts import QuantFacts, all_but
+from quire.config.quant.mxfp4 import mxfp4
 from quire.config.quant.schemes import Fp8, Int8
 from quire.errors import ConfigError
 
-METHODS: dict[str, Callable[[Keys], QuantFacts]] = {}
+METHODS: dict[str, Callable[[Keys], QuantFacts]] = {"mxfp4": mxfp4}
 """By quant_method."""
 ONLINE = {
     "fp8": QuantFacts("fp8", all_but((), Fp8(stored=False))),
     "int8": QuantFacts("int8", all_but((), Int8(activations="none", stored=False))),
 }
 """What a plain checkpoint can be narrowed to while it is loaded."""
-_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
+_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 """Names of kernels that stand for a method."""
 
 

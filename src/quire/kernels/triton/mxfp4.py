@@ -1,0 +1,303 @@
+"""Mixtures of experts in MXFP4 on a GPU: `mix` of `kernels/experts.py`, with weights unpacked in registers.
+
+A byte of the weights has numbers i and 16 + i of its block. The bits of a number, moved to those of a float32,
+are the number divided by 2^126; powers of two bring it back, half of the way at a time, since no float holds
+all of it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles, add, most_tiles, sort
+from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.matmul import empty, times, upright
+
+_MOST_AHEAD = 256
+"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
+_HALF_WAY = tl.constexpr(2.0**63)
+_BLOCKS = tl.constexpr(32)
+"""Of a row that a program unpacks at a time, where it holds rows."""
+
+
+class Mxfp4Weights(NamedTuple):
+    """The weights of all experts of a layer. The first half of `gate_up` is the gate's."""
+
+    gate_up: Tensor
+    """[experts, 2 * intermediate, hidden / 32, 16]"""
+    gate_up_scales: Tensor
+    """[experts, 2 * intermediate, hidden / 32]"""
+    down: Tensor
+    down_scales: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@triton.jit
+def _numbers(codes: tl.tensor) -> Any:
+    """Both numbers of each byte, divided by 2^126."""
+    wide = codes.to(tl.int32)
+    low = ((wide & 7) << 22) | ((wide & 8) << 28)
+    high = ((wide & 0x70) << 18) | ((wide & 0x80) << 24)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power(scales: tl.tensor) -> tl.tensor:
+    """2^63 times the scale: the rest of the way is left to others."""
+    return ((tl.minimum(scales.to(tl.int32), 191) + 63) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_sums(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, rows: tl.tensor, known: tl.tensor, blocks: tl.tensor
+) -> tl.tensor:
+    """x times some rows of a weight of so many blocks. A thread has whole blocks."""
+    acc = tl.zeros([rows.shape[0], _BLOCKS], tl.float32)
+    block, byte = tl.arange(0, _BLOCKS), tl.arange(0, 16)
+    for at in range(0, blocks, _BLOCKS):
+        there = block < blocks - at
+        held, place = known[:, None] & there[None, :], rows[:, None] * blocks + (at + block)[None, :]
+        packed = codes + place[:, :, None] * 16 + byte[None, None, :]
+        low, high = _numbers(tl.load(packed, mask=held[:, :, None], other=0, eviction_policy="evict_first"))
+        k = (at + block)[:, None] * 32 + byte[None, :]
+        left = tl.load(x + k, mask=there[:, None], other=0.0).to(tl.float32) * _HALF_WAY
+        right = tl.load(x + k + 16, mask=there[:, None], other=0.0).to(tl.float32) * _HALF_WAY
+        scale = _power(tl.load(scales + place, mask=held, other=0))
+        acc += tl.sum(low * left[None] + high * right[None], 2) * scale
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _up_rows(
+    out: tl.tensor,
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    blocks: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (pairs * size_out / ROWS)."""
+    stripes = tl.cdiv(size_out, ROWS)
+    pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
+    follow(OVERLAP)
+    row = tl.load(ids + pair).to(tl.int64) * 2 * size_out + n
+    x += pair // TOP * x_stride
+    gate = _row_sums(x, codes, scales, row, n < size_out, blocks)
+    up = _row_sums(x, codes, scales, row + size_out, n < size_out, blocks)
+    if bias is not None:
+        gate += tl.load(bias + row, mask=n < size_out).to(tl.float32)
+        up += tl.load(bias + row + size_out, mask=n < size_out).to(tl.float32)
+    kind = out.dtype.element_ty
+    y = gate_times(gate.to(kind), up.to(kind), ACTIVATION)
+    tl.store(out + pair * size_out + n, y, mask=n < size_out)
+
+
+@triton.jit
+def _down_rows(
+    out: tl.tensor,
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    blocks: tl.tensor,
+    size_out: tl.tensor,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens * size_out / ROWS): all experts of a token, one after the other."""
+    stripes = tl.cdiv(size_out, ROWS)
+    token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
+    follow(OVERLAP)
+    y = tl.zeros([ROWS], tl.float32)
+    for rank in range(TOP):
+        pair = token * TOP + rank
+        row = tl.load(ids + pair).to(tl.int64) * size_out + n
+        one = _row_sums(x + pair.to(tl.int64) * blocks * 32, codes, scales, row, n < size_out, blocks)
+        if bias is not None:
+            one += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)
+        y += one * tl.load(weights + pair)
+    place = out + token.to(tl.int64) * size_out + n
+    tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
+
+
+@triton.jit
+def _unpacked(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    known: tl.tensor,
+    at: tl.tensor,
+    blocks: tl.tensor,
+    COUNT: tl.constexpr,
+    KIND: tl.constexpr,
+) -> Any:
+    """`COUNT` blocks of some rows: their first and their second halves, [rows, 16 * COUNT] each; divided by
+    2^63 where the type holds it."""
+    block, byte = at + tl.arange(0, COUNT), tl.arange(0, 16)
+    held, place = known[:, None] & (block < blocks)[None, :], row[:, None] * blocks + block[None, :]
+    packed = codes + place[:, :, None] * 16 + byte[None, None, :]
+    low, high = _numbers(tl.load(packed, mask=held[:, :, None], other=0))
+    scale = _power(tl.load(scales + place, mask=held, other=0))[:, :, None]
+    if KIND == tl.float16:
+        low, high = low * _HALF_WAY, high * _HALF_WAY
+    shape: tl.constexpr = [row.shape[0], 16 * COUNT]
+    return tl.reshape((low * scale).to(KIND), shape), tl.reshape((high * scale).to(KIND), shape)
+
+
+@triton.jit
+def _tiles(
+    out: tl.tensor,
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    blocks: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    TOP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (most tiles * size_out / ROWS): `_tiles` of experts.py, of weights that are unpacked."""
+    KIND: tl.constexpr = x.dtype.element_ty
+    COUNT: tl.constexpr = LENGTH // 32
+    stripes = tl.cdiv(size_out, ROWS)
+    tile, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
+    follow(OVERLAP)
+    if tile >= tl.load(work):
+        return
+    expert = tl.load(work + 4 + 4 * tile).to(tl.int64)
+    m, end = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM), tl.load(work + 6 + 4 * tile)
+    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
+    own, row = m.to(tl.int64), expert * size_out + n
+    if ACTIVATION != "":
+        own, row = pair // TOP, expert * 2 * size_out + n
+    acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
+    half = tl.arange(0, LENGTH // 2)
+    k = half // 16 * 32 + half % 16
+    for at in range(0, blocks, COUNT):
+        there = (m < end)[:, None] & (k < (blocks - at) * 32)[None, :]
+        a = x + own[:, None] * x_stride + (at * 32 + k)[None, :]
+        left, right = tl.load(a, mask=there, other=0.0), tl.load(a + 16, mask=there, other=0.0)
+        low, high = _unpacked(codes, scales, row, n < size_out, at, blocks, COUNT, KIND)
+        acc = times(right, high, times(left, low, acc))
+        if ACTIVATION != "":
+            low, high = _unpacked(codes, scales, row + size_out, n < size_out, at, blocks, COUNT, KIND)
+            up = times(right, high, times(left, low, up))
+    kind = out.dtype.element_ty
+    y = _finished(acc, bias, row, n < size_out, NUM, KIND).to(kind)
+    if ACTIVATION != "":
+        y = gate_times(y, _finished(up, bias, row + size_out, n < size_out, NUM, KIND).to(kind), ACTIVATION)
+        pair = m.to(tl.int64)
+    inside = (m < end)[:, None] & (n < size_out)[None, :]
+    tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
+
+
+@triton.jit
+def _finished(
+    acc: tl.tensor, bias: tl.tensor, row: tl.tensor, known: tl.tensor, NUM: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
+    acc = upright(acc, NUM)
+    if KIND != tl.float16:
+        acc *= _HALF_WAY
+    if bias is not None:
+        acc += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
+    if not len(x):
+        return torch.empty_like(x)
+    return mixed(x, ids, weights, experts, activation, plan_of(ids.numel(), len(experts.down), x.dtype))
+
+
+def mixed(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Mxfp4Weights, activation: str, plan: Plan
+) -> Tensor:
+    """`mix` by a plan."""
+    (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
+    ahead = num <= _MOST_AHEAD and overlap(1)
+    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    up, down = experts[:2], experts[2:4]
+    if isinstance(plan, Rows):
+        launch(_up_rows, num * top * triton.cdiv(inner, plan.up))(
+            between, x, *up, experts.gate_up_bias, ids, hidden // 32, inner, x.stride(0), TOP=top,
+            ACTIVATION=activation, ROWS=plan.up, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
+        )  # fmt: skip
+        launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
+            out, between, *down, experts.down_bias, ids, weights, inner // 32, hidden, TOP=top,
+            ROWS=plan.down, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
+        )  # fmt: skip
+        return out
+    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
+    pairs = sort(ids, len(experts.down), plan.num, ahead=ahead)
+    _multiply(between, x, *up, experts.gate_up_bias, pairs, plan, top, activation, ahead=ahead)
+    _multiply(apart, between, *down, experts.down_bias, pairs, plan, top, "", ahead=ahead)
+    add(out, apart, weights, ahead=ahead)
+    return out
+
+
+def _multiply(
+    out: Tensor,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    pairs: tuple[Tensor, Tensor],
+    plan: Tiles,
+    top: int,
+    activation: str,
+    *,
+    ahead: bool,
+) -> None:
+    """With an activation gate and up of tokens, without one down of sorted pairs."""
+    (num, size_out), tile = out.shape, plan.up if activation else plan.down
+    launch(_tiles, most_tiles(num, len(codes), plan.num) * triton.cdiv(size_out, tile.rows))(
+        out, x, codes, scales, bias, *pairs, codes.shape[2], size_out, x.stride(0), TOP=top,
+        ACTIVATION=activation, NUM=plan.num, ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+_TILES = {
+    16: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    32: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    64: (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    128: (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+}
+"""Of gate and up, and of down, by the pairs in a tile."""
+
+
+@functools.cache
+def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
+    """How to multiply so many pairs."""
+    if num_pairs <= num_experts // 2:
+        return Rows(8, 8, 4, 4)
+    if dtype == torch.float32:
+        return Tiles(16, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2))
+    mean = num_pairs / num_experts
+    height = 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    return Tiles(height, *_TILES[height])

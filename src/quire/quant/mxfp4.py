@@ -1,0 +1,100 @@
+"""MXFP4: experts of 4-bit floats, packed on a GPU and on a CPU with native kernels."""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.quant.schemes import Mxfp4
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.cpu_experts import Experts
+from quire.kernels.experts import ExpertWeights, mix
+from quire.kernels.linear import Matrix
+from quire.kernels.mxfp4 import BLOCK, in_halves, unpack
+from quire.kernels.quantized import interleaves, pack
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.gguf import cut
+from quire.quant.weight import LinearShape, Piece, Weight, unfilled
+
+
+class Mxfp4Format:
+    """Keeps experts packed; no other layer is stored like this."""
+
+    def __init__(self, scheme: Mxfp4, plain: Format) -> None:
+        self.scheme = scheme
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        raise ConfigError(f"{parts[0]}: mxfp4 is for experts; use a checkpoint whose other layers are plain")
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        if len(parts) != 2:
+            raise ConfigError(
+                f"{parts[0]}: mxfp4 needs all experts of a layer in one tensor, gate and up together;"
+                " use the unquantized checkpoint"
+            )
+        for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
+            if size % BLOCK:
+                raise ConfigError(
+                    f"{parts[0]}: mxfp4 needs sizes that are multiples of {BLOCK}, not {name} {size}"
+                )
+        return Mxfp4Experts(shape)
+
+
+class Mxfp4Experts(StoredExperts):
+    """Blocks of 32 numbers in 16 bytes, and their scales."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        super().__init__(shape)
+        self.gate_up, self.gate_up_scales = _unfilled(shape, 2 * shape.intermediate, shape.hidden)
+        self.down, self.down_scales = _unfilled(shape, shape.hidden, shape.intermediate)
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        return {
+            "gate_up": {"_blocks": Piece(self.gate_up, 1, 2), "_scales": Piece(self.gate_up_scales, 1, 2)},
+            "down": {"_blocks": Piece(self.down, 1, 2), "_scales": Piece(self.down_scales, 1, 2)},
+        }
+
+    def finish(self) -> None:
+        activation = self.shape.activation
+        for blocks in (*self.gate_up, *self.down):
+            blocks.copy_(in_halves(blocks))
+        if self.down.is_cuda:
+            from quire.kernels.triton.mxfp4 import Mxfp4Weights
+            from quire.kernels.triton.mxfp4 import mix as mix_on_gpu
+
+            packed = Mxfp4Weights(
+                self.gate_up, self.gate_up_scales, self.down, self.down_scales, *self.biases
+            )
+            self.mix = functools.partial(mix_on_gpu, experts=packed, activation=activation)
+        elif native.library() is not None:
+            gates, downs = (
+                self._repacked(self.gate_up, self.gate_up_scales),
+                self._repacked(self.down, self.down_scales),
+            )
+            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+        else:
+            self.mix = functools.partial(self._mix_unpacked, activation=activation)
+
+    def _repacked(self, blocks: nn.Parameter, scales: nn.Parameter) -> list[Matrix]:
+        """In the order of the native kernel; the memory of what was loaded is given back."""
+        num, rows, *_ = blocks.shape
+        stored = torch.cat((scales[..., None], blocks), -1).view(num * rows, -1)
+        scales.data = scales.data.new_empty(0)
+        whole = pack(stored, "MXFP4", interleaved=interleaves())
+        blocks.data = whole.data
+        return cut(whole, num)
+
+    def _mix_unpacked(self, x: Tensor, ids: Tensor, weights: Tensor, *, activation: str) -> Tensor:
+        """In plain torch."""
+        gate_up, down = unpack(self.gate_up, self.gate_up_scales), unpack(self.down, self.down_scales)
+        experts = ExpertWeights(gate_up.to(x.dtype), down.to(x.dtype), *self.biases)
+        return mix(x, ids, weights, experts, activation)
+
+
+def _unfilled(shape: ExpertShape, rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """For blocks and scales."""
+    size = shape.experts, rows, columns // BLOCK
+    blocks = unfilled(*size, BLOCK // 2, dtype=torch.uint8, device=shape.device)
+    return blocks, unfilled(*size, dtype=torch.uint8, device=shape.device)

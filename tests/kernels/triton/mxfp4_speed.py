@@ -1,0 +1,82 @@
+"""`python mxfp4_speed.py`: us of a layer's experts in CUDA graphs; `--sweep` tries other plans.
+
+Not a test. Of gpt-oss-20b, random routing, every layer with weights of its own. The floor is the packed bytes
+of the experts that are chosen over 4.28 TB/s, what an H200 copies.
+"""
+
+import argparse
+
+import torch
+from layer_speed import graph_us, random
+
+from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
+from quire.kernels.triton.launch import compiling
+from quire.kernels.triton.mxfp4 import Mxfp4Weights, mixed, plan_of
+
+EXPERTS, TOP, SIZE, LAYERS = 32, 4, 2880, 4
+TOKENS = (1, 2, 4, 8, 32, 64, 256, 2048)
+EXPERT_BYTES = 3 * SIZE * SIZE * 17 // 32
+TB_S = 4.28e6
+"""Bytes in a microsecond."""
+ROWS: list[Plan] = [
+    Rows(up, down, warps, warps) for up, down in ((4, 4), (8, 8), (8, 16)) for warps in (2, 4, 8)
+]
+SWEEP: dict[int, list[Plan]] = {
+    1: ROWS,
+    4: [*ROWS[:3], Tiles(16, Tile(32, 128, 4, 3), Tile(32, 128, 4, 3))],
+    32: [
+        Tiles(16, Tile(rows, length, warps, stages), Tile(rows, length, warps, stages))
+        for rows, length, warps in ((32, 128, 4), (64, 128, 4), (64, 256, 8), (64, 64, 4), (128, 128, 8))
+        for stages in (2, 4)
+    ],
+    256: [
+        Tiles(num, Tile(rows, 128, warps, 3), Tile(rows, 128, warps, 3))
+        for num in (32, 64)
+        for rows, warps in ((64, 4), (64, 8), (128, 8))
+    ],
+}
+
+
+def weights() -> Mxfp4Weights:
+    def packed(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (EXPERTS, rows, SIZE // 32)
+        codes = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, device="cuda")
+        return codes, torch.randint(118, 122, shape, dtype=torch.uint8, device="cuda")
+
+    return Mxfp4Weights(*packed(2 * SIZE), *packed(SIZE), random(EXPERTS, 2 * SIZE), random(EXPERTS, SIZE))
+
+
+def us_of(num: int, plan: Plan, of: list[Mxfp4Weights]) -> tuple[float, float]:
+    """Of a layer, and the floor."""
+    x, count = random(num, SIZE), 16 if num <= 256 else LAYERS
+    ids = [torch.rand(num, EXPERTS, device="cuda").topk(TOP).indices.to(torch.int32) for _ in range(count)]
+    shares = torch.rand(num, TOP, device="cuda")
+
+    def run() -> None:
+        for i, chosen in enumerate(ids):
+            mixed(x, chosen, shares, of[i % LAYERS], "clamped_swiglu", plan)
+
+    touched = sum(len(chosen.unique()) for chosen in ids) / count
+    return graph_us(run) / count, touched * EXPERT_BYTES / TB_S
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    sweep = parser.parse_args().sweep
+    of = [weights() for _ in range(LAYERS)]
+    wanted = [(num, [plan_of(num * TOP, EXPERTS, torch.bfloat16)]) for num in TOKENS]
+    wanted += list(SWEEP.items()) if sweep else []
+    with compiling():
+        for num, plans in wanted:
+            x, ids = random(num, SIZE), torch.zeros(num, TOP, dtype=torch.int32, device="cuda")
+            for plan in plans:
+                mixed(x, ids, torch.rand(num, TOP, device="cuda"), of[0], "clamped_swiglu", plan)
+    for num, plans in wanted:
+        for plan in plans:
+            us, floor = us_of(num, plan, of)
+            print(f"{num:5} {us:9.1f} us  floor {floor:8.1f}  {floor / us:5.0%}  {plan}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""gpt-oss with experts in MXFP4, as it is published: against transformers with the numbers that they stand for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.config.model import read_checkpoint
+from quire.config.quant.schemes import Mxfp4
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.mxfp4 import in_halves, unpack
+from quire.quant.experts import ExpertShape
+from quire.quant.mxfp4 import Mxfp4Experts, Mxfp4Format
+from quire.quant.plain import PlainFormat
+from quire.quant.weight import LinearShape
+
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+QUANT = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def narrowed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[experts, inputs, outputs] of a plain checkpoint -> blocks, scales, and what they stand for, laid out like
+    it. Neighbours share a byte, the first in its low half."""
+    rows = weight.transpose(1, 2).unflatten(-1, (-1, 32))
+    exponent = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2
+    codes = (rows[..., None] / 2 ** exponent[..., None] - VALUES).abs().argmin(-1)
+    numbers = (VALUES[codes] * 2**exponent).flatten(-2).transpose(1, 2).contiguous()
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return blocks, (exponent[..., 0] + 127).to(torch.uint8), numbers
+
+
+def published(tmp_path: Path) -> tuple[Path, Any]:
+    """A tiny gpt-oss with packed experts, and its twin with their numbers."""
+    path, hf_model = make_tiny("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    tensors, state = load_file(path / "model.safetensors"), hf_model.state_dict()
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, numbers = narrowed(tensors.pop(name))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        state[name].copy_(numbers)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": QUANT}
+    (path / "config.json").write_text(json.dumps(config))
+    return path, hf_model
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["native", "torch"])
+def test_logits_are_those_of_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    """Gate and up in turns, nibbles or scales in the wrong order, experts unpacked to memory."""
+    if kernels and native.library() is None:
+        pytest.skip("the native kernels do not compile here")
+    if not kernels:
+        monkeypatch.setattr("quire.quant.mxfp4.native.library", lambda: None)
+    path, hf_model = published(tmp_path)
+    model = load_tiny(path, quant=read_checkpoint(path).quant)
+    experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
+    packed = sum(p.nbytes for each in experts for p in each.parameters() if p.dtype == torch.uint8)
+    numbers = 3 * 64 * 96 * len(experts) * experts[0].shape.experts
+    assert packed <= numbers * 17 / 32 + 64 * 2 * len(experts)
+    prompts = random_prompts(17, 10)
+    for ours, ids in zip(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]), prompts, strict=True):
+        expected = run_hf(hf_model, ids)
+        assert (ours - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_experts_on_the_gpu() -> None:
+    shape = ExpertShape(4, 64, 96, "clamped_swiglu", True, torch.bfloat16, DEVICE)
+    experts = Mxfp4Experts(shape)
+    torch.manual_seed(0)
+    for part in experts.parts().values():
+        part["_blocks"].tensor.random_(0, 256)
+        part["_scales"].tensor.random_(119, 123)
+    for piece in experts.bias_parts().values():
+        piece.tensor.normal_()
+    on_cpu = Mxfp4Experts(ExpertShape(4, 64, 96, "clamped_swiglu", True, torch.float32, torch.device("cpu")))
+    on_cpu.load_state_dict({name: tensor.cpu() for name, tensor in experts.state_dict().items()})
+    x, ids = torch.randn(9, 64), torch.rand(9, 4).topk(2).indices.to(torch.int32)
+    weights = torch.rand(9, 2)
+    experts.finish()
+    on_cpu.finish()
+    ours = experts(x.to(DEVICE, torch.bfloat16), ids.to(DEVICE), weights.to(DEVICE)).float().cpu()
+    expected = on_cpu(x, ids, weights)
+    assert (ours - expected).norm() / expected.norm() < 1e-2
+
+
+def test_the_numbers_of_every_code() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    ours = unpack(in_halves(blocks), torch.tensor([[127 + i % 3 for i in range(16)]], dtype=torch.uint8))
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2).long()
+    expected = VALUES[codes] * torch.tensor([2.0 ** (i % 3) for i in range(16)])[:, None]
+    assert torch.equal(ours, expected.flatten(1))
+
+
+def test_what_it_cannot_do_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    made, cpu = Mxfp4Format(Mxfp4(), PlainFormat()), torch.device("cpu")
+    with pytest.raises(ConfigError, match="mxfp4 is for experts"):
+        made.linear(("q_proj",), LinearShape(64, (64,), False, torch.float32, cpu))
+    shape = ExpertShape(4, 64, 48, "silu", True, torch.float32, cpu)
+    with pytest.raises(ConfigError, match="multiples of 32, not intermediate 48"):
+        made.experts(("gate_up", "down"), shape)
+    with pytest.raises(ConfigError, match="gate and up together"):
+        made.experts(("gate", "up", "down"), shape)
