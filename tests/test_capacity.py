@@ -43,6 +43,18 @@ def test_bytes_of_a_block() -> None:
     assert size(5 * BLOCK + 7).num_bytes == 5 * BLOCK
 
 
+def test_8_bits_hold_twice_the_tokens_of_16() -> None:
+    sizes = {
+        kind: size_cache(
+            layout(cache_specs(FACTS), 1 << 20), kv_dtype=kind, block_size=16, max_model_len=64, max_chunk=32,
+            num_rows=10**6, auto_fit=False, room=CacheRoom(100 * BLOCK, 0, GIB),
+        )
+        for kind in ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    }  # fmt: skip
+    assert sizes["fp8_e4m3"] == sizes["fp8_e5m2"] and sizes["fp8_e4m3"].num_blocks == 200
+    assert sizes["bfloat16"].num_blocks == 100
+
+
 def test_activations_grow_with_tokens_and_sequences() -> None:
     base = activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=1)
     assert activation_bytes(FACTS, "bfloat16", num_tokens=10, num_seqs=2) - base == 9 * 4 * 320

@@ -1,4 +1,4 @@
-"""Caches of 8 bits: every kind of attention against transformers with keys and values rounded the same way."""
+"""Caches of 8 bits: every kind of attention against transformers, its keys and values rounded alike."""
 
 from dataclasses import replace
 from pathlib import Path

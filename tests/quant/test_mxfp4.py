@@ -1,4 +1,4 @@
-"""gpt-oss with experts in MXFP4, as it is published: against transformers with the numbers that they stand for."""
+"""gpt-oss with experts in MXFP4, as it is published, against transformers with the numbers they stand for."""
 
 import json
 from pathlib import Path
@@ -29,8 +29,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def narrowed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[experts, inputs, outputs] of a plain checkpoint -> blocks, scales, and what they stand for, laid out like
-    it. Neighbours share a byte, the first in its low half."""
+    """[experts, inputs, outputs] of a plain checkpoint -> blocks, scales, and what they stand for, in its
+    order. Neighbours share a byte, the first in its low half."""
     rows = weight.transpose(1, 2).unflatten(-1, (-1, 32))
     exponent = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2
     codes = (rows[..., None] / 2 ** exponent[..., None] - VALUES).abs().argmin(-1)

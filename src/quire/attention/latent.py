@@ -125,8 +125,8 @@ class TorchLatent:
         """All heads of [T, heads, width] queries against one head, whose keys are its values too."""
         own, backend = replace(batch, others=()), TorchSDPA()
         backend.plan(own)
-        scales = {"k_scale": spec.k_scale, "v_scale": spec.k_scale}
-        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale, **scales)
+        one = AttentionSpec(spec.heads, 1, spec.width, queries.dtype, scale=spec.scale)
+        one = replace(one, k_scale=spec.k_scale, v_scale=spec.k_scale)
         return backend.forward(queries, cache, cache, own, one)
 
 

@@ -147,8 +147,8 @@ class CacheSection:
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = "sha256"
     """Hash of a block's content; `sha256_cbor` is read as sha256."""
     kv_cache_dtype: str
-    """Type of keys and values in the cache: `fp8` (which is `fp8_e4m3`) or `fp8_e5m2` take half the room, with
-    the scales of the checkpoint or 1.0. Default: `auto`, the model's dtype."""
+    """Type of keys and values in the cache. `fp8`, which is `fp8_e4m3`, and `fp8_e5m2` take half the room;
+    scales are the checkpoint's, or 1.0. Default: `auto`, the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ class KVScales(nn.Module):
         self._stored: dict[str, str] = {}
         self.values = nn.ParameterDict()
         for kind, names in _NAMES.items():
-            found = (name for end in names if scope.is_stored(name := f"{attention}.{end}"))
-            if (name := next(found, None)) is None or name in self._stored.values():
+            stored = [name for end in names if scope.is_stored(name := f"{attention}.{end}")]
+            if not stored or stored[0] in self._stored.values():
                 continue
-            self._stored[kind] = name
+            self._stored[kind] = stored[0]
             value = torch.ones(1, dtype=torch.float32, device=scope.device)
             self.values[kind] = nn.Parameter(value, requires_grad=False)
 

@@ -18,22 +18,21 @@ TOKENS = (1, 2, 4, 8, 32, 64, 256, 2048)
 EXPERT_BYTES = 3 * SIZE * SIZE * 17 // 32
 TB_S = 4.28e6
 """Bytes in a microsecond."""
-ROWS: list[Plan] = [
-    Rows(up, down, warps, warps) for up, down in ((4, 4), (8, 8), (8, 16)) for warps in (2, 4, 8)
-]
+ROWS: list[Plan] = [Rows(*rows, warps, warps) for rows in ((2, 4), (4, 4), (4, 8)) for warps in (2, 4)]
 SWEEP: dict[int, list[Plan]] = {
-    1: ROWS,
-    4: [*ROWS[:3], Tiles(16, Tile(32, 128, 4, 3), Tile(32, 128, 4, 3))],
+    1: [*ROWS, Tiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))],
+    4: [*ROWS[1:4], Tiles(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))],
     32: [
         Tiles(16, Tile(rows, length, warps, stages), Tile(rows, length, warps, stages))
-        for rows, length, warps in ((32, 128, 4), (64, 128, 4), (64, 256, 8), (64, 64, 4), (128, 128, 8))
-        for stages in (2, 4)
+        for rows, length, warps in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
+        for stages in (3, 5)
     ],
     256: [
-        Tiles(num, Tile(rows, 128, warps, 3), Tile(rows, 128, warps, 3))
-        for num in (32, 64)
-        for rows, warps in ((64, 4), (64, 8), (128, 8))
+        Tiles(num, Tile(rows, length, warps, 3), Tile(rows, length, warps, 3))
+        for num in (16, 32, 64)
+        for rows, length, warps in ((64, 128, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
     ],
+    2048: [Tiles(num, Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)) for num in (32, 64, 128)],
 }
 
 

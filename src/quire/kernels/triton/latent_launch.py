@@ -77,10 +77,12 @@ def enter(
     if not len(q):
         return
     ahead = overlap(len(q), sizes.heads * (sizes.nope + sizes.rope))
+    kind = cache.data.dtype
     launch(kernels.enter, len(q), 2)(
-        q, q.stride(0), kv, kv.stride(0), weight, eps, table, positions, slots, cache,
-        sizes.k_scale, HEADS=sizes.heads, NOPE=sizes.nope, RANK=sizes.rank, ROPE=sizes.rope, NEIGHBOURS=neighbours,
-        LIMIT=torch.finfo(cache.data.dtype).max if cache.data.element_size() == 1 else 0, BLOCK_SIZE=cache.data.shape[1], BLOCK_H=triton.next_power_of_2(sizes.heads),
+        q, q.stride(0), kv, kv.stride(0), weight, eps, table, positions, slots, cache, sizes.k_scale,
+        HEADS=sizes.heads, NOPE=sizes.nope, RANK=sizes.rank, ROPE=sizes.rope, NEIGHBOURS=neighbours,
+        LIMIT=torch.finfo(kind).max if kind.itemsize == 1 else 0.0, BLOCK_SIZE=cache.data.shape[1],
+        BLOCK_H=triton.next_power_of_2(sizes.heads),
         BLOCK_R=triton.next_power_of_2(sizes.rank), BLOCK_P=triton.next_power_of_2(sizes.rope // 2),
         OVERLAP=ahead, launch_pdl=ahead,
     )  # fmt: skip
@@ -127,8 +129,8 @@ def attend_shares(
 def gather(out: Tensor, cache: Latents, seqs: Seqs, work: Tensor, k_scale: float) -> None:
     """Keys of sequences out of their blocks, one after the other: [keys, rank + rope]."""
     launch(kernels.gather, len(work))(
-        out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1], BLOCK_N=GATHERED_KEYS,
-        BLOCK_W=_wide(out.shape[1]),
+        out, cache, seqs, work, k_scale, WIDTH=out.shape[1], BLOCK_SIZE=cache.data.shape[1],
+        BLOCK_N=GATHERED_KEYS, BLOCK_W=_wide(out.shape[1]),
     )  # fmt: skip
 
 

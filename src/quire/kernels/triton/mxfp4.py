@@ -1,8 +1,8 @@
 """Mixtures of experts in MXFP4 on a GPU: `mix` of `kernels/experts.py`, with weights unpacked in registers.
 
-A byte of the weights has numbers i and 16 + i of its block. The bits of a number, moved to those of a float32,
-are the number divided by 2^126; powers of two bring it back, half of the way at a time, since no float holds
-all of it.
+A byte of the weights has numbers i and 16 + i of its block. The bits of a number, moved to those of a
+float32, are the number divided by 2^126; powers of two bring it back, half of the way at a time, since no
+float holds all of it.
 """
 
 import functools
@@ -154,7 +154,7 @@ def _unpacked(
     packed = codes + place[:, :, None] * 16 + byte[None, None, :]
     low, high = _numbers(tl.load(packed, mask=held[:, :, None], other=0))
     scale = _power(tl.load(scales + place, mask=held, other=0))[:, :, None]
-    if KIND == tl.float16:
+    if tl.float16 == KIND:
         low, high = low * _HALF_WAY, high * _HALF_WAY
     shape: tl.constexpr = [row.shape[0], 16 * COUNT]
     return tl.reshape((low * scale).to(KIND), shape), tl.reshape((high * scale).to(KIND), shape)
@@ -219,7 +219,7 @@ def _finished(
     acc: tl.tensor, bias: tl.tensor, row: tl.tensor, known: tl.tensor, NUM: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
     acc = upright(acc, NUM)
-    if KIND != tl.float16:
+    if tl.float16 != KIND:
         acc *= _HALF_WAY
     if bias is not None:
         acc += tl.load(bias + row, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -283,7 +283,7 @@ def _multiply(
 
 
 _TILES = {
-    16: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    16: (Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
     32: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     64: (Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     128: (Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
@@ -293,11 +293,11 @@ _TILES = {
 
 @functools.cache
 def plan_of(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Plan:
-    """How to multiply so many pairs."""
+    """How to multiply so many pairs; as measured on an H200: mxfp4_speed.py among the tests of kernels."""
     if num_pairs <= num_experts // 2:
-        return Rows(8, 8, 4, 4)
+        return Rows(4, 4, 2, 2)
     if dtype == torch.float32:
         return Tiles(16, Tile(32, 64, 4, 2), Tile(32, 64, 4, 2))
     mean = num_pairs / num_experts
-    height = 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    height = 16 if mean <= 12 else 32 if mean <= 64 else 64 if mean <= 128 else 128
     return Tiles(height, *_TILES[height])
