@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from by_hand import CHUNKS, check
-from oracle import BLOCK_SIZE, load_tiny, make_batch, make_tiny, random_prompts, run_paged
+from oracle import BLOCK_SIZE, load_tiny, make_batch, make_tiny, on_rows, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
+from tiny import generate, logits_of, open_tiny
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -21,6 +22,7 @@ from quire.kernels import native
 from quire.kernels.cpu import CPUOps
 from quire.kernels.ops import Entry
 from quire.kernels.reference import Reference
+from quire.kernels.tape import record
 from quire.layers.attention import caching_layers
 from quire.models.causal_lm import CausalLM
 
@@ -97,6 +99,30 @@ def test_models_round_keys_and_values_and_nothing_else(family: str, stored: bool
             keep_in(model, kind, backend)
             ours = torch.cat(run_paged(model, prompts, [[9, 5], [1, 4], [7, 1]]))
             assert (ours - expected).norm() / expected.norm() < 1e-2
+
+
+@needs_native
+@pytest.mark.parametrize("family", NAMES)
+@torch.inference_mode()
+def test_decodes_are_taped(family: str, tmp_path: Path) -> None:
+    """An operation of torch between the kernels, which then is never taped."""
+    model = load_tiny(make_tiny(family, tmp_path)[0])
+    keep_in(model, KINDS[0], CPUAttention())
+    batch = on_rows(make_batch([([5], 6), ([9], 2)], [[1, 2], [3]], BLOCK_SIZE), [4, 0])
+    with record() as tape:
+        model.logits(model(batch))
+    assert tape.refused is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_an_engine_with_an_8_bit_cache(name: str, tmp_path: Path) -> None:
+    path, hf_model = make_tiny("llama", tmp_path)
+    with_scales(path, NAMES["llama"])
+    kind = KINDS[name == "fp8_e5m2"]
+    for output in generate(open_tiny(path, kv_cache_dtype=name), random_prompts(9, 14)):
+        said = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        expected = run_rounded(hf_model, said, kind, SCALES)[len(output.prompt_token_ids) - 1 : -1]
+        assert (logits_of(output) - expected).norm() / expected.norm() < 1e-2
 
 
 @needs_native
