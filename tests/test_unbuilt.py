@@ -19,6 +19,13 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
     ("place", "name", "value", "kind", "words"),
     [
         ("engine argument", "nnodes", 2, ConfigError, "nnodes=2 is not supported yet; leave it out or"),
+        (
+            "engine argument",
+            "cpu_offload_gb",
+            4,
+            ConfigError,
+            "; for weights in less memory use quantization=",
+        ),
         ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
         (
             "body field",

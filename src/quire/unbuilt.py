@@ -126,6 +126,11 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
 }
 """Names whose feature is not there, each with the values (beside None) that do without it."""
 
+_INSTEAD = {
+    "cpu_offload_gb": "for weights in less memory use quantization='fp8' or 'int8', or a checkpoint of fewer"
+    " bits, which `quire quantize` writes",
+}
+"""What to do in place of some of them."""
 _AT_START: tuple[Place, ...] = ("engine argument", "server flag")
 
 
@@ -136,6 +141,8 @@ def refuse(place: Place, name: str, value: Any) -> None:
         return
     choices = " or ".join(repr(choice) for choice in off)
     way_out = f"leave it out or set it to {choices}" if choices else "leave it out"
+    if name in _INSTEAD:
+        way_out = f"{way_out}; {_INSTEAD[name]}"
     if place in _AT_START:
         raise ConfigError(f"{name}={value!r} is not supported yet; {way_out}")
     raise RequestError(f"`{name}` is not supported yet; {way_out}", param=name)
