@@ -19,6 +19,7 @@ COMMANDS = {
     "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("write a model in fewer bits", "quire.quantize.command"),
+    "save-sharded-state": ("write a model as the engine keeps it", "quire.terminal.save_state"),
     "collect-env": ("describe this machine, for a bug report", "quire.terminal.collect_env"),
 }
 

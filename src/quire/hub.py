@@ -33,7 +33,12 @@ _WANTED = [
     "merges.txt",
 ]
 _UNWANTED = ["original/**", "consolidated*.safetensors", "onnx/**", "training_args.bin", "optimizer.bin"]
-_WEIGHTS = {"auto": ("*.safetensors", "*.bin"), "safetensors": ("*.safetensors",), "pt": ("*.bin",)}
+_WEIGHTS = {
+    "auto": ("*.safetensors", "*.bin"),
+    "safetensors": ("*.safetensors",),
+    "sharded_state": ("*.safetensors",),
+    "pt": ("*.bin",),
+}
 """By load format: which files hold the weights, the first that there are. Other formats need none."""
 _CHUNK_BYTES = 1 << 20
 

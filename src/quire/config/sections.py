@@ -117,8 +117,9 @@ class ModelSection:
 class LoadSection:
     """How weights get from disk to the device."""
 
-    load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy"] = "auto"
-    """Format of the weight files; `pt` is pytorch_model.bin, `dummy` fills random weights."""
+    load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy", "sharded_state"] = "auto"
+    """Format of the weight files; `pt` is pytorch_model.bin, `dummy` fills random weights, `sharded_state` is
+    what `quire save-sharded-state` writes."""
     download_dir: str | None = None
     """Where hub downloads are kept. Default: the hub's own cache."""
     use_tqdm_on_load: bool = True

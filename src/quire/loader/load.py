@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
@@ -20,6 +21,7 @@ from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
 from quire.layers.scope import Begins, Loads, Scope, Target
+from quire.loader.sharded import Kept, ShardedSource, equip
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
@@ -65,6 +67,9 @@ def load_model(
     `quant` is how those of other files are stored, or are to be kept.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
+    if isinstance(source, ShardedSource):
+        method = None if quant is None else quant.method
+        source.check(Kept.of(checkpoint.facts.architecture, dtype, device, method))
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
 
@@ -85,20 +90,37 @@ def load_model(
         is_stored=is_stored,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
+    bar = tqdm(desc="Loading weights", disable=not show_progress or not sys.stderr.isatty())
+    with torch.no_grad(), bar:
+        if isinstance(source, ShardedSource):
+            _restore(source, model, bar)
+        else:
+            _load(source, model, checkpoint, bar)
+    return model.eval()
+
+
+def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, progress: "tqdm[Any]") -> None:
+    stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
     targets = {name: target for name, (target, _) in found.items()}
     _check(source, targets, checkpoint)
-    hidden = not show_progress or not sys.stderr.isatty()
+    progress.reset(len(targets))
     left = Counter(id(layer) for _, layer in found.values())
-    with torch.no_grad(), tqdm(total=len(targets), desc="Loading weights", disable=hidden) as progress:
-        for name in _filled(source, _begun(source.order(targets), found, stored)):
-            layer = found[name][1]
-            left[id(layer)] -= 1
-            if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
-                layer.finish()
-            progress.update()
-    return model.eval()
+    for name in _filled(source, _begun(source.order(targets), found, stored)):
+        layer = found[name][1]
+        left[id(layer)] -= 1
+        if not left[id(layer)]:  # at once: the memory of what is repacked serves the next
+            layer.finish()
+        progress.update()
+
+
+def _restore(source: ShardedSource, model: nn.Module, progress: "tqdm[Any]") -> None:
+    targets = source.targets(model)
+    progress.reset(len(targets))
+    for _ in _filled(source, (targets[name] for name in source.order(targets))):
+        progress.update()
+    equip(model)
 
 
 def _begun(names: Iterable[str], found: dict[str, Found], stored: Mapping[str, Any]) -> Iterator[Target]:

@@ -62,9 +62,12 @@ class SafetensorsSource:
     """As many requests as a disk of today wants to see at once."""
 
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
-        paths = find_shards(checkpoint.path, "model", ".safetensors")
+        paths = self._find(checkpoint)
         self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
         self._own = threading.local()
+
+    def _find(self, checkpoint: Checkpoint) -> list[Path]:
+        return find_shards(checkpoint.path, "model", ".safetensors")
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}

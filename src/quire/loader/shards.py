@@ -1,9 +1,31 @@
-"""Which weight files a model directory has."""
+"""Which weight files a model directory has, and which others."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from quire.config.keys import read_json
 from quire.errors import ConfigError
+
+STATE = "sharded_state.json"
+"""Beside the parameters of a model as the engine keeps them: what they were saved for."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_around(path: Path, to: Path) -> None:
+    """Everything of a model directory but its weights."""
+    for file in sorted(path.iterdir()):
+        is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and file.name[0] != ".":
+            shutil.copyfile(file, to / file.name)
+    templates = path / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, to / templates.name)
 
 
 def find_shards(path: Path, stem: str, suffix: str) -> list[Path]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.config.model import Checkpoint
 from quire.errors import ConfigError, nearest
 from quire.layers.scope import Target
+from quire.loader.shards import STATE
 from quire.quant.format import Format
 from quire.registry import LazyTable
 
@@ -19,6 +20,7 @@ FORMATS = LazyTable(
         "pt": "quire.loader.pt:PickleSource",
         "gguf": "quire.loader.gguf:GGUFSource",
         "dummy": "quire.loader.dummy:DummySource",
+        "sharded_state": "quire.loader.sharded:ShardedSource",
     },
 )
 
@@ -72,6 +74,8 @@ def detect(checkpoint: Checkpoint, load_format: str) -> str:
     if load_format == "auto":
         if checkpoint.format == "gguf":
             return "gguf"
+        if (checkpoint.path / STATE).is_file():
+            return "sharded_state"
         has_safetensors = any(checkpoint.path.glob("*.safetensors*"))
         return "safetensors" if has_safetensors or not any(checkpoint.path.glob("*.bin*")) else "pt"
     if load_format != "dummy" and (load_format == "gguf") != (checkpoint.format == "gguf"):

@@ -8,9 +8,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.loader.shards import write_json
 from quire.logs import get_logger
 from quire.quantize.schemes import Scheme
-from quire.quantize.stored import Stored, write_json
+from quire.quantize.stored import Stored
 
 logger = get_logger(__name__)
 

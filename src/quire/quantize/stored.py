@@ -1,8 +1,6 @@
 """The model that is to be quantized: its tensors one at a time, and the files around them."""
 
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from quire.config.keys import read_json
 from quire.config.model import Checkpoint, read_checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
+from quire.loader.shards import copy_around, write_json
 from quire.loader.source import FORMATS, detect
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-"""Endings of files that hold weights."""
 _EXPERTS = re.compile(r"(.*\.experts)\.(\w+\.weight)")
 _QUANTIZED = ("quantization_config", "compression_config")
 _MODEL_TYPES = {
@@ -83,16 +80,10 @@ class Stored:
         return gguf_config(self.checkpoint)
 
     def copy_rest(self, to: Path) -> None:
-        """Everything but weights and config.json: tokenizer, chat template, sampling defaults."""
+        """Everything but weights: tokenizer, chat template, sampling defaults."""
         if self.is_gguf:
             return _write_tokenizer(self.checkpoint, to)
-        for file in sorted(self.checkpoint.path.iterdir()):
-            is_weights = file.suffix in WEIGHTS or file.name.endswith(".index.json")
-            if file.is_file() and not is_weights and file.name != "config.json" and file.name[0] != ".":
-                shutil.copyfile(file, to / file.name)
-        templates = self.checkpoint.path / "additional_chat_templates"
-        if templates.is_dir():
-            shutil.copytree(templates, to / templates.name)
+        copy_around(self.checkpoint.path, to)
 
 
 def _dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -184,7 +175,3 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     if isinstance(template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]  # type: ignore[assignment]
     return config | ({} if template is None else {"chat_template": template})
-
-
-def write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from quire.attention.backend import AttentionSpec, choose
+from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.capacity import CacheSize, human, size_cache
 from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs, layout
@@ -48,19 +49,21 @@ class Worker:
         self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
         self._runner: Runner | PoolingRunner | None = None
 
-    def start(self) -> CacheSize:
-        """Load the weights, give the cache what memory is left, and be ready to run."""
+    def _backend(self) -> AttentionBackend:
         config, facts = self.config, self.config.checkpoint.facts
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
-        backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
-        started = time.monotonic()
-        model = load_model(
+        return choose(None if asked == "AUTO" else asked, spec, config.machine)
+
+    def load(self, backend: AttentionBackend | None = None) -> Any:
+        """The model with its weights, without a cache."""
+        config = self.config
+        return load_model(
             config.checkpoint,
             dtype=self.dtype,
             device=self.device,
-            backend=backend,
+            backend=backend or self._backend(),
             max_model_len=config.model.max_model_len,
             load_format=config.load.load_format,
             show_progress=config.load.use_tqdm_on_load,
@@ -69,6 +72,13 @@ class Worker:
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
         )
+
+    def start(self) -> CacheSize:
+        """Load the weights, give the cache what memory is left, and be ready to run."""
+        config, facts = self.config, self.config.checkpoint.facts
+        backend = self._backend()
+        started = time.monotonic()
+        model = self.load(backend)
         weights = sum(
             parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
         )

@@ -1,0 +1,140 @@
+"""A model as the engine keeps it: saved after it was loaded, and put in its place again without repacking."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from quire.config.keys import Keys, read_json
+from quire.config.model import Checkpoint
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.layers.scope import Equips, Target
+from quire.loader.safetensors import SafetensorsSource
+from quire.loader.shards import STATE, write_json
+from quire.quant.experts import StoredExperts
+from quire.quant.weight import Weight
+
+VERSION = 1
+"""Of how formats repack: it grows when an older state would be read wrongly."""
+PART = "model-rank-{rank}-part-{part}.safetensors"
+_PART_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a state was saved for; another engine keeps other tensors."""
+
+    architecture: str
+    dtype: str
+    device: str
+    quantization: str | None
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, architecture: str, dtype: torch.dtype, device: torch.device, method: str | None) -> "Kept":
+        kind = f"{device.type} ({platform.machine()}{'' if native.library() else ', no native kernels'})"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            kind = f"cuda (capability {major}.{minor})"
+        return cls(architecture, str(dtype).removeprefix("torch."), kind, method)
+
+
+def save_state(model: nn.Module, kept: Kept, stored: Mapping[str, tuple[int, ...]], folder: Path) -> int:
+    """Write every parameter into parts of `folder`, with what they are; returns their bytes. `stored` are
+    the tensors of the checkpoint that the model was loaded from."""
+    refuse_unsaved(model)
+    waiting: dict[str, Tensor] = {}
+    num_parts = num_bytes = waiting_bytes = 0
+    for name, parameter in model.named_parameters():
+        if waiting and waiting_bytes + parameter.nbytes > _PART_BYTES:
+            save_file(waiting, folder / PART.format(rank=0, part=num_parts))
+            num_parts, waiting, waiting_bytes = num_parts + 1, {}, 0
+        waiting[name] = parameter.detach().cpu().contiguous()
+        waiting_bytes += parameter.nbytes
+        num_bytes += parameter.nbytes
+    save_file(waiting, folder / PART.format(rank=0, part=num_parts))
+    shapes = {name: list(shape) for name, shape in stored.items()}
+    write_json(folder / STATE, asdict(kept) | {"stored": shapes})
+    return num_bytes
+
+
+def refuse_unsaved(model: nn.Module) -> None:
+    """A weight that repacks in its own `finish` may keep what is no parameter."""
+    for module in model.modules():
+        finish = getattr(type(module), "finish", None)
+        if isinstance(module, Weight | StoredExperts) and finish not in (Weight.finish, StoredExperts.finish):
+            raise ConfigError(
+                f"weights of the kind {type(module).__name__} cannot be saved as the engine keeps them; "
+                "load the checkpoint itself"
+            )
+
+
+class ShardedSource(SafetensorsSource):
+    """The parameters of a model as they were saved."""
+
+    def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
+        self.folder = checkpoint.path
+        if not (self.folder / STATE).is_file():
+            raise ConfigError(
+                f"{self.folder} holds no saved state ({STATE} is missing); make one with "
+                "`quire save-sharded-state MODEL -o DIR`, or leave load_format out"
+            )
+        said = Keys(str(self.folder / STATE), read_json(self.folder / STATE))
+        self.kept = {name: said.get(name) for name in Kept.__dataclass_fields__}
+        self.stored = {name: tuple(shape) for name, shape in (said.get("stored") or {}).items()}
+        super().__init__(checkpoint, seed)
+
+    def _find(self, checkpoint: Checkpoint) -> list[Path]:
+        paths = sorted(
+            self.folder.glob(PART.format(rank=0, part="*")), key=lambda path: (len(path.name), path)
+        )
+        if not paths:
+            raise ConfigError(f"{self.folder} holds no {PART.format(rank=0, part=0)}; save the state again")
+        return paths
+
+    def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
+        return self.stored
+
+    def check(self, kept: Kept) -> None:
+        """Before anything is read: that this engine would keep the same."""
+        for name, ours in asdict(kept).items():
+            if self.kept[name] != ours:
+                raise ConfigError(
+                    f"the state in {self.folder} was saved for {name} {self.kept[name]!r}, but this engine "
+                    f"has {ours!r}; save it again with `quire save-sharded-state` and the flags and machine "
+                    "of this engine, or load the model's checkpoint itself"
+                )
+
+    def targets(self, model: nn.Module) -> dict[str, Target]:
+        """The parameters of `model`, each as it was saved: of another shape, new, or gone."""
+        refuse_unsaved(model)
+        ours = dict(model.named_parameters())
+        for name in ours.keys() - self.entries.keys():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, None)
+        for name, entry in self.entries.items():
+            owner, _, last = name.rpartition(".")
+            parameter = ours.get(name)
+            if parameter is None or (parameter.shape, parameter.dtype) != (entry.shape, entry.dtype):
+                device = next(iter(ours.values())).device
+                tensor = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+                if parameter is None:
+                    setattr(model.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
+                else:
+                    parameter.data = tensor
+        return {name: Target(name, tensor) for name, tensor in model.named_parameters()}
+
+
+def equip(model: nn.Module) -> None:
+    """Find kernels for what was put in its place."""
+    for module in model.modules():
+        if isinstance(module, Weight | StoredExperts):
+            module.find_kernels()
+    for module in model.modules():
+        if isinstance(module, Equips):
+            module.equip()

@@ -1,0 +1,94 @@
+"""A model as the engine keeps it: written, read again, and refused by another engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from torch import Tensor
+
+from quire.cli import main
+from quire.errors import ConfigError
+from quire.loader import sharded
+from quire.loader.shards import STATE
+from quire.quant.plain import Plain
+
+FAMILIES = ["gemma3_text", "gpt_neox", "gpt_oss", "cohere", "qwen3_5_moe_text"]
+"""Norms with 1 added, heads put apart, experts in turns, heads halved and tied ends, a rate of forgetting."""
+
+
+def save(path: Path, to: Path, *more: str) -> int:
+    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--device", "cpu", *more]
+    return main(["save-sharded-state", str(path), "-o", str(to), *flags])
+
+
+def logits(path: Path, **options: Any) -> Tensor:
+    return run_paged(load_tiny(path, **options), [random_prompts(12)[0]], [[12]])[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_state_computes_the_same(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is changed after loading, and is changed once more; a parameter that is in no part."""
+    monkeypatch.setattr(sharded, "_PART_BYTES", 50_000)
+    path, _ = make_tiny(family, tmp_path)
+    out = tmp_path / "state"
+    assert save(path, out) == 0
+    assert len(list(out.glob("model-rank-0-part-*.safetensors"))) > 2
+    expected = logits(path)
+    for load_format in ("sharded_state", "auto"):
+        assert torch.equal(logits(out, load_format=load_format), expected)
+
+
+class Turned(Plain):
+    """Keeps its weight with inputs first, under another name."""
+
+    def repack(self) -> None:
+        self.turned = torch.nn.Parameter(self.weight.t().contiguous(), requires_grad=False)
+        self.weight = None  # type: ignore[assignment]
+
+    def find_kernels(self) -> None:
+        assert self.weight is None
+        self.product = lambda x: x @ self.turned if self.bias is None else x @ self.turned + self.bias
+
+
+def test_repacked_weights_are_not_repacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = make_tiny("llama", tmp_path)
+    expected = logits(path)
+
+    def linear(self: Any, parts: tuple[str, ...], shape: Any) -> Plain:
+        return Plain(shape) if "embed" in parts[0] else Turned(shape)
+
+    monkeypatch.setattr("quire.quant.plain.PlainFormat.linear", linear)
+    assert save(path, tmp_path / "state") == 0
+    monkeypatch.delattr(Turned, "repack")
+    torch.testing.assert_close(logits(tmp_path / "state"), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_state_of_another_engine_is_refused(tmp_path: Path) -> None:
+    path, _ = make_tiny("llama", tmp_path)
+    out = tmp_path / "state"
+    assert save(path, out) == 0
+    said = json.loads((out / STATE).read_text())
+    for name, other in {"dtype": "float16", "device": "cuda", "version": 0, "quantization": "fp8"}.items():
+        (out / STATE).write_text(json.dumps(said | {name: other}))
+        with pytest.raises(ConfigError, match=rf"saved for {name} {other!r}, but .*save it again with"):
+            load_tiny(out)
+    (out / STATE).unlink()
+    with pytest.raises(ConfigError, match="make one with `quire save-sharded-state"):
+        load_tiny(out, load_format="sharded_state")
+
+
+def test_what_cannot_be_saved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A weight whose `finish` may keep more than its parameters, or a directory with something in it."""
+    path, _ = make_tiny("llama", tmp_path)
+    assert save(path, path) == 1
+    assert "not an empty directory" in capsys.readouterr().err
+    monkeypatch.setattr(Plain, "finish", Plain.find_kernels)
+    assert save(path, tmp_path / "state") == 1
+    assert "weights of the kind Plain cannot be saved" in capsys.readouterr().err
