@@ -1,0 +1,107 @@
+"""Products with weights of 8 bits against torch, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels import int8 as reference
+from quire.kernels.int8 import Codes, narrow, product_reference
+from quire.kernels.reference import Reference
+from quire.kernels.triton.int8 import Plan, Product, Tiles, multiply, round_rows
+from quire.kernels.triton.matmul import Rows
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+FEW: list[Plan] = [Rows(8, 4), Tiles(16, 64, 64, 4, 3), Tiles(64, 64, 32, 4, 3)]
+MANY = [Tiles(16, 64, 64, 4, 3), Tiles(128, 128, 128, 8, 3)]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+
+def weight_of(*shape: int) -> Codes:
+    """Outputs of very different sizes."""
+    made = narrow(torch.randn(*shape, device=DEVICE) * torch.rand(shape[0], 1, device=DEVICE) * 0.1)
+    if CUDA:
+        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+    return made
+
+
+def close(ours: Tensor, expected: Tensor, limit: float = 4e-3) -> None:
+    assert ours.dtype == DTYPE and ours.shape == expected.shape
+    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+    assert error < limit, error
+
+
+@pytest.mark.parametrize("static", [None, 0.02])
+def test_rows_are_rounded_each_by_its_largest_number(static: float | None) -> None:
+    x = (random(5, 112) * torch.tensor([1e-3, 1.0, 0.0, 1.0, 50.0], device=DEVICE)[:, None].to(DTYPE))[:, 8:]
+    scale = None if static is None else torch.tensor([static], device=DEVICE)
+    ours, expected = round_rows(x, scale), reference.round_rows(x, scale)
+    torch.testing.assert_close(ours.scales, expected.scales)
+    assert (ours.codes.int() - expected.codes.int()).abs().max() <= 1  # halves may go either way
+    assert static is None or (ours.codes.abs().max() == 127)
+
+
+@pytest.mark.parametrize("num", [1, 3, 70])
+@pytest.mark.parametrize("plan", FEW, ids=str)
+def test_products_of_odd_sizes(plan: Plan, num: int) -> None:
+    num = min(num, 4) if isinstance(plan, Rows) else num
+    x, weight, bias = random(num, 112)[:, :96], weight_of(37, 96), random(37)
+    close(multiply(x, None, weight, None, plan, DTYPE), product_reference(x, weight))
+    close(multiply(x, None, weight, bias, plan, DTYPE), product_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("num", [17, 130])
+@pytest.mark.parametrize("plan", MANY, ids=str)
+def test_products_of_rounded_rows(plan: Plan, num: int) -> None:
+    x, weight, bias = random(num, 96), weight_of(37, 96), random(37)
+    rounded = round_rows(x)
+    wide = rounded.codes.double() * rounded.scales.double()[:, None]
+    expected = product_reference(wide, weight, bias)
+    close(multiply(*rounded, weight, bias, plan, DTYPE), expected)
+
+
+@pytest.mark.parametrize(("plan", "rounds"), [*((plan, False) for plan in FEW), (MANY[0], True)], ids=str)
+def test_gate_and_up_in_one(plan: Plan, rounds: bool) -> None:
+    x, weight = random(3, 80), weight_of(2 * 21, 80)
+    expected = Reference().gated(product_reference(x, weight), "silu")
+    given = round_rows(x) if rounds else (x, None)
+    close(multiply(*given, weight, None, plan, DTYPE, gated=True), expected, 2e-2 if rounds else 6e-3)
+
+
+@pytest.mark.parametrize("num", [0, 1, 5, 40, 130])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_is_chosen_multiplies(num: int, rounds: bool) -> None:
+    """A step of no rows; more rows than a plan is for; a width that the copy engine cannot read."""
+    for size_in in (128, 100):
+        x, weight, bias = random(num, size_in), weight_of(64, size_in), random(64)
+        limit = 2e-2 if rounds and num > 64 else 6e-3
+        product = Product(weight, bias, rounds=rounds)
+        if num:
+            close(product(x), product_reference(x, weight, bias), limit)
+            expected = Reference().gated(product_reference(x, weight), "silu")
+            close(Product(weight, None, rounds=rounds).gated(x), expected, limit)
+        else:
+            assert product(x).shape == (0, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num", [1, 2, 8, 31, 64, 128, 300])
+@pytest.mark.parametrize(("size_out", "size_in"), [(6144, 4096), (4096, 14336), (1024, 2048)])
+def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
+    x, weight = random(num, size_in), weight_of(size_out, size_in)
+    for rounds in (False, True):
+        product = Product(weight, None, rounds=rounds)
+        limit = 2e-2 if rounds else 6e-3
+        close(product(x), product_reference(x, weight), limit)
+        small = x / size_in**0.5
+        expected = Reference().gated(product_reference(small, weight), "silu")
+        close(product.gated(small), expected, limit)
