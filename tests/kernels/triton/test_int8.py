@@ -5,9 +5,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import int8 as reference
+from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import mix as mix_reference
 from quire.kernels.int8 import Codes, narrow, product_reference
 from quire.kernels.reference import Reference
 from quire.kernels.triton.int8 import Plan, Product, Tiles, multiply, round_rows
+from quire.kernels.triton.int8_experts import ExpertCodes, mix
 from quire.kernels.triton.matmul import Rows
 
 CUDA = torch.cuda.is_available()
@@ -105,3 +108,20 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
         small = x / size_in**0.5
         expected = Reference().gated(product_reference(small, weight), "silu")
         close(product.gated(small), expected, limit)
+
+
+@pytest.mark.parametrize("num", [0, 1, 9, 40])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts(num: int, biased: bool) -> None:
+    """An expert with the scales of another; tiles that more than one expert shares."""
+    hidden, inner, shape = 80, 48, (3, 2 * 48)
+    gate_up, down = narrow(torch.randn(*shape, hidden, device=DEVICE) / 9), narrow(random(3, hidden, inner) / 7)
+    biases = (random(*shape), random(3, hidden)) if biased else ()
+    x, ids = random(num, hidden), torch.rand(num, 3, device=DEVICE).topk(2).indices.to(torch.int32)
+    weights = torch.rand(num, 2, device=DEVICE)
+    ours = mix(x, ids, weights, ExpertCodes(gate_up, down, *biases), "silu")
+    wide = ExpertWeights(gate_up.widened(torch.float32), down.widened(torch.float32), *map(Tensor.float, biases))
+    expected = mix_reference(x.float(), ids, weights, wide, "silu")
+    if num:
+        close(ours, expected, 1e-2)
+    assert ours.shape == x.shape
