@@ -1,8 +1,9 @@
 """Products with weights of 8 bits and a scale for each output, x (scale W)^T.
 
-Few rows of x are multiplied as they are: reading the weight is all the time there is. Many are rounded to 8
-bits, each with a scale, where the checkpoint was made for that; else the weight is widened for the library's
-product.
+One or two rows of x are multiplied as they are. More are rounded to 8 bits, each with a scale: many in one
+part, where the checkpoint was made for that; else in two parts, of which the second is what the first leaves,
+finer than bfloat16, while reading the weight is all the time there is, and behind that the weight is widened
+for the library's product. (Widening tiles of the weight in registers was slower than any of these.)
 """
 
 import functools
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from quire.kernels.int8 import Codes
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, Rows, tiled
 
 
@@ -32,6 +33,10 @@ class Tiles(NamedTuple):
 
 
 Plan = Rows | Tiles
+_FINER: tl.constexpr = tl.constexpr(254)
+"""How many times finer the second part of x is."""
+_WIDENED = 4096
+"""Codes that a program of `_widen` reads."""
 
 
 @triton.jit
@@ -43,6 +48,7 @@ def _round(
     size: tl.tensor,
     x_stride: tl.tensor,
     STATIC: tl.constexpr,
+    PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -54,12 +60,16 @@ def _round(
         scale = tl.load(static)
     else:
         scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-10)
-    tl.store(codes + row * size + k, to_code(values / scale), mask=k < size)
+    code = _code(values / scale)
+    tl.store(codes + row * size + k, code, mask=k < size)
+    if PARTS == 2:
+        left = _code((values / scale - code.to(tl.float32)) * _FINER)
+        tl.store(codes + (tl.num_programs(0) + row) * size + k, left, mask=k < size)
     tl.store(scales + row, scale)
 
 
 @triton.jit
-def to_code(x: tl.tensor) -> tl.tensor:
+def _code(x: tl.tensor) -> tl.tensor:
     """The nearest whole number of -127 .. 127."""
     x = tl.clamp(x, -127.0, 127.0)
     return (x + tl.where(x < 0, -0.5, 0.5)).to(tl.int8)
@@ -119,7 +129,7 @@ def _tiles(
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
-    ROUNDED: tl.constexpr,
+    PARTS: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     NUM: tl.constexpr,
@@ -127,50 +137,60 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS). `x` and `weight` are descriptors of tiles.
-
-    The weight is the first factor, which can be widened in registers; sums lie on their side.
-    """
+    """Grid (num / NUM * size_out / ROWS). `x` and `weight` are descriptors of tiles; the second part of x is
+    below the first. The weight is the first factor, and sums lie on their side."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     follow(OVERLAP)
-    acc = tl.zeros([ROWS, NUM], tl.int32 if ROUNDED else tl.float32)
-    up = tl.zeros([ROWS, NUM], tl.int32 if ROUNDED else tl.float32)
+    acc, low = tl.zeros([ROWS, NUM], tl.int32), tl.zeros([ROWS, NUM], tl.int32)
+    up, up_low = tl.zeros([ROWS, NUM], tl.int32), tl.zeros([ROWS, NUM], tl.int32)
     for at in range(0, size_in, LENGTH):
-        a = tl.trans(x.load([first_m, at]))
-        acc = times(weight.load([first_n, at]), a, acc)
+        a, w = tl.trans(x.load([first_m, at])), weight.load([first_n, at])
+        acc = tl.dot(w, a, acc, out_dtype=tl.int32)
         if GATED:
-            up = times(weight.load([first_n + size_out, at]), a, up)
+            v = weight.load([first_n + size_out, at])
+            up = tl.dot(v, a, up, out_dtype=tl.int32)
+        if PARTS == 2:
+            b = tl.trans(x.load([num + first_m, at]))
+            low = tl.dot(w, b, low, out_dtype=tl.int32)
+            if GATED:
+                up_low = tl.dot(v, b, up_low, out_dtype=tl.int32)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    y = acc.to(tl.float32) * tl.load(scales + n, mask=n < size_out, other=0.0)[:, None]
-    if ROUNDED:
-        x_scale = tl.load(x_scales + m, mask=m < num, other=0.0)[None, :]
-        y *= x_scale
+    exist = n < size_out
+    x_scale = tl.load(x_scales + m, mask=m < num, other=0.0)[None, :]
+    y = _sum(acc, low, PARTS) * (tl.load(scales + n, mask=exist, other=0.0)[:, None] * x_scale)
     if BIASED:
-        y += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
     y = y.to(kind)
     if GATED:
-        other = up.to(tl.float32) * tl.load(scales + size_out + n, mask=n < size_out, other=0.0)[:, None]
-        if ROUNDED:
-            other *= x_scale
-        y = silu_times(y, other.to(kind))
+        scale = tl.load(scales + size_out + n, mask=exist, other=0.0)[:, None] * x_scale
+        y = silu_times(y, (_sum(up, up_low, PARTS) * scale).to(kind))
     place = m.to(tl.int64)[:, None] * size_out + n[None, :]
-    tl.store(out + place, tl.trans(y), mask=(m < num)[:, None] & (n < size_out)[None, :])
+    tl.store(out + place, tl.trans(y), mask=(m < num)[:, None] & exist[None, :])
 
 
 @triton.jit
-def times(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    """Codes times numbers of any type."""
-    if acc.dtype == tl.int32:
-        return tl.dot(w, a, acc, out_dtype=tl.int32)
-    else:
-        return tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
+def _sum(acc: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    y = acc.to(tl.float32)
+    if PARTS == 2:
+        y += low.to(tl.float32) / _FINER
+    return y
+
+
+@triton.jit
+def _widen(
+    out: tl.tensor, codes: tl.tensor, scales: tl.tensor, size: tl.tensor, LENGTH: tl.constexpr
+) -> None:
+    """Grid (outputs, size / LENGTH)."""
+    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    w = tl.load(codes + n * size + k, mask=k < size, other=0).to(tl.float32) * tl.load(scales + n)
+    tl.store(out + n * size + k, w.to(out.dtype.element_ty), mask=k < size)
 
 
 class Product:
-    """x W^T + b, and of a gate and an up part silu(gate) * up. `rounds`: many rows of x are rounded, by their
-    own scales or by a `static` one."""
+    """x W^T + b, and of a gate and an up part silu(gate) * up. `rounds`: many rows of x are rounded in one
+    part, by their own scales or by a `static` one."""
 
     def __init__(
         self, weight: Codes, bias: Tensor | None, *, rounds: bool = False, static: Tensor | None = None
@@ -185,85 +205,76 @@ class Product:
 
     def _product(self, x: Tensor, *, gated: bool) -> Tensor:
         size_out, size_in = self.weight.codes.shape
-        plan = choose(len(x), size_out, size_in, 1 + gated, self.rounds)
-        if plan is None or isinstance(plan, Tiles) and not (aligned(x) and aligned(self.weight.codes)):
-            y = F.linear(x, self.weight.widened(x.dtype), self.bias)
+        plan, parts = choose(len(x), size_in, self.rounds, gated)
+        if plan is None:
+            y = F.linear(x, widen(self.weight, x.dtype), self.bias)
             return gated_of(y, "silu") if gated else y
-        rounded = self.rounds and len(x) > _FEW
-        if rounded:
-            return multiply(*round_rows(x, self.static), self.weight, self.bias, plan, x.dtype, gated=gated)
-        return multiply(x, None, self.weight, self.bias, plan, x.dtype, gated=gated)
+        given = round_rows(x, None if parts == 2 else self.static, parts) if parts else None
+        return multiply(x, given, self.weight, self.bias, plan, gated=gated)
 
 
-def round_rows(x: Tensor, static: Tensor | None = None) -> Codes:
-    """`kernels/int8.py` of the same name."""
+def widen(weight: Codes, dtype: torch.dtype) -> Tensor:
+    size_out, size_in = weight.codes.shape
+    out = torch.empty(size_out, size_in, dtype=dtype, device=weight.codes.device)
+    launch(_widen, size_out, triton.cdiv(size_in, _WIDENED))(out, *weight, size_in, LENGTH=_WIDENED)
+    return out
+
+
+def round_rows(x: Tensor, static: Tensor | None = None, parts: int = 1) -> Codes:
+    """`kernels/int8.py` of the same name. The rows of a second part are below those of the first."""
     num, size = x.shape
-    codes = torch.empty(num, size, dtype=torch.int8, device=x.device)
+    codes = torch.empty(parts * num, size, dtype=torch.int8, device=x.device)
     scales = torch.empty(num, dtype=torch.float32, device=x.device)
     ahead, length = overlap(num, size), triton.next_power_of_2(size)
     launch(_round, num)(
         codes, scales, x, scales if static is None else static, size, x.stride(0),
-        STATIC=static is not None, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
+        STATIC=static is not None, PARTS=parts, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=min(max(length // 1024, 1), 16),
     )  # fmt: skip
     return Codes(codes, scales)
 
 
 def multiply(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Codes,
-    bias: Tensor | None,
-    plan: Plan,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
+    x: Tensor, rounded: Codes | None, weight: Codes, bias: Tensor | None, plan: Plan, *, gated: bool = False
 ) -> Tensor:
-    """Of codes of x with `x_scales`, or x as it is."""
+    """Of x as it is with `Rows`, of its rounded parts with `Tiles`."""
     codes, scales = weight
     num, size_out, size_in = len(x), len(codes) // (1 + gated), codes.shape[1]
-    out = torch.empty(num, size_out, dtype=dtype, device=x.device)
+    out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     ahead, biased = overlap(num, min(size_in, size_out)), bias is not None
     offset = out if bias is None else bias
     if isinstance(plan, Rows):
-        assert x_scales is None
         launch(_rows, triton.cdiv(size_out, plan.rows))(
             out, x, codes, scales, offset, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
             BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
             launch_pdl=ahead, num_warps=plan.warps,
         )  # fmt: skip
         return out
+    assert rounded is not None
     launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows))(
-        out, tiled(x, plan.num, plan.length), scales if x_scales is None else x_scales,
+        out, tiled(rounded.codes, plan.num, plan.length), rounded.scales,
         tiled(codes, plan.rows, plan.length), scales, offset, num, size_in, size_out,
-        ROUNDED=x_scales is not None, GATED=gated, BIASED=biased, NUM=plan.num, ROWS=plan.rows,
+        PARTS=len(rounded.codes) // num, GATED=gated, BIASED=biased, NUM=plan.num, ROWS=plan.rows,
         LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
 
-def aligned(matrix: Tensor) -> bool:
-    """As the copy engine wants it: tiles begin at multiples of 16 bytes."""
-    step = matrix.stride(0) * matrix.element_size()
-    return step % 16 == 0 and matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0
-
-
 _FEW = 64
-"""So many rows of x are not rounded."""
+"""So many rows of x are rounded in two parts, whatever the checkpoint was made for: that costs no time."""
 
 
 @functools.cache
-def choose(num: int, size_out: int, size_in: int, parts: int, rounds: bool) -> Plan | None:
-    """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up. None is the
-    library's product."""
+def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | None, int]:
+    """How to multiply `num` rows with a weight of this width, and in how many parts they are rounded. No plan
+    is the library's product; tiles begin at multiples of 16 bytes."""
     length = triton.next_power_of_2(size_in)
-    if num == 0:
-        return None
-    if num <= 2 and length <= LONGEST and num * length <= 2**14:
-        return Rows(max(8192 // length, 1), 8 if length >= 4096 else 4)
-    if num <= _FEW or num <= MOST_ROWS and not rounds:
-        height = 16 if num <= 16 else 32 if num <= 32 else 64
-        return Tiles(height, 64, 128, 4, 4 if parts == 2 else 6)
-    if not rounds:
-        return None
-    return Tiles(128, 128, 128, 8, 3)
+    if num and num <= 2 and length <= LONGEST:
+        return Rows(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
+    if not num or size_in % 16 or num > 256 and not rounds:
+        return None, 0
+    if num <= 32:
+        return Tiles(16 if num <= 16 else 32, 64, 256, 4, 3 if gated else 4), 2
+    if num <= _FEW or not rounds:
+        return Tiles(64, 64, 128, 4, 4), 2
+    return Tiles(64, 128, 128, 4, 4) if num <= 512 else Tiles(128, 128, 128, 8, 3), 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.int8 import Codes
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.experts import add, most_tiles, sort
-from quire.kernels.triton.int8 import Tiles, times
+from quire.kernels.triton.int8 import Tiles
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import tiled
 
@@ -74,16 +74,19 @@ def _tiles(
     if ACTIVATION != "":
         row, source = expert * 2 * size_out + first_n, pair // TOP
     else:
-        row, source = expert * size_out + first_n, m.to(tl.int64)
+        row, source = expert * size_out + first_n, tl.minimum(m, end - 1).to(tl.int64)
     k = tl.arange(0, LENGTH)
     at_x = x + (source * x_stride)[None, :] + k[:, None]
     for at in range(0, size_in, LENGTH):
-        exist = (m < end)[None, :] if EVEN else (m < end)[None, :] & (k < size_in - at)[:, None]
-        a = tl.load(at_x + at, mask=exist, other=0.0)
-        acc = times(weight.load([row, at]), a, acc)
+        if EVEN:
+            a = tl.load(at_x + at)
+        else:
+            a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)
+        acc = _times(weight.load([row, at]), a, acc)
         if ACTIVATION != "":
-            up = times(weight.load([row + size_out, at]), a, up)
-    kind, held = out.dtype.element_ty, n < size_out
+            up = _times(weight.load([row + size_out, at]), a, up)
+    kind = out.dtype.element_ty
+    held = n < size_out
     y = _scaled(acc, scales + row, bias + row, n - first_n, held, BIASED).to(kind)
     if ACTIVATION != "":
         other = _scaled(up, scales + row + size_out, bias + row + size_out, n - first_n, held, BIASED)
@@ -91,6 +94,11 @@ def _tiles(
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & held[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], tl.trans(y), mask=inside)
+
+
+@triton.jit
+def _times(w: tl.tensor, a: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    return tl.dot(w.to(a.dtype), a, acc, input_precision="ieee")
 
 
 @triton.jit
