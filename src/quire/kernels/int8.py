@@ -1,4 +1,4 @@
-"""Weights of 8 bits with a scale for each output, in plain torch, and as blocks that the C kernels multiply."""
+"""Weights of 8 bits with a scale for each output: in plain torch, and as blocks that C multiplies."""
 
 from typing import NamedTuple
 
@@ -40,7 +40,9 @@ def narrow(weight: Tensor) -> Codes:
 def round_rows(x: Tensor, static: Tensor | None = None) -> Codes:
     """Rows of x [T, inputs], each by its largest number or all by one scale [1]."""
     wide = x.float()
-    scales = (wide.abs().amax(-1) / MOST).clamp(min=1e-10) if static is None else static.float().expand(len(x))
+    scales = (
+        (wide.abs().amax(-1) / MOST).clamp(min=1e-10) if static is None else static.float().expand(len(x))
+    )
     codes = (wide / scales[:, None]).round_().clamp_(-MOST, MOST)
     return Codes(codes.to(torch.int8), scales.contiguous())
 

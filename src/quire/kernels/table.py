@@ -1,4 +1,4 @@
-"""Weights of 4 bits that stand for numbers of a table, with a scale for each block of a row, in plain torch."""
+"""Weights of 4 bits that stand for numbers of a table, with a scale for each block of a row."""
 
 from typing import NamedTuple
 

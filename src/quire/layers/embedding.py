@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError
 from quire.layers.scope import Scope, Target
-from quire.quant.weight import LinearShape
+from quire.quant.weight import LinearShape, Text
 
 
 class _Table(nn.Module):
@@ -27,7 +27,9 @@ class _Table(nn.Module):
     def targets(self) -> Iterator[Target]:
         (part,) = self.weight.parts()
         for suffix, piece in part.items():
-            yield Target(f"{self.name}.{suffix}", piece.tensor, piece.outputs)
+            yield Target(
+                f"{self.name}.{suffix}", piece.tensor, piece.outputs, is_text=isinstance(piece, Text)
+            )
 
     def begin(self) -> None:
         self.weight.begin()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target
-from quire.quant.weight import LinearShape
+from quire.quant.weight import LinearShape, Text
 
 _LEAST_OUTPUTS = 16
 """Of a weight that is worth narrowing."""
@@ -44,7 +44,8 @@ class Linear(nn.Module):
                 tensor, axis = piece.tensor, piece.along(self.divided)
                 if self.across:
                     tensor, axis = tensor.t(), None if axis is None else tensor.ndim - 1 - axis
-                yield Target(f"{name}.{suffix}", tensor, axis, () if axis is None else self.stacked)
+                stacked = () if axis is None else self.stacked
+                yield Target(f"{name}.{suffix}", tensor, axis, stacked, isinstance(piece, Text))
 
     def begin(self) -> None:
         self.weight.begin()

@@ -11,7 +11,7 @@ from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope, Target
 from quire.quant.experts import ExpertShape
-from quire.quant.weight import Chooses, Piece
+from quire.quant.weight import Chooses, Piece, Text
 
 _FEW = 1024
 """Tokens of a step that is taped or captured, at most."""
@@ -132,8 +132,9 @@ class Experts(nn.Module):
         stacked = self._stacked() if part == "gate_up" and axis is not None else ()
         if self.names.stored == "each":
             where, _, last = name.rpartition(".")
+            of_one = None if axis is None else axis - 1
             for i, expert in enumerate(tensor):
-                yield Target(f"{where}.{i}.{last}.{suffix}", expert, None if axis is None else axis - 1)
+                yield Target(f"{where}.{i}.{last}.{suffix}", expert, of_one, is_text=isinstance(piece, Text))
         elif suffix.startswith("_"):
             yield Target(f"{name}{suffix}", tensor, axis, stacked)
         elif self.names.stored in ("across", "in_turns") and suffix == "weight":

@@ -81,6 +81,8 @@ class Target(NamedTuple):
     """Along which a group divides it; None: each device has all of it."""
     stacked: tuple[int, ...] = ()
     """Sizes of what lies one after the other along that axis, if more than one thing: each is divided."""
+    is_text: bool = False
+    """Bytes of a text, of which the checkpoint may have fewer; the rest is zeros."""
 
 
 @runtime_checkable

@@ -45,7 +45,7 @@ class DummySource:
         generator = torch.Generator(into.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if "scale" in name.rpartition(".")[2]:
             into.fill_(_SCALE if into.is_floating_point() else _POWER_OF_SCALE)
-        elif name.endswith("g_idx"):
+        elif name.endswith("g_idx") or target.is_text:
             into.zero_()
         elif not into.is_floating_point():
             limits = torch.iinfo(into.dtype)

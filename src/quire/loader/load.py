@@ -40,10 +40,11 @@ _NUM_NAMED = 5
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
-    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.|\.(q|prob)_scale$"
+    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+    r"|\.(q_scale|prob_scale|input_scale|input_zero_point|weight_format)$"
 )
-"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that
-see, and scales of queries and of their weights in fp8, which are never that narrow here."""
+"""The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that see,
+and scales of inputs where these are not narrowed."""
 
 
 def load_model(

@@ -10,7 +10,14 @@ from quire.quant.format import Format
 from quire.quant.weight import LinearShape, Weight
 from quire.registry import LazyTable
 
-SCHEMES = LazyTable("weight scheme", {"Mxfp4": "quire.quant.mxfp4:Mxfp4Format"})
+SCHEMES = LazyTable(
+    "weight scheme",
+    {
+        "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
+        "Int8": "quire.quant.int8:Int8Format",
+        "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",
+    },
+)
 """By the name of a scheme's class: what is made of (scheme, plain format), a `Format`."""
 
 

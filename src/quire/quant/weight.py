@@ -38,6 +38,10 @@ class Piece(NamedTuple):
         return None if what is None else {"outputs": self.outputs, "inputs": self.inputs}[what]
 
 
+class Text(Piece):
+    """Room for the bytes of a text, of which the checkpoint may have fewer; the rest is zeros."""
+
+
 class Chooses(Protocol):
     """`Ops.route` of a router's product."""
 

@@ -116,12 +116,17 @@ def test_real_shapes(size_out: int, size_in: int, num: int) -> None:
 def test_experts(num: int, biased: bool) -> None:
     """An expert with the scales of another; tiles that more than one expert shares."""
     hidden, inner, shape = 80, 48, (3, 2 * 48)
-    gate_up, down = narrow(torch.randn(*shape, hidden, device=DEVICE) / 9), narrow(random(3, hidden, inner) / 7)
+    gate_up, down = (
+        narrow(torch.randn(*shape, hidden, device=DEVICE) / 9),
+        narrow(random(3, hidden, inner) / 7),
+    )
     biases = (random(*shape), random(3, hidden)) if biased else ()
     x, ids = random(num, hidden), torch.rand(num, 3, device=DEVICE).topk(2).indices.to(torch.int32)
     weights = torch.rand(num, 2, device=DEVICE)
     ours = mix(x, ids, weights, ExpertCodes(gate_up, down, *biases), "silu")
-    wide = ExpertWeights(gate_up.widened(torch.float32), down.widened(torch.float32), *map(Tensor.float, biases))
+    wide = ExpertWeights(
+        gate_up.widened(torch.float32), down.widened(torch.float32), *map(Tensor.float, biases)
+    )
     expected = mix_reference(x.float(), ids, weights, wide, "silu")
     if num:
         close(ours, expected, 1e-2)

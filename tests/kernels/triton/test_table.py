@@ -32,7 +32,9 @@ def weight_of(size_out: int, size_in: int) -> Halves:
     return weight
 
 
-@pytest.mark.parametrize(("size_out", "size_in"), [(37, 384), (5, 2176), pytest.param(6144, 4096, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("size_out", "size_in"), [(37, 384), (5, 2176), pytest.param(6144, 4096, marks=pytest.mark.gpu)]
+)
 def test_products(size_out: int, size_in: int) -> None:
     """The second half of a row with the scales of the first; the end of a row left out."""
     x, weight, bias = random(3, size_in), weight_of(size_out, size_in), random(size_out)

@@ -3,12 +3,18 @@
 from collections.abc import Callable
 
 from quire.config.keys import Keys
+from quire.config.quant.bitsandbytes import read_bitsandbytes
+from quire.config.quant.compressed import read_compressed
 from quire.config.quant.facts import QuantFacts, all_but
-from quire.config.quant.mxfp4 import mxfp4
+from quire.config.quant.mxfp4 import read_mxfp4
 from quire.config.quant.schemes import Fp8, Int8
 from quire.errors import ConfigError
 
-METHODS: dict[str, Callable[[Keys], QuantFacts]] = {"mxfp4": mxfp4}
+METHODS: dict[str, Callable[[Keys], QuantFacts]] = {
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed,
+    "mxfp4": read_mxfp4,
+}
 """By quant_method."""
 ONLINE = {
     "fp8": QuantFacts("fp8", all_but((), Fp8(stored=False))),

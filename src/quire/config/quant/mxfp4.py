@@ -7,7 +7,7 @@ from quire.config.quant.facts import QuantFacts, Rule
 from quire.config.quant.schemes import Mxfp4
 
 
-def mxfp4(said: Keys) -> QuantFacts:
+def read_mxfp4(said: Keys) -> QuantFacts:
     """Experts alone are stored like this, but for those that the list of modules leaves out."""
     skipped = said.get("modules_to_not_convert") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):

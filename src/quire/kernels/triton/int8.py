@@ -56,7 +56,7 @@ def _round(
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, LENGTH)
     follow(OVERLAP)
     values = tl.load(x + row * x_stride + k, mask=k < size, other=0.0).to(tl.float32)
-    if STATIC:
+    if STATIC:  # noqa: SIM108
         scale = tl.load(static)
     else:
         scale = tl.maximum(tl.max(tl.abs(values), 0) / 127, 1e-10)

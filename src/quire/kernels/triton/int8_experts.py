@@ -1,7 +1,7 @@
 """Mixtures of experts with weights of 8 bits and a scale for each output: `mix` of `kernels/experts.py`.
 
-As in `experts.py` pairs of a token and an expert are sorted, and tiles of them multiply; the weight is widened
-in registers.
+As in `experts.py` pairs of a token and an expert are sorted, and tiles of them multiply; the weight is
+widened in registers.
 """
 
 import functools
@@ -78,7 +78,7 @@ def _tiles(
     k = tl.arange(0, LENGTH)
     at_x = x + (source * x_stride)[None, :] + k[:, None]
     for at in range(0, size_in, LENGTH):
-        if EVEN:
+        if EVEN:  # noqa: SIM108
             a = tl.load(at_x + at)
         else:
             a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)

@@ -1,5 +1,5 @@
-"""Products with weights of 4 bits that stand for numbers of a table (`kernels/table.py`): the weight is widened
-for the library's product. (Looking each code up inside of the product took longer with any number of rows.)"""
+"""Products with weights of 4 bits that stand for numbers of a table (`kernels/table.py`): the weight is
+widened for the library's product. (Looking codes up inside of the product took longer, however many rows.)"""
 
 import torch
 import triton

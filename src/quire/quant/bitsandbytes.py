@@ -1,0 +1,187 @@
+"""The weights of bitsandbytes: 4 bits that stand for numbers of a table, and whole numbers of 8 bits."""
+
+import functools
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.quant.schemes import BitsAndBytes, Int8
+from quire.errors import ConfigError
+from quire.kernels.table import BLOCK, Halves, in_halves, scaled
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.int8 import CodedExperts, Stored
+from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, unfilled
+from quire.quant.widened import widen, widen_experts
+
+_SCALES = "SCB"
+"""The largest number of each output, where weights have 8 bits: it has the code 127."""
+_LARGEST = 127.0
+_NESTED = 256
+"""Scales that have one scale, where those are narrowed as well."""
+_TEXT_BYTES = 1024
+"""Room for what a weight's `quant_state` says."""
+
+
+class BitsAndBytesFormat:
+    """Makes weights of this package: those of 4 bits stay so on a GPU, those of 8 bits everywhere."""
+
+    def __init__(self, scheme: BitsAndBytes, plain: Format) -> None:
+        self.scheme = scheme
+        self.plain = plain
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        plain = functools.partial(self.plain.linear, parts, shape)
+        if self.scheme.kind == "int8":
+            return Stored(shape, plain, Int8("channel", "none"), _SCALES, _LARGEST)
+        return Table4(shape, plain, self.scheme)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        plain = functools.partial(self.plain.experts, parts, shape)
+        if len(parts) == 2:
+            raise ConfigError(
+                f"{parts[0]} has all experts in one tensor, which bitsandbytes does not quantize; use a "
+                "checkpoint that has them one by one, or the unquantized one"
+            )
+        if self.scheme.kind == "int8":
+            return CodedExperts(shape, plain, "channel", _SCALES, _LARGEST)
+        return TableExperts(shape, plain, self.scheme)
+
+
+class Packed4(nn.Module):
+    """`num` matrices [rows, columns] as they are stored: bytes of two codes, row after row, and what scales
+    them."""
+
+    def __init__(self, num: int, rows: int, columns: int, scheme: BitsAndBytes, device: torch.device) -> None:
+        super().__init__()
+        self.size, self.scheme = (rows, columns), scheme
+        blocks = -(-rows * columns // BLOCK)
+        made = functools.partial(unfilled, num, device=device)
+        self.codes = made(rows * columns // 2, 1, dtype=torch.uint8)
+        self.absmax = made(blocks, dtype=torch.uint8 if scheme.nested else torch.float32)
+        self.table = made(16, dtype=torch.float32)
+        self.state = made(_TEXT_BYTES, dtype=torch.uint8)
+        self.nested_absmax = made(-(-blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
+        self.nested_table = made(256 if scheme.nested else 0, dtype=torch.float32)
+
+    def pieces(self) -> dict[str, Piece]:
+        """By the suffix of its name. What has blocks across rows is not divided."""
+        pieces = {
+            "weight": Piece(self.codes, None),
+            "weight.absmax": Piece(self.absmax, None),
+            "weight.quant_map": Piece(self.table, None),
+            f"weight.quant_state.bitsandbytes__{self.scheme.kind}": Text(self.state, None),
+        }
+        if self.scheme.nested:
+            pieces["weight.nested_absmax"] = Piece(self.nested_absmax, None)
+            pieces["weight.nested_quant_map"] = Piece(self.nested_table, None)
+        return pieces
+
+    def code(self, i: int) -> Tensor:
+        """[rows, columns]: the first of two is in the high half of a byte."""
+        packed = self.codes[i, :, 0]
+        return torch.stack((packed >> 4, packed & 15), 1).view(self.size)
+
+    def scales(self, i: int) -> Tensor:
+        """One for each block."""
+        absmax = self.absmax[i]
+        if not self.scheme.nested:
+            return absmax
+        scale = self.nested_absmax[i].repeat_interleave(_NESTED)[: len(absmax)]
+        return self.nested_table[i][absmax.long()] * scale + self._offset(i)
+
+    def _offset(self, i: int) -> float:
+        """What was taken off all scales before they were narrowed."""
+        text = bytes(self.state[i].tolist()).rstrip(b"\0")
+        return float(json.loads(text).get("nested_offset", 0.0)) if text else 0.0
+
+    def values(self, i: int) -> Tensor:
+        """[rows, columns] float32."""
+        values, rows = self.table[i][self.code(i).long()].flatten(), self.size[0]
+        missing = -len(values) % BLOCK
+        blocks = torch.cat((values, values.new_zeros(missing))).view(1, -1)
+        return scaled(blocks, self.scales(i)[None])[0, : len(values)].view(rows, -1)
+
+
+class Table4(Weight):
+    """Codes of 4 bits, on a GPU; else a plain weight once it is loaded."""
+
+    def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
+        super().__init__(shape)
+        self.plain, self.kind = plain, scheme.kind
+        self.stored = nn.ModuleList(
+            Packed4(1, size, shape.size_in, scheme, shape.device) for size in shape.sizes_out
+        )
+        self.bias = bias_of(shape)
+        self.orders: list[Tensor] | None = None
+
+    def parts(self) -> list[dict[str, Piece]]:
+        parts = [
+            {suffix: piece._replace(tensor=piece.tensor[0]) for suffix, piece in stored.pieces().items()}
+            for stored in self._stored()
+        ]
+        if self.bias is not None:
+            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
+                part["bias"] = Piece(piece)
+        return parts
+
+    def reorder(self, orders: list[Tensor]) -> None:
+        super().reorder(orders)
+        self.orders = orders
+
+    def _stored(self) -> list[Packed4]:
+        return [stored for stored in self.stored if isinstance(stored, Packed4)]
+
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """Blocks across rows cannot be put in order before they are rows."""
+        orders = self.orders or [torch.arange(len(part)) for part in parts]
+        return torch.cat([part[order.to(part.device)] for part, order in zip(parts, orders, strict=True)])
+
+    def finish(self) -> None:
+        stored, size_in = self._stored(), self.shape.size_in
+        on_gpu = self.shape.device.type == "cuda" and size_in % (2 * BLOCK) == 0
+        if on_gpu and all(torch.equal(of.table, stored[0].table) for of in stored):
+            self._keep(stored)
+        else:
+            values = self._in_order([of.values(0) for of in stored])
+            self.stored = nn.ModuleList()
+            widen(self, self.plain, values, self.bias, f"{self.kind} has no kernels for this device or width")
+
+    def _keep(self, stored: list[Packed4]) -> None:
+        from quire.kernels.triton.table import linear
+
+        codes = self._in_order([in_halves(of.code(0)) for of in stored])
+        scales = self._in_order([of.scales(0).view(of.size[0], -1) for of in stored])
+        weight = Halves(codes, scales.contiguous(), stored[0].table.data[0])
+        self.kept = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in weight)
+        self.stored = nn.ModuleList()
+        self.product = functools.partial(linear, weight=weight, bias=self.bias)
+
+
+class TableExperts(StoredExperts):
+    """Experts with codes of 4 bits, which become plain ones once they are loaded."""
+
+    def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: BitsAndBytes) -> None:
+        super().__init__(shape)
+        self.plain, self.kind = plain, scheme.kind
+        wide = shape.intermediate, shape.hidden
+        sizes = {"gate": wide, "up": wide, "down": wide[::-1]}
+        self.stored = nn.ModuleDict(
+            {name: Packed4(shape.experts, *size, scheme, shape.device) for name, size in sizes.items()}
+        )
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        return {name: stored.pieces() for name, stored in self._stored().items()}
+
+    def _stored(self) -> dict[str, Packed4]:
+        return {name: stored for name, stored in self.stored.items() if isinstance(stored, Packed4)}
+
+    def finish(self) -> None:
+        stored, experts = self._stored(), range(self.shape.experts)
+        gate, up, down = (torch.stack([of.values(i) for i in experts]) for of in stored.values())
+        self.stored = nn.ModuleDict()
+        widen_experts(
+            self, self.plain, torch.cat((gate, up), 1), down, f"{self.kind} experts have no kernels"
+        )

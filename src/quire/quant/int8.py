@@ -1,0 +1,284 @@
+"""Weights of 8 bits with a scale for each output: as they are stored, or narrowed while they are loaded."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.quant.schemes import Int8
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.cpu_experts import Experts
+from quire.kernels.int8 import Codes, as_matrix, fits_blocks, narrow
+from quire.kernels.linear import FORMS, Product
+from quire.kernels.quantized import Lookup
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
+from quire.quant.widened import widen, widen_experts
+
+_ALIGNED = 16
+"""Inputs of experts on a GPU are a multiple of this."""
+
+
+class Int8Format:
+    """Makes weights of 8 bits. Inputs of a layer are rounded, too, on a GPU and where there are many."""
+
+    def __init__(self, scheme: Int8, plain: Format) -> None:
+        self.scheme = scheme
+        self.plain = plain
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        plain = functools.partial(self.plain.linear, parts, shape)
+        if not self.scheme.stored:
+            return Narrowed(shape, plain)
+        return Stored(shape, plain, self.scheme)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        plain = functools.partial(self.plain.experts, parts, shape)
+        if not self.scheme.stored:
+            return NarrowedExperts(shape, plain)
+        if self.scheme.weights == "tensor" and len(parts) == 2:
+            raise ConfigError(
+                f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
+                "supported: one for each output, or experts that are stored one by one, are"
+            )
+        return CodedExperts(shape, plain, self.scheme.weights)
+
+
+class Coded(Weight):
+    """What weights of 8 bits share: how they are used once their codes are there."""
+
+    def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
+        super().__init__(shape)
+        self.plain = plain
+        self.bias = bias_of(shape)
+        self.codes: nn.Parameter | None = None
+        self.scales: nn.Parameter | None = None
+
+    def with_biases(self, parts: list[dict[str, Piece]]) -> list[dict[str, Piece]]:
+        if self.bias is not None:
+            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
+                part["bias"] = Piece(piece)
+        return parts
+
+    def settle(self, weight: Codes, *, rounds: bool = False, static: Tensor | None = None) -> None:
+        shape = self.shape
+        if weight.codes.is_cuda:
+            from quire.kernels.triton.int8 import Product as ProductOnGPU
+
+            product = ProductOnGPU(weight, self.bias, rounds=rounds, static=static)
+            self.product, self.gated = product, product.gated if self.bias is None else None
+            self.rows = functools.partial(_rows, weight, shape.dtype)
+            self.codes, self.scales = _kept(weight.codes), _kept(weight.scales)
+        elif _in_c(shape.dtype) and fits_blocks(weight):
+            matrix = as_matrix(weight)
+            self.product = Product([matrix], self.bias)
+            self.rows = functools.partial(Lookup(matrix), dtype=shape.dtype)
+            self.codes, self.scales = _kept(matrix.data), None
+        else:
+            self.codes = self.scales = None
+            widen(self, self.plain, weight.widened(torch.float32), self.bias, _why(weight, shape.dtype))
+
+
+class Stored(Coded):
+    """The codes and scales of a checkpoint; `scale` is the name of the latter, which are divided by
+    `divisor`."""
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        plain: Callable[[], Weight],
+        scheme: Int8,
+        scale: str = "weight_scale",
+        divisor: float = 1.0,
+    ) -> None:
+        super().__init__(shape, plain)
+        self.scheme, self.scale, self.divisor = scheme, scale, divisor
+        rows, num_parts = sum(shape.sizes_out), len(shape.sizes_out)
+        num_scales = rows if scheme.weights == "channel" else num_parts
+        self.codes = unfilled(rows, shape.size_in, dtype=torch.int8, device=shape.device)
+        self.scales = unfilled(num_scales, dtype=torch.float32, device=shape.device)
+        self.inputs: nn.Parameter | None = None
+        """The scales of inputs, one for each part."""
+        if scheme.activations == "static":
+            self.inputs = unfilled(num_parts, dtype=torch.float32, device=shape.device)
+
+    def parts(self) -> list[dict[str, Piece]]:
+        assert self.codes is not None and self.scales is not None
+        sizes = list(self.shape.sizes_out)
+        parts = [{"weight": Piece(codes, 0, 1)} for codes in self.codes.split(sizes)]
+        in_columns = self.scale == "weight_scale"
+        for i, part in enumerate(parts):
+            if self.scheme.weights == "tensor":
+                part[self.scale] = Piece(self.scales[i : i + 1], None)
+            else:
+                scales = self.scales.split(sizes)[i]
+                part[self.scale] = Piece(scales[:, None] if in_columns else scales, 0)
+            if self.inputs is not None:
+                part["input_scale"] = Piece(self.inputs[i : i + 1], None)
+        return self.with_biases(parts)
+
+    def finish(self) -> None:
+        assert self.codes is not None and self.scales is not None
+        scales = self.scales.data / self.divisor
+        if self.scheme.weights == "tensor":
+            scales = scales.repeat_interleave(torch.tensor(self.shape.sizes_out, device=scales.device))
+        # One input has one scale: the largest, which none of its parts overflows. With a zero of its own it
+        # is rounded by its own largest number instead.
+        static = None if self.inputs is None or not self.scheme.symmetric else self.inputs.data.max()[None]
+        self.settle(Codes(self.codes.data, scales), rounds=self.scheme.activations != "none", static=static)
+
+
+class Narrowed(Coded):
+    """A plain weight while it is loaded, codes afterwards."""
+
+    def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
+        super().__init__(shape, plain)
+        self.weight: nn.Parameter | None = lent(
+            sum(shape.sizes_out), shape.size_in, dtype=shape.dtype, device=shape.device
+        )
+
+    def parts(self) -> list[dict[str, Piece]]:
+        assert self.weight is not None
+        sizes = list(self.shape.sizes_out)
+        return self.with_biases([{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)])
+
+    def begin(self) -> None:
+        assert self.weight is not None
+        self.weight = lend(self.weight)
+
+    def finish(self) -> None:
+        assert self.weight is not None
+        narrowed = narrow(self.weight.data)
+        self.weight = None
+        self.settle(narrowed)
+
+
+class SettledExperts(StoredExperts):
+    """`Coded`, for the experts of a layer."""
+
+    def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
+        super().__init__(shape)
+        self.plain = plain
+
+    def settle(self, gate_up: Codes, down: Codes) -> None:
+        shape, both = self.shape, (gate_up, down)
+        is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
+        if gate_up.codes.is_cuda and is_aligned:
+            from quire.kernels.triton.int8_experts import ExpertCodes, mix
+
+            experts = ExpertCodes(gate_up, down, *self.biases)
+            self.mix = functools.partial(mix, experts=experts, activation=shape.activation)
+            self.kept = nn.ParameterList(_kept(tensor) for of in both for tensor in of)
+        elif not gate_up.codes.is_cuda and _in_c(shape.dtype) and all(map(fits_blocks, both)):
+            ups, downs = ([as_matrix(Codes(*one)) for one in zip(*of, strict=True)] for of in both)
+            self.mix = Experts([[up] for up in ups], downs, shape.activation, *self.biases)
+        else:
+            wide = [of.widened(torch.float32) for of in both]
+            why = next((_why(of, shape.dtype) for of in both if not fits_blocks(of)), "int8")
+            widen_experts(self, self.plain, wide[0], wide[1], why)
+
+
+class CodedExperts(SettledExperts):
+    """The codes and scales of a checkpoint."""
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        plain: Callable[[], StoredExperts],
+        weights: str,
+        scale: str = "weight_scale",
+        divisor: float = 1.0,
+    ) -> None:
+        super().__init__(shape, plain)
+        self.weights, self.scale, self.divisor = weights, scale, divisor
+        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+        made = functools.partial(unfilled, num, device=shape.device)
+        self.gate_up: nn.Parameter | None = made(2 * inner, hidden, dtype=torch.int8)
+        self.down: nn.Parameter | None = made(hidden, inner, dtype=torch.int8)
+        per_channel = weights == "channel"
+        self.gate_up_scales = made(2 * inner if per_channel else 2, 1, dtype=torch.float32)
+        self.down_scales = made(hidden if per_channel else 1, 1, dtype=torch.float32)
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        assert self.gate_up is not None and self.down is not None
+        scales = self.gate_up_scales, self.gate_up_scales.chunk(2, 1), self.down_scales
+        gate, up = self.gate_up.chunk(2, 1)
+        return {
+            "gate_up": self._part(self.gate_up, scales[0]),
+            "gate": self._part(gate, scales[1][0]),
+            "up": self._part(up, scales[1][1]),
+            "down": self._part(self.down, scales[2]),
+        }
+
+    def _part(self, codes: Tensor, scales: Tensor) -> dict[str, Piece]:
+        of_outputs = 1 if self.weights == "channel" else None
+        piece = Piece(scales if self.scale == "weight_scale" else scales[:, :, 0], of_outputs)
+        return {"weight": Piece(codes, 1, 2), self.scale: piece}
+
+    def finish(self) -> None:
+        assert self.gate_up is not None and self.down is not None
+        codes, self.gate_up, self.down = (self.gate_up.data, self.down.data), None, None
+        both = []
+        for of, scales in zip(codes, (self.gate_up_scales, self.down_scales), strict=True):
+            wide = scales.data[:, :, 0] / self.divisor
+            both.append(Codes(of, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
+        self.settle(*both)
+
+
+class NarrowedExperts(SettledExperts):
+    """Plain experts while they are loaded, codes afterwards."""
+
+    def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
+        super().__init__(shape, plain)
+        num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+        made = functools.partial(lent, num, dtype=shape.dtype, device=shape.device)
+        self.gate_up: nn.Parameter | None = made(2 * inner, hidden)
+        self.down: nn.Parameter | None = made(hidden, inner)
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        assert self.gate_up is not None and self.down is not None
+        gate, up = self.gate_up.chunk(2, 1)
+        weights = {"gate_up": self.gate_up, "gate": gate, "up": up, "down": self.down}
+        return {name: {"weight": Piece(weight, 1, 2)} for name, weight in weights.items()}
+
+    def begin(self) -> None:
+        assert self.gate_up is not None and self.down is not None
+        self.gate_up, self.down = lend(self.gate_up), lend(self.down)
+
+    def finish(self) -> None:
+        assert self.gate_up is not None and self.down is not None
+        gate_up = _narrow_each(self.gate_up.data)
+        self.gate_up = None
+        down = _narrow_each(self.down.data)
+        self.down = None
+        self.settle(gate_up, down)
+
+
+def _narrow_each(weight: Tensor) -> Codes:
+    """Expert by expert: what lies between a weight and its codes is wide."""
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    for i, expert in enumerate(weight):
+        codes[i], scales[i] = narrow(expert)
+    return Codes(codes, scales)
+
+
+def _rows(weight: Codes, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    return Codes(weight.codes[ids], weight.scales[ids]).widened(dtype)
+
+
+def _in_c(dtype: torch.dtype) -> bool:
+    return dtype in FORMS and native.library() is not None
+
+
+def _why(weight: Codes, dtype: torch.dtype) -> str:
+    if not _in_c(dtype):
+        return f"int8 weights in {dtype} have no kernels here"
+    return f"int8 weights of {weight.codes.shape[-1]} columns or scales like these have no kernels here"
+
+
+def _kept(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

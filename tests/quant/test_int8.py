@@ -1,0 +1,158 @@
+"""Weights of 8 bits: as checkpoints have them, and narrowed while they are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny
+from requantized import error_of, loaded, requantize
+from torch import Tensor
+
+from quire.config.quant import ONLINE
+from quire.config.quant.schemes import Int8
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.experts import ExpertWeights, mix
+from quire.kernels.int8 import Codes, fits_blocks, narrow, product_reference
+from quire.quant.experts import ExpertShape
+from quire.quant.int8 import Int8Format, Narrowed, NarrowedExperts, Stored
+from quire.quant.plain import PlainFormat
+from quire.quant.weight import LinearShape
+
+CPU = torch.device("cpu")
+SHAPE = LinearShape(64, (24, 8, 16), True, torch.float32, CPU)
+
+
+def stored(strategy: str, static: bool = False) -> dict[str, Any]:
+    """The quantization_config of llm-compressor."""
+    weights = {"num_bits": 8, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": False}
+    inputs = weights | {"strategy": "tensor" if static else "token", "dynamic": not static}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def pack(by: str, static: bool, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As compressed-tensors does it; every part of a layer gets a scale of its own."""
+    most = weight.abs().amax() if by == "tensor" else weight.abs().amax(1, keepdim=True)
+    scale = (most / 127).reshape((1,) if by == "tensor" else (-1, 1))
+    codes = (weight / scale).round().clamp(-128, 127)
+    tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
+    if static:
+        tensors["input_scale"] = torch.rand(1)
+    return tensors, codes * scale
+
+
+@pytest.mark.parametrize("by", ["tensor", "channel"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
+    """The scale of another part, of another expert; a scale that float16 loses; a bias."""
+    static = family == "qwen2"
+    path, twin = requantize(family, tmp_path, stored(by, static), lambda _, weight: pack(by, static, weight))
+    model = loaded(path)
+    assert any(isinstance(module, Stored) for module in model.modules())
+    assert error_of(model, twin) < 2e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
+def test_logits_of_what_is_narrowed_while_it_is_loaded(family: str, tmp_path: Path) -> None:
+    path, twin = make_tiny(family, tmp_path)
+    model = load_tiny(path, quant=ONLINE["int8"])
+    kinds = {type(module) for module in model.modules()}
+    assert Narrowed in kinds and (family == "llama") != (NarrowedExperts in kinds)
+    assert error_of(model, twin) < 5e-2  # of rounding the weights alone, which the twin does not
+
+
+@pytest.mark.parametrize("native_kernels", [True, False])
+@pytest.mark.parametrize("size_in", [64, 40])
+def test_parts_with_different_scales(
+    native_kernels: bool, size_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A width that blocks do not divide, and a machine without kernels, are unpacked."""
+    if not native_kernels:
+        monkeypatch.setattr(native, "library", lambda: None)
+    torch.manual_seed(0)
+    shape = LinearShape(size_in, SHAPE.sizes_out, True, torch.float32, CPU)
+    weight = Int8Format(Int8("tensor"), PlainFormat()).linear(("q", "k", "v"), shape)
+    wide, biases = [], []
+    for i, part in enumerate(weight.parts()):
+        codes = part["weight"].tensor.random_(-127, 127)
+        scale = part["weight_scale"].tensor.fill_(0.01 * 3**i)
+        wide.append(codes.float() * scale)
+        biases.append(part["bias"].tensor.normal_().clone())
+    weight.finish()
+    x = torch.randn(3, size_in)
+    expected = x @ torch.cat(wide).T + torch.cat(biases)
+    torch.testing.assert_close(weight(x), expected, rtol=1e-3, atol=1e-3)
+    ids = torch.tensor([30, 2])
+    assert weight.rows is not None
+    torch.testing.assert_close(weight.rows(ids), torch.cat(wide)[ids], rtol=1e-3, atol=0)
+
+
+def test_a_scale_that_float16_would_lose_is_not_made_a_block() -> None:
+    codes = torch.randint(-127, 127, (4, 32), dtype=torch.int8)
+    assert fits_blocks(Codes(codes, torch.full((4,), 3e-4))) and not fits_blocks(
+        Codes(codes, torch.full((4,), 1e-7))
+    )
+    assert fits_blocks(Codes(torch.zeros_like(codes), torch.full((4,), 1e-7)))
+    assert not fits_blocks(Codes(codes, torch.full((4,), 1e6)))
+
+
+def test_what_is_narrowed_keeps_small_and_large_outputs() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 64) * torch.tensor([1e-6, 1e-3, 0.0, 1.0, 10.0, 1e4])[:, None]
+    codes = narrow(weight)
+    assert fits_blocks(codes)
+    error = (codes.widened(torch.float32) - weight).norm(dim=1) / weight.norm(dim=1).clamp(min=1e-30)
+    assert (error[1:] < 1e-2).all() and error[0] < 0.2
+
+
+def test_only_one_layer_is_wide_at_a_time() -> None:
+    """Else a model takes as much memory while it is loaded as it is to save."""
+    weight = Narrowed(SHAPE, lambda: PlainFormat().linear(("a",), SHAPE))
+    assert sum(parameter.untyped_storage().nbytes() for parameter in weight.parameters()) < 1000
+    weight.begin()
+    for part in weight.parts():
+        part["weight"].tensor.normal_()
+        part["bias"].tensor.zero_()
+    values = torch.cat([part["weight"].tensor for part in weight.parts()])
+    weight.finish()
+    assert {parameter.dtype for name, parameter in weight.named_parameters() if name != "bias"} <= {
+        torch.uint8
+    }
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(weight(x), product_reference(x, narrow(values)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("native_kernels", [True, False])
+@pytest.mark.parametrize("by", ["tensor", "channel"])
+def test_experts(by: Any, native_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale of gate for up; a bias lost."""
+    if not native_kernels:
+        monkeypatch.setattr(native, "library", lambda: None)
+    torch.manual_seed(0)
+    shape = ExpertShape(3, 64, 32, "silu", True, torch.float32, CPU)
+    experts = Int8Format(Int8(by), PlainFormat()).experts(("gate", "up", "down"), shape)
+    wide = []
+    for name in ("gate", "up", "down"):
+        part = experts.parts()[name]
+        codes = part["weight"].tensor.random_(-127, 127)
+        scales = part["weight_scale"].tensor.uniform_(1e-4, 3e-3)
+        wide.append(codes.float() * scales)
+    biases = [experts.bias_parts()[name].tensor.normal_().clone() for name in ("gate_up", "down")]
+    experts.finish()
+    x, weights = torch.randn(5, 64), torch.rand(5, 2)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2], [0, 1]], dtype=torch.int32)
+    expected = mix(x, ids, weights, ExpertWeights(torch.cat(wide[:2], 1), wide[2], *biases), "silu")
+    assert (experts(x, ids, weights) - expected).norm() / expected.norm() < 1e-3
+
+
+def test_gate_and_up_with_one_scale_are_refused() -> None:
+    shape = ExpertShape(3, 64, 32, "silu", False, torch.float32, CPU)
+    with pytest.raises(ConfigError, match=r"gate_up .*one scale for both.*for each output"):
+        Int8Format(Int8("tensor"), PlainFormat()).experts(("gate_up", "down"), shape)
