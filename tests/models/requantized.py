@@ -36,7 +36,7 @@ def requantize(
         if re.search(layers, name) and weight.ndim == 2:
             layer = name.removesuffix(".weight")
             tensors, wide[name] = pack(layer, weight)
-            packed |= {f"{layer}.{suffix}": tensor for suffix, tensor in tensors.items()}
+            packed |= {f"{layer}.{suffix}": tensor.clone() for suffix, tensor in tensors.items()}
         else:
             packed[name] = weight
     save_file(wide, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,145 @@
+"""What llm-compressor says of a checkpoint, and that layers are read by it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from requantized import error_of, loaded, requantize
+from torch import Tensor
+
+from quire.config.keys import Keys
+from quire.config.quant import read_quant
+from quire.config.quant.facts import QuantFacts
+from quire.config.quant.schemes import Fp8, Grouped, Int8
+from quire.errors import ConfigError
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+FP8 = INT8 | {"type": "float"}
+INT4 = INT8 | {"num_bits": 4, "strategy": "group", "group_size": 128}
+TOKEN = {"strategy": "token", "dynamic": True}
+TENSOR = {"strategy": "tensor"}
+
+
+def group(weights: Any, inputs: Any = None, **more: Any) -> dict[str, Any]:
+    return {"targets": ["Linear"], "weights": weights, "input_activations": inputs} | more
+
+
+def read(
+    *groups: Any, format: str = "int-quantized", key: str = "quantization_config", **more: Any
+) -> QuantFacts:
+    named = {f"group_{i}": each for i, each in enumerate(groups)}
+    method = {} if key == "compression_config" else {"quant_method": "compressed-tensors"}
+    said = method | {"format": format, "config_groups": named} | more
+    facts = read_quant(Keys("config.json", {key: said}))
+    assert facts is not None and facts.method == "compressed-tensors"
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("format", "weights", "inputs", "scheme"),
+    [
+        ("int-quantized", INT8, INT8 | TOKEN, Int8("channel", "token")),
+        ("int-quantized", INT8 | TENSOR, INT8 | TENSOR, Int8("tensor", "static")),
+        (
+            "int-quantized",
+            INT8,
+            INT8 | TOKEN | {"symmetric": False},
+            Int8("channel", "token", symmetric=False),
+        ),
+        ("int-quantized", INT8, None, Int8("channel", "none")),
+        ("float-quantized", FP8, FP8 | TOKEN, Fp8("channel", "token")),
+        ("float-quantized", FP8 | TENSOR, FP8 | TENSOR, Fp8("tensor", "static")),
+        ("naive-quantized", FP8 | TENSOR, None, Fp8("tensor", "none")),
+        (
+            "float-quantized",
+            FP8 | {"strategy": "block", "block_structure": "64x128"},
+            FP8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+            Fp8("block", "group", (64, 128)),
+        ),
+        ("pack-quantized", INT4, None, Grouped(4, 128, True, False, "compressed")),
+        (
+            "pack-quantized",
+            INT4 | {"symmetric": False, "actorder": "group", "group_size": 32},
+            None,
+            Grouped(4, 32, False, True, "compressed"),
+        ),
+        ("pack-quantized", INT4 | {"actorder": "weight"}, None, Grouped(4, 128, True, False, "compressed")),
+        ("pack-quantized", INT8, None, Grouped(8, -1, True, False, "compressed")),
+    ],
+)
+def test_schemes(format: str, weights: Any, inputs: Any, scheme: Any) -> None:
+    for key in ("quantization_config", "compression_config"):
+        facts = read(group(weights, inputs), format=format, key=key)
+        assert facts.scheme("model.layers.0.mlp.down_proj") == scheme
+
+
+def test_targets_and_what_is_ignored() -> None:
+    """A name that is part of another; a class that wins over a name; a pattern in the middle of a name."""
+    facts = read(
+        group(INT8, INT8 | TOKEN),
+        group(FP8, targets=["re:.*down_proj", "model.layers.1.self_attn.o_proj"], format="float-quantized"),
+        ignore=["lm_head", "model.layers.1.mlp.gate", "re:layers.*", "re:.*router$"],
+    )
+    int8, fp8 = Int8("channel", "token"), Fp8("channel", "none")
+    assert facts.scheme("model.layers.1.mlp.gate_proj") == int8
+    assert facts.scheme("model.layers.11.self_attn.o_proj") == int8
+    assert facts.scheme("model.layers.1.self_attn.o_proj") == fp8
+    assert facts.scheme("model.layers.0.mlp.experts.0.down_proj") == fp8
+    for name in ("lm_head", "model.layers.1.mlp.gate", "model.layers.3.router"):
+        assert facts.scheme(name) is None
+
+
+NVFP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "more", "words"),
+    [
+        ([group(None)], {}, "group_0 stores no weights.*supported are float weights of 8 bits"),
+        (
+            [group(INT4, INT8 | TOKEN)],
+            {"format": "pack-quantized"},
+            "weights of 4 bits.*and input_activations",
+        ),
+        ([group(NVFP4)], {"format": "nvfp4-pack-quantized"}, "by tensor_group.*nvfp4-pack-quantized"),
+        ([group(INT8 | {"symmetric": False})], {}, "asymmetric weights of 8 bits"),
+        ([group(INT8 | {"strategy": "group", "group_size": 64})], {}, "by group"),
+        ([group(INT8, targets=["Embedding"])], {}, "the target 'Embedding' is not supported.*'Linear'"),
+        ([group(INT8, targets=["re:("])], {}, r"'re:\(' is not a pattern"),
+        ([group(INT8)], {"ignore": "lm_head"}, "ignore is 'lm_head', expected a list"),
+        ([], {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights, which is not supported"),
+        ([group("int8")], {}, "weights is 'int8', expected an object"),
+    ],
+)
+def test_what_is_refused(groups: list[Any], more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(*groups, **more)
+
+
+def test_nothing_but_a_dense_model() -> None:
+    assert read(sparsity_config={"format": "dense"}, transform_config={}).scheme("a") is None
+
+
+def test_a_checkpoint_with_an_ignored_layer(tmp_path: Path) -> None:
+    """Which is stored plain, beside others that are not."""
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group(INT8, INT8 | TOKEN)},
+        "ignore": ["lm_head", "model.layers.1.mlp.down_proj"],
+        "kv_cache_scheme": None,
+    }
+
+    def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if name in said["ignore"]:
+            return {"weight": weight}, weight
+        scale = (weight.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16)
+        codes = (weight / scale).round().clamp(-128, 127)
+        return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
+
+    path, twin = requantize("llama", tmp_path, said, pack)
+    model = loaded(path)
+    assert error_of(model, twin) < 2e-3
+    dtypes = {type(module).__name__ for module in model.modules() if hasattr(module, "parts")}
+    assert dtypes == {"Stored", "Plain"}
