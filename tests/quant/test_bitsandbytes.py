@@ -15,8 +15,6 @@ from quire.config.quant import read_quant
 from quire.config.quant.schemes import BitsAndBytes
 from quire.errors import ConfigError
 from quire.kernels.table import in_halves, scaled, split
-from quire.layers.scope import Target
-from quire.loader.source import put
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
 from quire.quant.experts import ExpertShape
 from quire.quant.plain import PlainFormat
@@ -127,12 +125,6 @@ def test_halves_for_the_gpu_stand_for_the_same() -> None:
     codes = split(in_halves(packed.code(0)))
     wide = scaled(TABLES["nf4"][codes.long()], packed.scales(0).view(6, -1))
     assert torch.equal(wide, packed.values(0))
-
-
-def test_a_text_may_be_shorter_than_its_room() -> None:
-    room = torch.full((8,), 9, dtype=torch.uint8)
-    put(torch.tensor([1, 2], dtype=torch.uint8), Target("a", room, is_text=True))
-    assert room.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Target(NamedTuple):
     stacked: tuple[int, ...] = ()
     """Sizes of what lies one after the other along that axis, if more than one thing: each is divided."""
     is_text: bool = False
-    """Bytes of a text, of which the checkpoint may have fewer; the rest is zeros."""
+    """Room for the bytes of a text, of which the checkpoint may have fewer."""
 
 
 @runtime_checkable

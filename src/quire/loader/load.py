@@ -173,7 +173,13 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
 
 def _as_stored(found: list[Found], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Found]:
     named = [(target._replace(name=_stored_name(target.name, stored)), layer) for target, layer in found]
-    return {target.name: (target, layer) for target, layer in named}
+    return {target.name: (_cut(target, stored), layer) for target, layer in named}
+
+
+def _cut(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
+    """A text is as long as the checkpoint has it."""
+    shape = stored.get(target.name, ())
+    return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
 def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:

@@ -62,7 +62,7 @@ class Packed4(nn.Module):
         self.codes = made(rows * columns // 2, 1, dtype=torch.uint8)
         self.absmax = made(blocks, dtype=torch.uint8 if scheme.nested else torch.float32)
         self.table = made(16, dtype=torch.float32)
-        self.state = made(_TEXT_BYTES, dtype=torch.uint8)
+        self.state = made(_TEXT_BYTES, dtype=torch.uint8).zero_()
         self.nested_absmax = made(-(-blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
         self.nested_table = made(256 if scheme.nested else 0, dtype=torch.float32)
 

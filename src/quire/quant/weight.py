@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Text(Piece):
-    """Room for the bytes of a text, of which the checkpoint may have fewer; the rest is zeros."""
+    """Room for the bytes of a text, all zeros: the checkpoint may have fewer."""
 
 
 class Chooses(Protocol):

@@ -47,7 +47,6 @@ def _tiles(
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
-    EVEN: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -78,10 +77,7 @@ def _tiles(
     k = tl.arange(0, LENGTH)
     at_x = x + (source * x_stride)[None, :] + k[:, None]
     for at in range(0, size_in, LENGTH):
-        if EVEN:  # noqa: SIM108
-            a = tl.load(at_x + at)
-        else:
-            a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)
+        a = tl.load(at_x + at, mask=(k < size_in - at)[:, None], other=0.0)
         acc = _times(weight.load([row, at]), a, acc)
         if ACTIVATION != "":
             up = _times(weight.load([row + size_out, at]), a, up)
@@ -151,7 +147,7 @@ def multiply(
     launch(_tiles, most_tiles(num, len(weight.codes), plan.num) * triton.cdiv(size_out, plan.rows))(
         out, x, tiled(weight.codes.flatten(0, 1), plan.rows, plan.length), weight.scales,
         out if bias is None else bias, *pairs, size_in, size_out, x.stride(0), TOP=top,
-        ACTIVATION=activation, BIASED=bias is not None, EVEN=size_in % plan.length == 0, NUM=plan.num,
+        ACTIVATION=activation, BIASED=bias is not None, NUM=plan.num,
         ROWS=plan.rows, LENGTH=plan.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
         num_stages=plan.stages,
     )  # fmt: skip
