@@ -19,7 +19,7 @@ from quire.kernels.int8 import Codes
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import LONGEST, Rows, tiled
+from quire.kernels.triton.matmul import LONGEST, Rows, has_room, tiled
 
 
 class Tiles(NamedTuple):
@@ -273,6 +273,8 @@ def choose(num: int, size_in: int, rounds: bool, gated: bool) -> tuple[Plan | No
         return Rows(max(8192 // length, 1), 4 if length <= 4096 else 8), 0
     if not num or size_in % 16 or num > 256 and not rounds:
         return None, 0
+    if not has_room():
+        return Tiles(16 if num <= 16 else 64, 64, 64, 4, 3), 2 if num <= _FEW or not rounds else 1
     if num <= 32:
         return Tiles(16 if num <= 16 else 32, 64, 256, 4, 3 if gated else 4), 2
     if num <= _FEW or not rounds:

@@ -17,7 +17,7 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.experts import add, most_tiles, sort
 from quire.kernels.triton.int8 import Tiles
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import tiled
+from quire.kernels.triton.matmul import has_room, tiled
 
 _MOST_AHEAD = 256
 """As in experts.py."""
@@ -157,4 +157,6 @@ def multiply(
 def plan_of(num_pairs: int, num_experts: int) -> Tiles:
     mean = num_pairs / num_experts
     height = 16 if mean <= 10 else 32 if mean <= 24 else 64
+    if not has_room():
+        return Tiles(height, 64, 64, 4, 2)
     return Tiles(height, 64 if height < 64 else 128, 128, 4 if height < 64 else 8, 3)
