@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.linear import BLOCK, Matrix
-from quire.kernels.quantized import interleaves, pack
+from quire.kernels.quantized import TYPES, group_rows, interleaves, pack
 
+_KIND = "Q8_0"
 MOST = 127
 """The largest code."""
 _TINIEST = 2.0**-24
@@ -61,9 +62,21 @@ def fits_blocks(weight: Codes) -> bool:
     return weight.codes.shape[-1] % BLOCK == 0 and bool((near | ~used).all())
 
 
-def as_matrix(weight: Codes) -> Matrix:
-    """For `Product` in C: the codes and scales of ggml's Q8_0."""
-    rows, columns = weight.codes.shape
-    scales = weight.scales.half().view(torch.uint8).view(rows, 1, 2).expand(-1, columns // BLOCK, -1)
-    codes = weight.codes.view(torch.uint8).view(rows, -1, BLOCK)
-    return pack(torch.cat((scales, codes), 2).view(rows, -1), "Q8_0", interleaved=interleaves())
+def as_blocks(weight: Codes) -> Tensor:
+    """For `matrices_of`: the codes and scales of ggml's Q8_0, as C reads them."""
+    columns = weight.codes.shape[-1]
+    scales = weight.scales.half().view(torch.uint8).view(-1, 1, 2).expand(-1, columns // BLOCK, -1)
+    codes = weight.codes.view(torch.uint8).view(len(scales), -1, BLOCK)
+    stored = torch.cat((scales, codes), 2).view(len(scales), -1)
+    return pack(stored, _KIND, interleaved=interleaves()).data
+
+
+def matrices_of(blocks: Tensor, num: int, rows: int, columns: int) -> list[Matrix]:
+    """`num` matrices that lie one after the other in `as_blocks`. No two have rows in one group."""
+    form, interleaved = TYPES[_KIND], interleaves()
+    assert num == 1 or not interleaved or rows % group_rows() == 0
+    row_bytes = columns // BLOCK * form.block_bytes
+    return [
+        Matrix(blocks[i * rows * row_bytes :], form.form, rows, columns, interleaved, row_bytes)
+        for i in range(num)
+    ]

@@ -14,7 +14,7 @@ from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.int8 import CodedExperts, Stored
 from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, unfilled
-from quire.quant.widened import widen, widen_experts
+from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
 _SCALES = "SCB"
 """The largest number of each output, where weights have 8 bits: it has the code 127."""
@@ -115,6 +115,10 @@ class Table4(Weight):
             Packed4(1, size, shape.size_in, scheme, shape.device) for size in shape.sizes_out
         )
         self.bias = bias_of(shape)
+        self.codes: nn.Parameter | None = None
+        """After `repack` codes on a GPU, or else numbers."""
+        self.scales: nn.Parameter | None = None
+        self.table: nn.Parameter | None = None
         self.orders: list[Tensor] | None = None
 
     def parts(self) -> list[dict[str, Piece]]:
@@ -139,24 +143,28 @@ class Table4(Weight):
         orders = self.orders or [torch.arange(len(part)) for part in parts]
         return torch.cat([part[order.to(part.device)] for part, order in zip(parts, orders, strict=True)])
 
-    def finish(self) -> None:
-        stored, size_in = self._stored(), self.shape.size_in
-        on_gpu = self.shape.device.type == "cuda" and size_in % (2 * BLOCK) == 0
+    def repack(self) -> None:
+        stored = self._stored()
+        on_gpu = self.shape.device.type == "cuda" and self.shape.size_in % (2 * BLOCK) == 0
         if on_gpu and all(torch.equal(of.table, stored[0].table) for of in stored):
-            self._keep(stored)
+            self.codes = _kept(self._in_order([in_halves(of.code(0)) for of in stored]))
+            self.scales = _kept(self._in_order([of.scales(0).view(of.size[0], -1) for of in stored]))
+            self.table = _kept(stored[0].table.data[0])
         else:
             values = self._in_order([of.values(0) for of in stored])
-            self.stored = nn.ModuleList()
-            widen(self, self.plain, values, self.bias, f"{self.kind} has no kernels for this device or width")
+            why = f"{self.kind} has no kernels for this device or width"
+            self.codes = widened(self.plain, values, why)
+        self.stored = nn.ModuleList()
 
-    def _keep(self, stored: list[Packed4]) -> None:
+    def find_kernels(self) -> None:
+        assert self.codes is not None
+        if self.codes.is_floating_point():
+            use_plain(self, self.codes, self.bias)
+            return
         from quire.kernels.triton.table import linear
 
-        codes = self._in_order([in_halves(of.code(0)) for of in stored])
-        scales = self._in_order([of.scales(0).view(of.size[0], -1) for of in stored])
-        weight = Halves(codes, scales.contiguous(), stored[0].table.data[0])
-        self.kept = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in weight)
-        self.stored = nn.ModuleList()
+        assert self.scales is not None and self.table is not None
+        weight = Halves(self.codes, self.scales, self.table)
         self.product = functools.partial(linear, weight=weight, bias=self.bias)
 
 
@@ -166,6 +174,8 @@ class TableExperts(StoredExperts):
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
         self.plain, self.kind = plain, scheme.kind
+        self.gate_up: nn.Parameter | None = None
+        self.down: nn.Parameter | None = None
         wide = shape.intermediate, shape.hidden
         sizes = {"gate": wide, "up": wide, "down": wide[::-1]}
         self.stored = nn.ModuleDict(
@@ -178,10 +188,17 @@ class TableExperts(StoredExperts):
     def _stored(self) -> dict[str, Packed4]:
         return {name: stored for name, stored in self.stored.items() if isinstance(stored, Packed4)}
 
-    def finish(self) -> None:
+    def repack(self) -> None:
         stored, experts = self._stored(), range(self.shape.experts)
         gate, up, down = (torch.stack([of.values(i) for i in experts]) for of in stored.values())
         self.stored = nn.ModuleDict()
-        widen_experts(
-            self, self.plain, torch.cat((gate, up), 1), down, f"{self.kind} experts have no kernels"
-        )
+        why = f"{self.kind} experts have no kernels"
+        self.gate_up, self.down = widened_experts(self.plain, torch.cat((gate, up), 1), down, why)
+
+    def find_kernels(self) -> None:
+        assert self.gate_up is not None and self.down is not None
+        use_plain_experts(self, self.gate_up, self.down)
+
+
+def _kept(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

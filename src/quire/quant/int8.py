@@ -10,13 +10,13 @@ from quire.config.quant.schemes import Int8
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
-from quire.kernels.int8 import Codes, as_matrix, fits_blocks, narrow
+from quire.kernels.int8 import Codes, as_blocks, fits_blocks, matrices_of, narrow
 from quire.kernels.linear import FORMS, Product
 from quire.kernels.quantized import Lookup
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
-from quire.quant.widened import widen, widen_experts
+from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
 _ALIGNED = 16
 """Inputs of experts on a GPU are a multiple of this."""
@@ -48,14 +48,20 @@ class Int8Format:
 
 
 class Coded(Weight):
-    """What weights of 8 bits share: how they are used once their codes are there."""
+    """What weights of 8 bits share: how they are kept and used once their codes are there."""
+
+    rounds = False
+    """Whether many inputs are rounded, too."""
 
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight]) -> None:
         super().__init__(shape)
         self.plain = plain
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
+        """After `repack` codes on a GPU, blocks of them on a CPU, or else numbers."""
         self.scales: nn.Parameter | None = None
+        self.inputs: nn.Parameter | None = None
+        """The scale of inputs, if it is stored."""
 
     def with_biases(self, parts: list[dict[str, Piece]]) -> list[dict[str, Piece]]:
         if self.bias is not None:
@@ -63,23 +69,33 @@ class Coded(Weight):
                 part["bias"] = Piece(piece)
         return parts
 
-    def settle(self, weight: Codes, *, rounds: bool = False, static: Tensor | None = None) -> None:
-        shape = self.shape
+    def keep(self, weight: Codes) -> None:
+        self.scales = None
         if weight.codes.is_cuda:
+            self.codes, self.scales = _kept(weight.codes), _kept(weight.scales)
+        elif _in_c(self.shape.dtype) and fits_blocks(weight):
+            self.codes = _kept(as_blocks(weight))
+        else:
+            values = weight.widened(torch.float32)
+            self.codes = widened(self.plain, values, _why(weight, self.shape.dtype))
+
+    def find_kernels(self) -> None:
+        shape, codes, bias = self.shape, self.codes, self.bias
+        assert codes is not None
+        if codes.is_floating_point():
+            use_plain(self, codes, bias)
+        elif codes.is_cuda:
             from quire.kernels.triton.int8 import Product as ProductOnGPU
 
-            product = ProductOnGPU(weight, self.bias, rounds=rounds, static=static)
-            self.product, self.gated = product, product.gated if self.bias is None else None
+            assert self.scales is not None
+            weight = Codes(codes, self.scales)
+            product = ProductOnGPU(weight, bias, rounds=self.rounds, static=self.inputs)
+            self.product, self.gated = product, product.gated if bias is None else None
             self.rows = functools.partial(_rows, weight, shape.dtype)
-            self.codes, self.scales = _kept(weight.codes), _kept(weight.scales)
-        elif _in_c(shape.dtype) and fits_blocks(weight):
-            matrix = as_matrix(weight)
-            self.product = Product([matrix], self.bias)
-            self.rows = functools.partial(Lookup(matrix), dtype=shape.dtype)
-            self.codes, self.scales = _kept(matrix.data), None
         else:
-            self.codes = self.scales = None
-            widen(self, self.plain, weight.widened(torch.float32), self.bias, _why(weight, shape.dtype))
+            (matrix,) = matrices_of(codes, 1, sum(shape.sizes_out), shape.size_in)
+            self.product = Product([matrix], bias)
+            self.rows = functools.partial(Lookup(matrix), dtype=shape.dtype)
 
 
 class Stored(Coded):
@@ -100,8 +116,7 @@ class Stored(Coded):
         num_scales = rows if scheme.weights == "channel" else num_parts
         self.codes = unfilled(rows, shape.size_in, dtype=torch.int8, device=shape.device)
         self.scales = unfilled(num_scales, dtype=torch.float32, device=shape.device)
-        self.inputs: nn.Parameter | None = None
-        """The scales of inputs, one for each part."""
+        self.rounds = scheme.activations != "none"
         if scheme.activations == "static":
             self.inputs = unfilled(num_parts, dtype=torch.float32, device=shape.device)
 
@@ -120,15 +135,16 @@ class Stored(Coded):
                 part["input_scale"] = Piece(self.inputs[i : i + 1], None)
         return self.with_biases(parts)
 
-    def finish(self) -> None:
+    def repack(self) -> None:
         assert self.codes is not None and self.scales is not None
         scales = self.scales.data / self.divisor
         if self.scheme.weights == "tensor":
             scales = scales.repeat_interleave(torch.tensor(self.shape.sizes_out, device=scales.device))
         # One input has one scale: the largest, which none of its parts overflows. With a zero of its own it
         # is rounded by its own largest number instead.
-        static = None if self.inputs is None or not self.scheme.symmetric else self.inputs.data.max()[None]
-        self.settle(Codes(self.codes.data, scales), rounds=self.scheme.activations != "none", static=static)
+        is_used = self.inputs is not None and self.scheme.symmetric
+        self.inputs = _kept(self.inputs.data.max()[None]) if self.inputs is not None and is_used else None
+        self.keep(Codes(self.codes.data, scales))
 
 
 class Narrowed(Coded):
@@ -149,39 +165,60 @@ class Narrowed(Coded):
         assert self.weight is not None
         self.weight = lend(self.weight)
 
-    def finish(self) -> None:
+    def repack(self) -> None:
         assert self.weight is not None
         narrowed = narrow(self.weight.data)
         self.weight = None
-        self.settle(narrowed)
+        self.keep(narrowed)
 
 
-class SettledExperts(StoredExperts):
+class SharedExperts(StoredExperts):
     """`Coded`, for the experts of a layer."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape)
         self.plain = plain
+        self.gate_up: nn.Parameter | None = None
+        self.down: nn.Parameter | None = None
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
 
-    def settle(self, gate_up: Codes, down: Codes) -> None:
+    def keep(self, gate_up: Codes, down: Codes) -> None:
         shape, both = self.shape, (gate_up, down)
         is_aligned = shape.hidden % _ALIGNED == shape.intermediate % _ALIGNED == 0
+        self.gate_up_scales = self.down_scales = None
         if gate_up.codes.is_cuda and is_aligned:
-            from quire.kernels.triton.int8_experts import ExpertCodes, mix
-
-            experts = ExpertCodes(gate_up, down, *self.biases)
-            self.mix = functools.partial(mix, experts=experts, activation=shape.activation)
-            self.kept = nn.ParameterList(_kept(tensor) for of in both for tensor in of)
+            self.gate_up, self.down = (_kept(of.codes) for of in both)
+            self.gate_up_scales, self.down_scales = (_kept(of.scales) for of in both)
         elif not gate_up.codes.is_cuda and _in_c(shape.dtype) and all(map(fits_blocks, both)):
-            ups, downs = ([as_matrix(Codes(*one)) for one in zip(*of, strict=True)] for of in both)
-            self.mix = Experts([[up] for up in ups], downs, shape.activation, *self.biases)
+            self.gate_up, self.down = (_kept(as_blocks(of)) for of in both)
         else:
             wide = [of.widened(torch.float32) for of in both]
-            why = next((_why(of, shape.dtype) for of in both if not fits_blocks(of)), "int8")
-            widen_experts(self, self.plain, wide[0], wide[1], why)
+            why = _why(gate_up if fits_blocks(down) else down, shape.dtype)
+            self.gate_up, self.down = widened_experts(self.plain, wide[0], wide[1], why)
+
+    def find_kernels(self) -> None:
+        shape, gate_up, down = self.shape, self.gate_up, self.down
+        assert gate_up is not None and down is not None
+        if gate_up.is_floating_point():
+            use_plain_experts(self, gate_up, down)
+        elif gate_up.is_cuda:
+            from quire.kernels.triton.int8_experts import ExpertCodes, mix
+
+            assert self.gate_up_scales is not None and self.down_scales is not None
+            both = Codes(gate_up, self.gate_up_scales), Codes(down, self.down_scales)
+            experts = ExpertCodes(*both, *self.biases)
+            self.mix = functools.partial(mix, experts=experts, activation=shape.activation)
+        else:
+            num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+            ups, downs = (
+                matrices_of(gate_up, num, 2 * inner, hidden),
+                matrices_of(down, num, hidden, inner),
+            )
+            self.mix = Experts([[up] for up in ups], downs, shape.activation, *self.biases)
 
 
-class CodedExperts(SettledExperts):
+class CodedExperts(SharedExperts):
     """The codes and scales of a checkpoint."""
 
     def __init__(
@@ -196,14 +233,15 @@ class CodedExperts(SettledExperts):
         self.weights, self.scale, self.divisor = weights, scale, divisor
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
         made = functools.partial(unfilled, num, device=shape.device)
-        self.gate_up: nn.Parameter | None = made(2 * inner, hidden, dtype=torch.int8)
-        self.down: nn.Parameter | None = made(hidden, inner, dtype=torch.int8)
+        self.gate_up = made(2 * inner, hidden, dtype=torch.int8)
+        self.down = made(hidden, inner, dtype=torch.int8)
         per_channel = weights == "channel"
         self.gate_up_scales = made(2 * inner if per_channel else 2, 1, dtype=torch.float32)
         self.down_scales = made(hidden if per_channel else 1, 1, dtype=torch.float32)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         assert self.gate_up is not None and self.down is not None
+        assert self.gate_up_scales is not None and self.down_scales is not None
         scales = self.gate_up_scales, self.gate_up_scales.chunk(2, 1), self.down_scales
         gate, up = self.gate_up.chunk(2, 1)
         return {
@@ -218,25 +256,25 @@ class CodedExperts(SettledExperts):
         piece = Piece(scales if self.scale == "weight_scale" else scales[:, :, 0], of_outputs)
         return {"weight": Piece(codes, 1, 2), self.scale: piece}
 
-    def finish(self) -> None:
+    def repack(self) -> None:
         assert self.gate_up is not None and self.down is not None
-        codes, self.gate_up, self.down = (self.gate_up.data, self.down.data), None, None
         both = []
-        for of, scales in zip(codes, (self.gate_up_scales, self.down_scales), strict=True):
+        for of, scales in ((self.gate_up, self.gate_up_scales), (self.down, self.down_scales)):
+            assert scales is not None
             wide = scales.data[:, :, 0] / self.divisor
-            both.append(Codes(of, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
-        self.settle(*both)
+            both.append(Codes(of.data, wide.repeat_interleave(of.shape[1] // wide.shape[1], 1)))
+        self.keep(*both)
 
 
-class NarrowedExperts(SettledExperts):
+class NarrowedExperts(SharedExperts):
     """Plain experts while they are loaded, codes afterwards."""
 
     def __init__(self, shape: ExpertShape, plain: Callable[[], StoredExperts]) -> None:
         super().__init__(shape, plain)
         num, hidden, inner = shape.experts, shape.hidden, shape.intermediate
         made = functools.partial(lent, num, dtype=shape.dtype, device=shape.device)
-        self.gate_up: nn.Parameter | None = made(2 * inner, hidden)
-        self.down: nn.Parameter | None = made(hidden, inner)
+        self.gate_up = made(2 * inner, hidden)
+        self.down = made(hidden, inner)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
         assert self.gate_up is not None and self.down is not None
@@ -248,13 +286,13 @@ class NarrowedExperts(SettledExperts):
         assert self.gate_up is not None and self.down is not None
         self.gate_up, self.down = lend(self.gate_up), lend(self.down)
 
-    def finish(self) -> None:
+    def repack(self) -> None:
         assert self.gate_up is not None and self.down is not None
         gate_up = _narrow_each(self.gate_up.data)
         self.gate_up = None
         down = _narrow_each(self.down.data)
         self.down = None
-        self.settle(gate_up, down)
+        self.keep(gate_up, down)
 
 
 def _narrow_each(weight: Tensor) -> Codes:

@@ -1,42 +1,54 @@
 """Weights that no kernel multiplies as they were stored: they become plain ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import StoredExperts
+from quire.quant.plain import Plain, PlainExperts
 from quire.quant.weight import Weight
 
 logger = get_logger(__name__)
 
+_NOWHERE = torch.device("meta")
 
-def widen(weight: Weight, plain: Callable[[], Weight], values: Tensor, bias: Tensor | None, why: str) -> None:
-    """Let a plain weight with these values [outputs, inputs] do all that `weight` is asked for."""
+
+def widened(plain: Callable[[], Weight], values: Tensor, why: str) -> nn.Parameter:
+    """The values [outputs, inputs] of a weight as `plain` would keep them."""
     warn_once(logger, f"{why}: weights are unpacked, and take as much memory as in an unquantized model")
     wide = plain()
-    sizes = list(weight.shape.sizes_out)
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    for part, rows, offset in zip(wide.parts(), values.split(sizes), biases, strict=True):
+    for part, rows in zip(wide.parts(), values.split(list(wide.shape.sizes_out)), strict=True):
         part["weight"].tensor.copy_(rows)
-        if offset is not None:
-            part["bias"].tensor.copy_(offset)
-    wide.finish()
-    weight.wide = wide
-    weight.product, weight.rows = wide.product, wide.rows
-    weight.gated, weight.entered, weight.chosen = wide.gated, wide.entered, wide.chosen
+    return wide.get_parameter("weight")
 
 
-def widen_experts(
-    experts: StoredExperts, plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, why: str
-) -> None:
-    """The same for experts."""
+def use_plain(weight: Weight, values: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Let a plain weight do all that `weight` is asked for."""
+    plain = Plain(replace(weight.shape, bias=False, device=_NOWHERE), values.dtype)
+    plain.weight, plain.bias = values, bias
+    plain.find_kernels()
+    weight.product, weight.rows = plain.product, plain.rows
+    weight.gated, weight.entered, weight.chosen = plain.gated, plain.entered, plain.chosen
+
+
+def widened_experts(
+    plain: Callable[[], StoredExperts], gate_up: Tensor, down: Tensor, why: str
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """`widened`, for experts."""
     warn_once(logger, f"{why}: experts are unpacked, and take as much memory as in an unquantized model")
     wide = plain()
     for name, values in (("gate_up", gate_up), ("down", down)):
         wide.parts()[name]["weight"].tensor.copy_(values)
-    for name, piece in experts.bias_parts().items():
-        wide.bias_parts()[name].tensor.copy_(piece.tensor)
-    wide.finish()
-    experts.wide = wide
-    experts.mix = wide.mix
+    return wide.get_parameter("gate_up"), wide.get_parameter("down")
+
+
+def use_plain_experts(experts: StoredExperts, gate_up: nn.Parameter, down: nn.Parameter) -> None:
+    """`use_plain`, for experts."""
+    plain = PlainExperts(replace(experts.shape, bias=False, device=_NOWHERE), gate_up.dtype)
+    plain.gate_up, plain.down = gate_up, down
+    plain.gate_up_bias, plain.down_bias = experts.gate_up_bias, experts.down_bias
+    plain.find_kernels()
+    experts.mix = plain.mix
