@@ -18,6 +18,7 @@ from quire.kernels.table import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
 from quire.quant.experts import ExpertShape
 from quire.quant.plain import PlainFormat
+from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")
 NF4 = "-1.0 -0.6961928 -0.52507305 -0.39491749 -0.28444138 -0.18477343 -0.09105004 0.0 0.0795803 0.1609302 0.2461123 0.33791524 0.44070983 0.562617 0.72295684 1.0"  # noqa: E501
@@ -125,6 +126,27 @@ def test_halves_for_the_gpu_stand_for_the_same() -> None:
     codes = split(in_halves(packed.code(0)))
     wide = scaled(TABLES["nf4"][codes.long()], packed.scales(0).view(6, -1))
     assert torch.equal(wide, packed.values(0))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_bfloat16_on_every_device(device: str) -> None:
+    """Parts in each other's place; the halves of a row mixed up; rows in another order."""
+    torch.manual_seed(0)
+    shape = LinearShape(256, (48, 16), False, torch.bfloat16, torch.device(device))
+    weight = BitsAndBytesFormat(BitsAndBytes("nf4", nested=True), PlainFormat()).linear(("a", "b"), shape)
+    wide, orders = [], []
+    for part, rows in zip(weight.parts(), shape.sizes_out, strict=True):
+        tensors, values = pack4("nf4", True, "", torch.randn(rows, 256))
+        orders.append(torch.randperm(rows))
+        wide.append(values[orders[-1]])
+        for suffix, piece in part.items():
+            piece.tensor[: len(tensors[suffix])].copy_(tensors[suffix])
+    weight.reorder(orders)
+    weight.finish()
+    for num in (1, 5, 200):
+        x = torch.randn(num, 256).bfloat16()
+        ours, expected = weight(x.to(device)).double().cpu(), (x.float() @ torch.cat(wide).T).double()
+        assert (ours - expected).norm() / expected.norm() < 1e-2
 
 
 @pytest.mark.parametrize(

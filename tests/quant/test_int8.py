@@ -21,6 +21,7 @@ from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPE = LinearShape(64, (24, 8, 16), True, torch.float32, CPU)
 
 
@@ -150,6 +151,55 @@ def test_experts(by: Any, native_kernels: bool, monkeypatch: pytest.MonkeyPatch)
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2], [0, 1]], dtype=torch.int32)
     expected = mix(x, ids, weights, ExpertWeights(torch.cat(wide[:2], 1), wide[2], *biases), "silu")
     assert (experts(x, ids, weights) - expected).norm() / expected.norm() < 1e-3
+
+
+def close(ours: Tensor, expected: Tensor, limit: float = 1.5e-2) -> None:
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double().cpu() - expected.double()).norm() / expected.double().norm() < limit
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", [Int8("tensor", "static"), Int8("channel", "none", stored=False)], ids=str)
+def test_in_bfloat16_on_every_device(scheme: Int8, device: str) -> None:
+    """Of one input, of few and of many."""
+    torch.manual_seed(0)
+    shape = LinearShape(256, (64, 32), False, torch.bfloat16, torch.device(device))
+    weight = Int8Format(scheme, PlainFormat()).linear(("gate", "up"), shape)
+    weight.begin()
+    wide = []
+    for i, part in enumerate(weight.parts()):
+        if scheme.stored:
+            codes = torch.randint(-127, 128, part["weight"].tensor.shape, dtype=torch.int8)
+            part["weight_scale"].tensor.fill_(0.002 * 3**i)
+            part["input_scale"].tensor.fill_(5 / 127)
+            wide.append(codes.float() * 0.002 * 3**i)
+            part["weight"].tensor.copy_(codes)
+        else:
+            wide.append(torch.randn(part["weight"].tensor.shape).bfloat16().float())
+            part["weight"].tensor.copy_(wide[-1])
+    weight.finish()
+    for num in (1, 2, 40, 100, 600):
+        x = torch.randn(num, 256).clamp(-5, 5).bfloat16()
+        close(weight(x.to(device)), x.float() @ torch.cat(wide).T)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_narrowed_experts_in_bfloat16_on_every_device(device: str) -> None:
+    torch.manual_seed(0)
+    shape = ExpertShape(3, 64, 32, "silu", False, torch.bfloat16, torch.device(device))
+    experts = Int8Format(Int8("channel", "none", stored=False), PlainFormat()).experts(("g", "d"), shape)
+    experts.begin()
+    wide = []
+    for name in ("gate_up", "down"):
+        tensor = experts.parts()[name]["weight"].tensor
+        wide.append((torch.randn(tensor.shape) / 8).bfloat16().float())
+        tensor.copy_(wide[-1])
+    experts.finish()
+    for num in (1, 70):
+        x, ids = torch.randn(num, 64).bfloat16(), torch.rand(num, 3).topk(2).indices.to(torch.int32)
+        weights = torch.rand(num, 2)
+        ours = experts(x.to(device), ids.to(device), weights.to(device))
+        close(ours, mix(x.float(), ids, weights, ExpertWeights(*wide), "silu"))
 
 
 def test_gate_and_up_with_one_scale_are_refused() -> None:
