@@ -95,6 +95,7 @@ def said(kind: str, nested: bool = False) -> dict[str, Any]:
         ("glm", "nf4", True),
         ("qwen3_moe", "nf4", True),
         ("qwen3_moe", "int8", False),
+        ("nemotron_h", "nf4", False),
     ],
 )
 def test_logits_of_a_checkpoint(family: str, kind: str, nested: bool, tmp_path: Path) -> None:

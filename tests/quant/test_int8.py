@@ -50,7 +50,7 @@ def pack(by: str, static: bool, weight: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 @pytest.mark.parametrize("by", ["tensor", "channel"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "nemotron_h"])
 def test_logits_of_a_checkpoint(family: str, by: str, tmp_path: Path) -> None:
     """The scale of another part, of another expert; a scale that float16 loses; a bias."""
     static = family == "qwen2"

@@ -12,7 +12,7 @@ from quire.errors import ConfigError
 from quire.kernels.table import BLOCK, Halves, in_halves, scaled
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.int8 import CodedExperts, Stored
+from quire.quant.int8 import CodedExperts, Stored, are_together
 from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, unfilled
 from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
@@ -40,7 +40,7 @@ class BitsAndBytesFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         plain = functools.partial(self.plain.experts, parts, shape)
-        if len(parts) == 2:
+        if are_together(parts):
             raise ConfigError(
                 f"{parts[0]} has all experts in one tensor, which bitsandbytes does not quantize; use a "
                 "checkpoint that has them one by one, or the unquantized one"

@@ -39,7 +39,7 @@ class Int8Format:
         plain = functools.partial(self.plain.experts, parts, shape)
         if not self.scheme.stored:
             return NarrowedExperts(shape, plain)
-        if self.scheme.weights == "tensor" and len(parts) == 2:
+        if self.scheme.weights == "tensor" and are_together(parts):
             raise ConfigError(
                 f"{parts[0]} has gate and up in one int8 tensor with one scale for both, which is not "
                 "supported: one for each output, or experts that are stored one by one, are"
@@ -293,6 +293,11 @@ class NarrowedExperts(SharedExperts):
         down = _narrow_each(self.down.data)
         self.down = None
         self.keep(gate_up, down)
+
+
+def are_together(parts: tuple[str, ...]) -> bool:
+    """Whether gate and up are in one tensor; there are experts without a gate, too."""
+    return len(parts) == 2 and not parts[0].endswith(".up_proj")
 
 
 def _narrow_each(weight: Tensor) -> Codes:
