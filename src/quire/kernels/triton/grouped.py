@@ -103,10 +103,11 @@ def _spreading(bits: int, run: int, is_half: bool) -> str:
     low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
     if bits == 8 and not is_half:  # 8 bits do not fit under a number: 16 * high + low
         low = (
-            f"shr.b32 u, t, 4; lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, {under};"
-            f"{low} sub.{kind} t, t, {under}; fma.rn.{kind} t, u, 0x41804180, t;"
+            f"mov.b32 v, {under}; mov.b32 w, 0x41804180; shr.b32 u, t, 4;"
+            f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
+            f"fma.rn.{kind} t, u, w, t;"
         )
-    return f"{{ .reg .b32 t, u; {shift} {low} sub.{kind} t, t, $2; mul.{kind} $0, t, $4; }}"
+    return f"{{ .reg .b32 t, u, v, w; {shift} {low} sub.{kind} t, t, $2; mul.{kind} $0, t, $4; }}"
 
 
 @triton.jit
@@ -130,9 +131,10 @@ def spread(
         zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
         scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
         ASM: tl.constexpr = _spreading(BITS, RUN, KIND == tl.float16)
-        return tl.inline_asm_elementwise(
-            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=KIND, is_pure=True, pack=2
+        pairs = tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
         )
+        return pairs.to(KIND, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -155,27 +157,32 @@ def _tiles(
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
+    LENGTH: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles of one run.
+    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles of `LENGTH` of a run.
 
     The last split adds them all; `arrivals` is zero before and after.
     """
-    PIECE: tl.constexpr = 16 // BITS * RUN
+    RUNS: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = RUN // LENGTH
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
-    share = tl.cdiv(tl.cdiv(size_in, PIECE), SPLITS) * PIECE
+    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS
+    share = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * share
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    exist, kind = n < size_out, out.dtype.element_ty
+    exist = n < size_out
+    kind: tl.constexpr = out.dtype.element_ty
     follow(OVERLAP)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
-    for at in range(first, tl.minimum(first + share, size_in), PIECE):
-        words = weight.load([first_n, at * BITS // 16])
+    for step in range(first, tl.minimum(first + share, steps)):
+        at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH
+        words = weight.load([first_n, step * LENGTH])
         if GATED:
-            up_words = weight.load([first_n + size_out, at * BITS // 16])
-        for run in tl.static_range(16 // BITS):
+            up_words = weight.load([first_n + size_out, step * LENGTH])
+        for run in tl.static_range(RUNS):
             if run * RUN % GROUP == 0:
                 own = heads + (at + run * RUN) // GROUP * head_stride + n
                 head = tl.load(own, mask=exist)
@@ -245,7 +252,7 @@ def _rows(
     if BIASED:
         shift = tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)
     follow(OVERLAP)
-    kind = out.dtype.element_ty
+    kind: tl.constexpr = out.dtype.element_ty
     for m in tl.static_range(NUM):
         source = x + m * x_stride
         y = _row(source, words, own, known, within, size_in, head_stride, kind, BITS, GROUP, RUN)
@@ -313,7 +320,15 @@ def _under(words: tl.tensor, AT: tl.constexpr, BITS: tl.constexpr) -> tl.tensor:
     """The code at bit `AT` under the bits of 1."""
     TOP: tl.constexpr = 23 - BITS
     moved = words << (TOP - AT) if AT <= TOP else words >> (AT - TOP)
-    return ((moved & (((1 << BITS) - 1) << TOP)) | 0x3F800000).to(tl.float32, bitcast=True)
+    MASK: tl.constexpr = ((1 << BITS) - 1) << TOP
+    if _INTERPRETED:
+        return ((moved & MASK) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:  # in one instruction
+        ASM: tl.constexpr = "lop3.b32 $0, $1, 0x00780000, 0x3f800000, 0xea;"
+        WIDE: tl.constexpr = "lop3.b32 $0, $1, 0x007f8000, 0x3f800000, 0xea;"
+        return tl.inline_asm_elementwise(
+            ASM if BITS == 4 else WIDE, "=r,r", [moved], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -332,7 +347,7 @@ def _unpack(
     """Grid (size_out / ROWS, pieces): [size_out, size_in], as numbers."""
     PIECE: tl.constexpr = 16 // BITS * RUN
     BASE: tl.constexpr = 1024 if out.dtype.element_ty == tl.float16 else 128 if BITS == 4 else 0
-    kind = out.dtype.element_ty
+    kind: tl.constexpr = out.dtype.element_ty
     n, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RUN)
     at, exist = tl.program_id(1) * PIECE, n < size_out
     row = n.to(tl.int64)[:, None]
@@ -383,10 +398,11 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
+    length = min(plan.length, run)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
-        out, tiled(x, plan.num, run), tiled(codes, plan.rows, run), heads, bias if biased else out, parts,
+        out, tiled(x, plan.num, length), tiled(codes, plan.rows, length), heads, bias if biased else out, parts,
         arrivals_of(x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
-        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, SPLITS=plan.splits, OVERLAP=ahead,
+        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, SPLITS=plan.splits, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
@@ -419,4 +435,4 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Rows | Tiles | 
     height = next(height for height in (16, 32, 64, 128, 256) if num <= height or height == 256)
     splits = 4 if parts == 1 and num <= 32 and size_out * num <= 2**18 else 1
     rows = 64 if num <= 64 else 128
-    return Tiles(height, rows, 0, splits, 4 if rows == 64 else 8, 4)
+    return Tiles(height, rows, 64 if height < 128 else 32, splits, 4 if rows == 64 else 8, 4)
