@@ -95,11 +95,10 @@ def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 
 @triton.constexpr_function
-def _spreading(bits: int, run: int, is_half: bool) -> str:
-    """Assembly: of the codes of two words, those in run `run` as two numbers: (code - zero) * scale."""
+def _spreading(bits: int, is_half: bool) -> str:
+    """Assembly: the lowest codes of two words as two numbers: (code - zero) * scale."""
     kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
     mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
-    shift = f"shr.b32 t, $1, {bits * run};" if run else "mov.b32 t, $1;"
     low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
     if bits == 8 and not is_half:  # 8 bits do not fit under a number: 16 * high + low
         low = (
@@ -107,7 +106,7 @@ def _spreading(bits: int, run: int, is_half: bool) -> str:
             f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
             f"fma.rn.{kind} t, u, w, t;"
         )
-    return f"{{ .reg .b32 t, u, v, w; {shift} {low} sub.{kind} t, t, $2; mul.{kind} $0, t, $4; }}"
+    return f"{{ .reg .b32 t, u, v, w; shr.b32 t, $1, $6; {low} sub.{kind} t, t, $2; mul.{kind} $0, t, $4; }}"
 
 
 @triton.jit
@@ -118,21 +117,22 @@ def _doubled(low: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def spread(
-    words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
+    words: tl.tensor, heads: tl.tensor, shift: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr
 ) -> tl.tensor:
-    """Run `RUN` of words [rows, run] with the heads of the rows, as numbers."""
+    """The codes `shift` bits up in words [rows, length], as numbers; heads and shift are those of the rows."""
     if _INTERPRETED:
         zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
         scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
         base: tl.constexpr = 1024 if KIND == tl.float16 else 128 if BITS == 4 else 0
-        code = (words.to(tl.int32) >> BITS * RUN) & ((1 << BITS) - 1)
+        code = (words.to(tl.int32) >> shift[:, None]) & ((1 << BITS) - 1)
         return ((code.to(tl.float32) - (zero - base)) * scale).to(KIND)
     else:
         zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
         scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
-        ASM: tl.constexpr = _spreading(BITS, RUN, KIND == tl.float16)
+        shift = tl.broadcast_to(shift[:, None], words.shape)
+        ASM: tl.constexpr = _spreading(BITS, KIND == tl.float16)
         pairs = tl.inline_asm_elementwise(
-            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
+            ASM, "=r,r,r,r,r,r,r,r", [words, zero, scale, shift], dtype=tl.int16, is_pure=True, pack=2
         )
         return pairs.to(KIND, bitcast=True)
 
@@ -146,6 +146,7 @@ def _tiles(
     bias: tl.tensor,
     parts: tl.tensor,
     arrivals: tl.tensor,
+    shifts: tl.tensor,
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
@@ -158,18 +159,21 @@ def _tiles(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     LENGTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles of `LENGTH` of a run.
 
-    The last split adds them all; `arrivals` is zero before and after.
+    The last split adds them all; `arrivals` is zero before and after. A step has one run (`AT_ONCE`), and the
+    product of the last is under way while its codes are spread, or it has all of them. `shifts` [runs, ROWS]
+    says where a run's codes are: read from memory, or they would be spread in another thread's registers.
     """
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
-    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS
+    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS * (RUNS // AT_ONCE)
     share = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * share
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
@@ -178,20 +182,25 @@ def _tiles(
     follow(OVERLAP)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(first, tl.minimum(first + share, steps)):
-        at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH
-        words = weight.load([first_n, step * LENGTH])
+        word, of = step // (RUNS // AT_ONCE), step % (RUNS // AT_ONCE)
+        at = word // PARTS * (RUNS * RUN) + word % PARTS * LENGTH + of * RUN
+        words = weight.load([first_n, word * LENGTH])
         if GATED:
-            up_words = weight.load([first_n + size_out, step * LENGTH])
-        for run in tl.static_range(RUNS):
+            up_words = weight.load([first_n + size_out, word * LENGTH])
+        for run in tl.static_range(AT_ONCE):
+            if AT_ONCE == 1:
+                shift = tl.load(shifts + of * ROWS + tl.arange(0, ROWS))
+            else:
+                shift = tl.full([ROWS], BITS * run, tl.int32)
             if run * RUN % GROUP == 0:
                 own = heads + (at + run * RUN) // GROUP * head_stride + n
                 head = tl.load(own, mask=exist)
                 if GATED:
                     up_head = tl.load(own + size_out, mask=exist)
             a = tl.trans(x.load([first_m, at + run * RUN]))
-            acc = tl.dot(spread(words, head, kind, BITS, run), a, acc, input_precision="ieee")
+            acc = tl.dot(spread(words, head, shift, kind, BITS), a, acc, input_precision="ieee")
             if GATED:
-                up = tl.dot(spread(up_words, up_head, kind, BITS, run), a, up, input_precision="ieee")
+                up = tl.dot(spread(up_words, up_head, shift, kind, BITS), a, up, input_precision="ieee")
     place = m[None, :] * size_out + n[:, None]
     inside = (m < num)[None, :] & exist[:, None]
     if SPLITS > 1:
@@ -398,14 +407,19 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    length = min(plan.length, run)
+    length, at_once = min(plan.length, run), 1 if plan.num >= 64 and plan.warps >= 4 else 16 // bits
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, length), tiled(codes, plan.rows, length), heads, bias if biased else out, parts,
-        arrivals_of(x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
-        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, SPLITS=plan.splits, OVERLAP=ahead,
+        arrivals_of(x.device), _shifts(bits, plan.rows, x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
+        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, AT_ONCE=at_once, SPLITS=plan.splits, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def _shifts(bits: int, rows: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 16, bits, dtype=torch.int32, device=device)[:, None].expand(-1, rows).contiguous()
 
 
 def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
