@@ -3,16 +3,20 @@
 from collections.abc import Callable
 
 from quire.config.keys import Keys
+from quire.config.quant.awq import read_awq
 from quire.config.quant.bitsandbytes import read_bitsandbytes
 from quire.config.quant.compressed import read_compressed
 from quire.config.quant.facts import QuantFacts, all_but
+from quire.config.quant.gptq import read_gptq
 from quire.config.quant.mxfp4 import read_mxfp4
 from quire.config.quant.schemes import Fp8, Int8
 from quire.errors import ConfigError
 
 METHODS: dict[str, Callable[[Keys], QuantFacts]] = {
+    "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
 """By quant_method."""

@@ -6,6 +6,7 @@ code becomes a number on its way. Of many rows a layer is better unpacked first.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,22 +20,20 @@ from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import Rows, Tiles, aligned, arrivals_of, has_room, tiled
 
-MOST_TILED = 1024
+MOST_TILED = 512
 """More rows are multiplied by the library, with a weight that is unpacked for them."""
-_LONGEST = 16384
-"""Numbers of a weight's row that a program of `_rows` holds, at most."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class GroupedWeight(NamedTuple):
-    """A weight [size_out, size_in], or one for each expert, as the kernels read it.
+    """A weight [size_out, size_in], or one of each expert, as the kernels read it.
 
     Codes lie in pieces of `16 / bits` runs: the 16 bits of `codes` that are i-th in a piece hold, from the
     lowest on, the i-th code of each run.
     """
 
     codes: Tensor
-    """[..., size_out, padded size_in * bits / 16] int16"""
+    """[size_out, padded size_in * bits / 16] int16; of experts, one's after the other's"""
     heads: Tensor
     """[..., groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what
     `offset` says added to it."""
@@ -79,6 +78,12 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
     return GroupedWeight(packed, heads, bits, group, run, size_in)
 
 
+def stack(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Those of experts, as one: codes [experts * size_out, ...], heads [experts, ...]."""
+    codes, heads = torch.cat([each.codes for each in weights]), torch.stack([each.heads for each in weights])
+    return weights[0]._replace(codes=codes, heads=heads)
+
+
 def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
 
@@ -95,8 +100,8 @@ def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 
 @triton.constexpr_function
-def _spreading(bits: int, is_half: bool) -> str:
-    """Assembly: the lowest codes of two words as two numbers: (code - zero) * scale."""
+def _spreading(bits: int, run: int, is_half: bool) -> str:
+    """Assembly: of the codes of two words, those in run `run` as two numbers: (code - zero) * scale."""
     kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
     mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
     low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
@@ -106,7 +111,8 @@ def _spreading(bits: int, is_half: bool) -> str:
             f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
             f"fma.rn.{kind} t, u, w, t;"
         )
-    return f"{{ .reg .b32 t, u, v, w; shr.b32 t, $1, $6; {low} sub.{kind} t, t, $2; mul.{kind} $0, t, $4; }}"
+    shift, scaled = f"shr.b32 t, $1, {bits * run};", f"sub.{kind} t, t, $2; mul.{kind} $0, t, $4;"
+    return f"{{ .reg .b32 t, u, v, w; {shift} {low} {scaled} }}"
 
 
 @triton.jit
@@ -117,22 +123,21 @@ def _doubled(low: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def spread(
-    words: tl.tensor, heads: tl.tensor, shift: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr
+    words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
 ) -> tl.tensor:
-    """The codes `shift` bits up in words [rows, length], as numbers; heads and shift are those of the rows."""
+    """Run `RUN` of words [rows, length] with the heads of the rows, as numbers."""
     if _INTERPRETED:
         zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
         scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
-        base: tl.constexpr = 1024 if KIND == tl.float16 else 128 if BITS == 4 else 0
-        code = (words.to(tl.int32) >> shift[:, None]) & ((1 << BITS) - 1)
+        base: tl.constexpr = 1024 if tl.float16 == KIND else 128 if BITS == 4 else 0
+        code = (words.to(tl.int32) >> BITS * RUN) & ((1 << BITS) - 1)
         return ((code.to(tl.float32) - (zero - base)) * scale).to(KIND)
     else:
         zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
         scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
-        shift = tl.broadcast_to(shift[:, None], words.shape)
-        ASM: tl.constexpr = _spreading(BITS, KIND == tl.float16)
+        ASM: tl.constexpr = _spreading(BITS, RUN, tl.float16 == KIND)
         pairs = tl.inline_asm_elementwise(
-            ASM, "=r,r,r,r,r,r,r,r", [words, zero, scale, shift], dtype=tl.int16, is_pure=True, pack=2
+            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
         )
         return pairs.to(KIND, bitcast=True)
 
@@ -146,7 +151,6 @@ def _tiles(
     bias: tl.tensor,
     parts: tl.tensor,
     arrivals: tl.tensor,
-    shifts: tl.tensor,
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
@@ -159,21 +163,18 @@ def _tiles(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     LENGTH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles of `LENGTH` of a run.
+    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles, `LENGTH` of a run.
 
-    The last split adds them all; `arrivals` is zero before and after. A step has one run (`AT_ONCE`), and the
-    product of the last is under way while its codes are spread, or it has all of them. `shifts` [runs, ROWS]
-    says where a run's codes are: read from memory, or they would be spread in another thread's registers.
+    The last split adds them all; `arrivals` is zero before and after.
     """
     RUNS: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = RUN // LENGTH
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
-    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS * (RUNS // AT_ONCE)
+    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS
     share = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * share
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
@@ -182,25 +183,20 @@ def _tiles(
     follow(OVERLAP)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(first, tl.minimum(first + share, steps)):
-        word, of = step // (RUNS // AT_ONCE), step % (RUNS // AT_ONCE)
-        at = word // PARTS * (RUNS * RUN) + word % PARTS * LENGTH + of * RUN
-        words = weight.load([first_n, word * LENGTH])
+        at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH
+        words = weight.load([first_n, step * LENGTH])
         if GATED:
-            up_words = weight.load([first_n + size_out, word * LENGTH])
-        for run in tl.static_range(AT_ONCE):
-            if AT_ONCE == 1:
-                shift = tl.load(shifts + of * ROWS + tl.arange(0, ROWS))
-            else:
-                shift = tl.full([ROWS], BITS * run, tl.int32)
+            up_words = weight.load([first_n + size_out, step * LENGTH])
+        for run in tl.static_range(RUNS):
             if run * RUN % GROUP == 0:
                 own = heads + (at + run * RUN) // GROUP * head_stride + n
                 head = tl.load(own, mask=exist)
                 if GATED:
                     up_head = tl.load(own + size_out, mask=exist)
             a = tl.trans(x.load([first_m, at + run * RUN]))
-            acc = tl.dot(spread(words, head, shift, kind, BITS), a, acc, input_precision="ieee")
+            acc = tl.dot(spread(words, head, kind, BITS, run), a, acc, input_precision="ieee")
             if GATED:
-                up = tl.dot(spread(up_words, up_head, shift, kind, BITS), a, up, input_precision="ieee")
+                up = tl.dot(spread(up_words, up_head, kind, BITS, run), a, up, input_precision="ieee")
     place = m[None, :] * size_out + n[:, None]
     inside = (m < num)[None, :] & exist[:, None]
     if SPLITS > 1:
@@ -297,7 +293,7 @@ def _row(
     PAIRS: tl.constexpr = RUN // 2
     PIECE: tl.constexpr = 16 // BITS * RUN
     STEPS: tl.constexpr = 1 << BITS
-    BASE: tl.constexpr = 1024 if KIND == tl.float16 else 128 if BITS == 4 else 0
+    BASE: tl.constexpr = 1024 if tl.float16 == KIND else 128 if BITS == 4 else 0
     first = within // PAIRS * (PIECE // 2) + within % PAIRS
     y = tl.zeros([words.shape[0], words.shape[1]], tl.float32)
     for start in tl.static_range(0, PIECE, GROUP if GROUP < PIECE else PIECE):
@@ -382,7 +378,7 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tens
 def gated(x: Tensor, weight: GroupedWeight) -> Tensor:
     """silu(x G^T) * (x U^T) for W = G over U."""
     plan = _plan(x, weight, 2)
-    if plan is None or isinstance(plan, Tiles) and plan.num > 128:
+    if plan is None:
         return gated_of(linear(x, weight), "silu")
     return multiply(x, weight, None, plan, gated=True)
 
@@ -407,19 +403,14 @@ def multiply(
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    length, at_once = min(plan.length, run), 1 if plan.num >= 64 and plan.warps >= 4 else 16 // bits
+    length = min(plan.length, run)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
-        out, tiled(x, plan.num, length), tiled(codes, plan.rows, length), heads, bias if biased else out, parts,
-        arrivals_of(x.device), _shifts(bits, plan.rows, x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
-        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, AT_ONCE=at_once, SPLITS=plan.splits, OVERLAP=ahead,
+        out, tiled(x, plan.num, length), tiled(codes, plan.rows, length), heads, bias if biased else out,
+        parts, arrivals_of(x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
+        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, SPLITS=plan.splits, OVERLAP=ahead,
         launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _shifts(bits: int, rows: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 16, bits, dtype=torch.int32, device=device)[:, None].expand(-1, rows).contiguous()
 
 
 def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
@@ -437,16 +428,47 @@ def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> Rows | Tiles | None:
     num, even = len(x), x.stride(0) % 2 == 0 and x.stride(1) == 1 and x.data_ptr() % 4 == 0
     plan = choose(num, len(weight.codes), weight.size_in, parts) if 0 < num <= MOST_TILED else None
     if isinstance(plan, Rows):
-        return plan if even and weight.size_in % 2 == 0 and weight.bits * weight.run >= 64 else None
+        return plan if even and weight.size_in % 2 == 0 else None
     return plan if plan is not None and aligned(x) and has_room() else None
+
+
+class _Shapes(NamedTuple):
+    """Tiles for so many rows of x: of a product, whose splits are the most that there may be; of gate and up;
+    and how many programs there should be at most."""
+
+    one: Tiles
+    gated: Tiles | None
+    programs: int
+
+
+_SHAPES = {
+    16: _Shapes(Tiles(16, 64, 64, 8, 2, 3), Tiles(16, 64, 64, 1, 2, 5), 800),
+    32: _Shapes(Tiles(32, 64, 64, 8, 2, 3), Tiles(32, 32, 64, 1, 2, 3), 512),
+    64: _Shapes(Tiles(64, 64, 64, 4, 2, 3), Tiles(64, 64, 32, 1, 2, 4), 256),
+    128: _Shapes(Tiles(64, 64, 32, 4, 4, 2), Tiles(128, 128, 32, 1, 8, 4), 512),
+    MOST_TILED: _Shapes(Tiles(128, 64, 32, 2, 4, 3), None, 400),
+}
+"""By the most rows of x."""
+_WIDE = Tiles(256, 128, 32, 1, 8, 3)
+"""Where many rows meet many outputs."""
 
 
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int) -> Rows | Tiles | None:
-    """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up."""
-    if num <= 1 and size_in <= _LONGEST:
-        return Rows(max(16384 // triton.next_power_of_2(size_in) // parts, 1), 4)
-    height = next(height for height in (16, 32, 64, 128, 256) if num <= height or height == 256)
-    splits = 4 if parts == 1 and num <= 32 and size_out * num <= 2**18 else 1
-    rows = 64 if num <= 64 else 128
-    return Tiles(height, rows, 64 if height < 128 else 32, splits, 4 if rows == 64 else 8, 4)
+    """How to multiply `num` rows with a weight of this shape; `parts` is 2 for gate and up; None: not so.
+
+    As measured on an H200 in graphs of products with different weights.
+    """
+    length = triton.next_power_of_2(size_in)
+    if num == 1 and parts == 1 and length <= 4096 and size_out * size_in <= 2**24:
+        return Rows(16, 4)
+    one, gated, programs = next(shapes for most, shapes in _SHAPES.items() if num <= most)
+    if parts == 2:
+        return gated
+    tiles = triton.cdiv(num, one.num) * triton.cdiv(size_out, one.rows)
+    if num > 128 and tiles > programs:
+        return _WIDE
+    splits = 1
+    while splits < one.splits and 2 * splits * tiles <= programs and 1024 * splits <= size_in:
+        splits *= 2
+    return one._replace(splits=splits)

@@ -1,0 +1,59 @@
+"""GPTQ: 4 or 8 bits, groups of inputs with a scale and a zero, perhaps not of neighbours."""
+
+import re
+from dataclasses import replace
+
+from quire.config.keys import Keys
+from quire.config.quant.awq import group_size
+from quire.config.quant.facts import QuantFacts, Rule, all_but
+from quire.config.quant.schemes import Grouped
+from quire.errors import ConfigError
+
+_FORMATS = "gptq", "gptq_v2"
+
+
+def read_gptq(keys: Keys) -> QuantFacts:
+    named = str(keys.get("checkpoint_format") or "gptq")
+    if named not in _FORMATS:
+        raise ConfigError(
+            f"{keys.source}: checkpoint_format is {named!r}, which is not supported; "
+            f"{' and '.join(_FORMATS)} are: save the model again in one of them"
+        )
+    scheme = Grouped(
+        keys.size("bits"),
+        group_size(keys, "group_size"),
+        symmetric=keys.flag("sym", True),
+        act_order=keys.flag("desc_act"),
+        layout="gptq_v2" if named == "gptq_v2" else "gptq",
+    )
+    skipped = () if keys.flag("lm_head") else ("lm_head",)
+    return QuantFacts("gptq", (*_dynamic(keys, scheme), *all_but(skipped, scheme)))
+
+
+def _dynamic(keys: Keys, scheme: Grouped) -> tuple[Rule, ...]:
+    """Patterns of names, that begin with `-:` where layers are plain, with what is other than elsewhere."""
+    said = keys.get("dynamic") or {}
+    if not isinstance(said, dict):
+        raise keys.wrong("dynamic", "an object of patterns")
+    rules = []
+    for pattern, changes in said.items():
+        bare = re.sub(r"^[+-]:", "", pattern)
+        try:
+            re.compile(bare)
+        except re.error as error:
+            raise ConfigError(
+                f"{keys.source}: dynamic has {pattern!r}, which is no pattern: {error}"
+            ) from error
+        rules.append(Rule(bare, None if pattern.startswith("-:") else _changed(keys, scheme, changes or {})))
+    return tuple(rules)
+
+
+def _changed(keys: Keys, scheme: Grouped, changes: dict[str, object]) -> Grouped:
+    own = Keys(f"{keys.source}: dynamic", changes)
+    return replace(
+        scheme,
+        bits=own.size("bits", scheme.bits),
+        group=scheme.group if own.get("group_size") is None else group_size(own, "group_size"),
+        symmetric=own.flag("sym", scheme.symmetric),
+        act_order=own.flag("desc_act", scheme.act_order),
+    )

@@ -1,0 +1,120 @@
+"""The tensors in which files keep weights in groups: those of AWQ, of GPTQ and of compressed-tensors."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.config.quant.schemes import Grouped
+from quire.errors import ConfigError
+from quire.kernels.grouped import Codes
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 outputs is in the lowest bits of a word, and so on."""
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype, int | None, int | None]]
+"""By suffix: shape, type, and the axes along outputs and inputs."""
+
+
+class Layout(NamedTuple):
+    """What is stored for a weight, and how it is read."""
+
+    sizes: Callable[[Grouped, int, int, int], Sizes]
+    """Of (scheme, outputs, inputs, groups)."""
+    read: Callable[[Grouped, dict[str, Tensor]], tuple[Tensor, Tensor, Tensor]]
+    """Codes [outputs, inputs] uint8, scales and zeros [outputs, groups]."""
+    order: str
+    """The suffix of each input's group, where these are not neighbours."""
+
+
+def fields(words: Tensor, bits: int, axis: int) -> Tensor:
+    """The fields of int32 words, from the lowest on, one after the other along `axis`, as uint8."""
+    parts = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, 32, bits)]
+    return torch.stack(parts, axis + 1).flatten(axis, axis + 1)
+
+
+def _awq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    words = outputs * scheme.bits // 32
+    return {
+        "qweight": ((inputs, words), torch.int32, 1, 0),
+        "qzeros": ((groups, words), torch.int32, 1, 0),
+        "scales": ((groups, outputs), torch.float32, 1, 0),
+    }
+
+
+def _read_awq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    codes, zeros = (_awq_fields(stored[name], scheme.bits) for name in ("qweight", "qzeros"))
+    return codes.t(), stored["scales"].t(), zeros.t()
+
+
+def _awq_fields(words: Tensor, bits: int) -> Tensor:
+    places = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
+    return fields(words, bits, 1).view(len(words), -1, len(places))[..., places].flatten(1)
+
+
+def _gptq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    sizes: Sizes = {
+        "qweight": ((inputs * scheme.bits // 32, outputs), torch.int32, 1, 0),
+        "qzeros": ((groups, outputs * scheme.bits // 32), torch.int32, 1, 0),
+        "scales": ((groups, outputs), torch.float32, 1, 0),
+    }
+    return sizes | ({"g_idx": ((inputs,), torch.int32, None, 0)} if scheme.act_order else {})
+
+
+def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros of the first version are stored less one."""
+    codes = fields(stored["qweight"], scheme.bits, 0)
+    zeros = fields(stored["qzeros"], scheme.bits, 1).to(torch.int32) + (scheme.layout == "gptq")
+    return codes.t(), stored["scales"].t(), zeros.t()
+
+
+def _compressed_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    per = 32 // scheme.bits
+    sizes: Sizes = {
+        "weight_packed": ((outputs, -(-inputs // per)), torch.int32, 0, 1),
+        "weight_scale": ((outputs, groups), torch.float32, 0, 1),
+    }
+    if not scheme.symmetric:
+        sizes["weight_zero_point"] = (-(-outputs // per), groups), torch.int32, 0, 1
+    return sizes | ({"weight_g_idx": ((inputs,), torch.int32, None, 0)} if scheme.act_order else {})
+
+
+def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and zeros are stored as if they were signed, and half of their range added."""
+    scales = stored["weight_scale"]
+    codes = fields(stored["weight_packed"], scheme.bits, 1)
+    if scheme.symmetric:
+        return codes, scales, torch.full_like(scales, 1 << scheme.bits - 1, dtype=torch.int32)
+    return codes, scales, fields(stored["weight_zero_point"], scheme.bits, 0)[: len(scales)]
+
+
+LAYOUTS = {
+    "awq": Layout(_awq_sizes, _read_awq, ""),
+    "gptq": Layout(_gptq_sizes, _read_gptq, "g_idx"),
+    "gptq_v2": Layout(_gptq_sizes, _read_gptq, "g_idx"),
+    "compressed": Layout(_compressed_sizes, _read_compressed, "weight_g_idx"),
+}
+
+
+def read(scheme: Grouped, stored: dict[str, Tensor], inputs: int) -> tuple[Codes, Tensor | None]:
+    """A weight in the open, and the order of its inputs if it is not theirs."""
+    layout = LAYOUTS[scheme.layout]
+    codes, scales, zeros = layout.read(scheme, stored)
+    codes, order = codes[:, :inputs], None
+    if scheme.act_order:
+        group_of = stored[layout.order]
+        order = _order(group_of, scales.shape[1])
+        codes = codes if order is None else codes[:, order]
+    whole = Codes(codes.contiguous(), scales.contiguous(), zeros.to(torch.int32).contiguous(), scheme.bits)
+    return whole, order
+
+
+def _order(group_of: Tensor, groups: int) -> Tensor | None:
+    """Where the inputs are, group after group."""
+    if not bool(group_of.any()) or bool((group_of.diff() >= 0).all()):
+        return None
+    sizes = torch.bincount(group_of.long(), minlength=groups)
+    if len(sizes) != groups or bool((sizes != sizes[0]).any()):
+        raise ConfigError("a g_idx of the checkpoint has groups of several sizes: the file is broken")
+    return group_of.argsort(stable=True)

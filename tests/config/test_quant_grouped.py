@@ -1,0 +1,71 @@
+"""What AWQ's and GPTQ's configurations say."""
+
+from typing import Any
+
+import pytest
+
+from quire.config.keys import Keys
+from quire.config.quant import METHODS, choose_quant
+from quire.config.quant.facts import QuantFacts
+from quire.config.quant.schemes import Grouped
+from quire.errors import ConfigError
+
+
+def read(method: str, **said: Any) -> QuantFacts:
+    return METHODS[method](Keys("config.json", said))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+        {"w_bit": 4, "q_group_size": 128, "version": "GEMM"},
+    ],
+)
+def test_awq(said: dict[str, Any]) -> None:
+    facts = read("awq", **said, modules_to_not_convert=["visual"])
+    assert facts.scheme("model.layers.0.mlp.up_proj") == Grouped(4, 128, False, False, "awq")
+    assert facts.scheme("visual.blocks.0.up_proj") is None
+    assert choose_quant("awq_marlin", facts) is facts
+    with pytest.raises(ConfigError, match="contradicts"):
+        choose_quant("gptq", facts)
+
+
+def test_gptq() -> None:
+    facts = read(
+        "gptq",
+        bits=4,
+        group_size=32,
+        desc_act=True,
+        sym=False,
+        dynamic={
+            r"-:.*\.mlp\.down_proj": {},
+            r"+:\.1\.": {"bits": 8, "group_size": -1},
+            r"\.2\.": {"sym": True},
+        },
+    )
+    assert facts.scheme("model.layers.0.mlp.up_proj") == Grouped(4, 32, False, True, "gptq")
+    assert facts.scheme("model.layers.1.mlp.up_proj") == Grouped(8, -1, False, True, "gptq")
+    assert facts.scheme("model.layers.2.mlp.up_proj") == Grouped(4, 32, True, True, "gptq")
+    assert facts.scheme("model.layers.1.mlp.down_proj") is None and facts.scheme("lm_head") is None
+    second = read("gptq", bits=8, group_size=-1, lm_head=True, checkpoint_format="gptq_v2")
+    assert second.scheme("lm_head") == Grouped(8, -1, True, False, "gptq_v2")
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "message"),
+    [
+        ("awq", {"bits": 4, "version": "gemv"}, 'version "gemm"'),
+        ("awq", {"bits": "four"}, "bits is 'four'"),
+        ("awq", {"bits": 4, "group_size": "x"}, "group_size is 'x'"),
+        ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "gptq and gptq_v2 are"),
+        ("gptq", {"bits": 4, "dynamic": {"-:(": {}}}, "no pattern"),
+        ("gptq", {"bits": 4, "dynamic": []}, None),
+    ],
+)
+def test_wrong(method: str, said: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert read(method, **said).method == method
+        return
+    with pytest.raises(ConfigError, match=message):
+        read(method, **said)
