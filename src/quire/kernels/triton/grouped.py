@@ -166,7 +166,7 @@ def _tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles, `LENGTH` of a run.
+    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles, of `LENGTH`.
 
     The last split adds them all; `arrivals` is zero before and after.
     """
@@ -406,9 +406,9 @@ def multiply(
     length = min(plan.length, run)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, length), tiled(codes, plan.rows, length), heads, bias if biased else out,
-        parts, arrivals_of(x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased, BITS=bits,
-        GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, SPLITS=plan.splits, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        parts, arrivals_of(x.device), num, size_in, size_out, heads.stride(0), GATED=gated, BIASED=biased,
+        BITS=bits, GROUP=group, NUM=plan.num, ROWS=plan.rows, RUN=run, LENGTH=length, SPLITS=plan.splits,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
