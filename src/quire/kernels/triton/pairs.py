@@ -1,0 +1,100 @@
+"""Pairs of a token and one of its experts, sorted by expert and cut into tiles."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import follow, launch
+
+_CHUNKS = 128, 512, 2048, 4096
+"""Pairs that a program sorts at a time: as many as there are, or the most."""
+_SPANS = 4
+"""Programs for an expert, where there are many."""
+
+
+@triton.jit(do_not_specialize=["num"])
+def _count(
+    counts: tl.tensor, ids: tl.tensor, num: tl.tensor, CHUNK: tl.constexpr, BINS: tl.constexpr
+) -> None:
+    """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    found = tl.load(ids + at, mask=at < num, other=0)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num))
+
+
+@triton.jit(do_not_specialize=["num", "chunks", "span"])
+def _sort(
+    order: tl.tensor,
+    work: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    num: tl.tensor,
+    chunks: tl.tensor,
+    span: tl.tensor,
+    HEIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    ALONE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (experts, chunks / span): the pairs of an expert in `span` chunks go to their places, in order.
+
+    Those of the first chunks also list the tiles of `HEIGHT` pairs in `work`. If `ALONE` there is one chunk,
+    which nobody has counted.
+    """
+    expert, chunk, bins = tl.program_id(0), tl.program_id(1) * span, tl.arange(0, BINS)
+    follow(OVERLAP)
+    totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    if ALONE:
+        at = tl.arange(0, CHUNK)
+        totals += tl.histogram(tl.load(ids + at, mask=at < num, other=0), BINS, mask=at < num)
+    else:
+        for i in range(chunks):
+            row = tl.load(counts + i * BINS + bins)
+            totals += row
+            before += tl.where(i < chunk, row, 0)
+    first = tl.sum(tl.where(bins < expert, totals, 0), 0)
+    place = first + tl.sum(tl.where(bins == expert, before, 0), 0)
+    for i in range(chunk, tl.minimum(chunk + span, chunks)):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        is_own = (tl.load(ids + at, mask=at < num, other=-1) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_own, 0) - 1, at, mask=is_own > 0)
+        place += tl.sum(is_own, 0)
+    if chunk == 0:
+        tiles = tl.cdiv(totals, HEIGHT)
+        own = tl.sum(tl.where(bins == expert, totals, 0), 0)
+        tile = work + 4 + 4 * tl.sum(tl.where(bins < expert, tiles, 0), 0)
+        for start in range(0, own, HEIGHT):
+            tl.store(tile, expert)
+            tl.store(tile + 1, first + start)
+            tl.store(tile + 2, first + tl.minimum(start + HEIGHT, own))
+            tile += 4
+        if expert == 0:
+            tl.store(work, tl.sum(tiles, 0))
+
+
+def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Tensor, Tensor]:
+    """Pairs by expert [pairs]; how many tiles of up to `height` pairs of one expert there are, and from 4 on
+    the expert of each, its first pair, its end, and nothing."""
+    num, bins = ids.numel(), triton.next_power_of_2(num_experts)
+    chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
+    chunks = triton.cdiv(num, chunk)
+    order = torch.empty(num, dtype=torch.int32, device=ids.device)
+    work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
+    counts = order
+    if chunks > 1:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+        launch(_count, chunks)(counts, ids, num, CHUNK=chunk, BINS=bins, num_warps=8)
+    span = triton.cdiv(chunks, _SPANS)
+    launch(_sort, num_experts, triton.cdiv(chunks, span))(
+        order, work, counts, ids, num, chunks, span, HEIGHT=height, CHUNK=chunk, BINS=bins, ALONE=chunks == 1,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=min(max(chunk // 256, 1), 8),
+    )  # fmt: skip
+    return order, work
+
+
+def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
+    """However the pairs fall."""
+    touched = min(num_pairs, num_experts)
+    return touched + (num_pairs - touched) // height
