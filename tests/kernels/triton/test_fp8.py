@@ -1,0 +1,135 @@
+"""Products with weights in e4m3 against torch, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.fp8 import E4M3, Scaled, linear_reference, narrowed, quantize_reference
+from quire.kernels.reference import Reference
+from quire.kernels.triton.fp8 import Plan, choose, gated, linear, multiply, quantize
+from quire.kernels.triton.matmul import Rows, Tiles
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+PLANS: list[Plan] = [Rows(16, 4), Tiles(16, 64, 128, 1, 4, 3), Tiles(64, 64, 128, 3, 4, 3)]
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int) -> Tensor:
+    made = torch.randn(*shape, device=DEVICE).to(DTYPE)
+    if CUDA:
+        torch.cuda.synchronize()  # kernels may read a weight before the kernel in front of them has ended
+    return made
+
+
+def rounded(num: int, size: int) -> Tensor:
+    """What e4m3 holds as it is: in Triton's interpreter a number that rounds up to a power of two loses half.
+    Every group of 128 has the largest number somewhere."""
+    x = random(num, size) if CUDA else (64 * random(num, size)).to(E4M3).to(DTYPE)
+    if not CUDA:
+        x[:, ::16] = 448
+        x *= 2.0 ** -torch.randint(4, 9, (num, 1))
+    return x
+
+
+def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
+    """Rows and blocks of different sizes."""
+    sizes = torch.rand(size_out, 1, device=DEVICE) + 0.1
+    data, scale = narrowed(random(size_out, size_in).float() * sizes)
+    if blocked:
+        scale = torch.rand(-(-size_out // 128), -(-size_in // 128), device=DEVICE) / 200 + 1e-3
+    if CUDA:
+        torch.cuda.synchronize()
+    return Scaled(data, scale)
+
+
+def close(ours: Tensor, expected: Tensor, most: float = 4e-3) -> None:
+    assert ours.dtype == DTYPE and ours.shape == expected.shape
+    error = (ours.double() - expected.double()).norm() / expected.double().norm()
+    assert error < most, error
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("size", [48, 400, 2304])
+def test_quantizes(size: int, grouped: bool) -> None:
+    x = rounded(5, size + 8)[:, 8:]
+    x[1] *= 8
+    x[2] = 0
+    ours, scale = quantize(x, grouped=grouped)
+    expected, expected_scale = quantize_reference(x, grouped=grouped)
+    torch.testing.assert_close(scale, expected_scale)
+    apart = (ours.float() - expected.float()).abs()  # a tie may fall to either side
+    assert (apart <= expected.float().abs() / 8).all() and (apart > 0).float().mean() < 0.01
+
+
+def test_quantizes_what_is_gated() -> None:
+    x = torch.cat((torch.full((3, 272), 30.0), rounded(3, 272).cpu()), 1).to(DEVICE, DTYPE)  # silu(30) is 30
+    expected, _ = quantize_reference(Reference().gated(x, "silu"), grouped=True)
+    ours, _ = quantize(x, grouped=True, gated=True)
+    assert (ours.float() != expected.float()).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
+@pytest.mark.parametrize("num", [1, 20])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_products_of_odd_sizes(plan: Plan, num: int, blocked: bool) -> None:
+    x, weight, bias = rounded(num, 416)[:, 16:], stored(150, 400, blocked=blocked), random(150)
+    quantized = isinstance(plan, Tiles)
+    close(multiply(x, weight, None, plan), linear_reference(x, weight, quantized=quantized))
+    close(multiply(x, weight, bias, plan), linear_reference(x, weight, bias, quantized=quantized))
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
+@pytest.mark.parametrize("plan", [*PLANS[:2], Tiles(64, 64, 128, 1, 4, 3)], ids=str)
+def test_gate_and_up_in_one(plan: Plan, blocked: bool) -> None:
+    x, weight = rounded(3, 272) / 16, stored(2 * 128, 272, blocked=blocked)
+    expected = linear_reference(x, weight, quantized=isinstance(plan, Tiles))
+    close(multiply(x, weight, None, plan, gated=True), Reference().gated(expected, "silu"))
+
+
+@pytest.mark.parametrize("num", [1, 70])
+def test_what_is_chosen_multiplies(num: int) -> None:
+    for blocked in (False, True):
+        x, weight, bias = rounded(num, 256), stored(128, 256, blocked=blocked), random(128)
+        quantized = num > 1
+        close(linear(x, weight, bias), linear_reference(x, weight, bias, quantized=quantized))
+        expected = Reference().gated(linear_reference(x, weight, quantized=quantized), "silu")
+        close(gated(x, weight), expected, 6e-3)
+
+
+def test_what_no_kernel_takes_is_widened() -> None:
+    for x, size in ((random(2, 40), 40), (random(2, 48).float(), 48)):
+        weight = stored(24, size, blocked=False)
+        expected = linear_reference(x, weight, quantized=False)
+        torch.testing.assert_close(linear(x, weight), expected, rtol=4e-3, atol=4e-2)
+
+
+@gpu
+@pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
+@pytest.mark.parametrize("num", [1, 2, 5, 8, 16, 31, 64, 100, 128, 200, 256, 1000])
+@pytest.mark.parametrize(("size_out", "size_in"), [(6144, 4096), (4096, 14336), (28672, 4096), (1000, 2064)])
+def test_real_shapes(size_out: int, size_in: int, num: int, blocked: bool) -> None:
+    x, weight = random(num, size_in) / size_in**0.5, stored(size_out, size_in, blocked=blocked)
+    expected = linear_reference(x, weight, quantized=num > 1)
+    close(linear(x, weight), expected)
+    close(gated(x, weight), Reference().gated(expected, "silu"), 8e-3)
+    assert torch.equal(linear(x, weight), linear(x, weight))
+
+
+@pytest.mark.parametrize("num", range(1, 300, 7))
+def test_every_shape_has_a_plan_that_fits(num: int) -> None:
+    for size_out, size_in in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (64, 32)]:
+        for parts in (1, 2):
+            for blocked in (False, True):
+                plan = choose(num, size_out, size_in, parts, blocked)
+                if isinstance(plan, Rows):
+                    assert size_in <= 16384 and 128 % plan.rows == 0
+                if isinstance(plan, Tiles):
+                    assert not blocked or plan.rows <= plan.length == 128
+                    assert plan.stages * plan.length * (plan.num + parts * plan.rows) <= 227 * 1024
