@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from quire.config.facts import Routing
 from quire.kernels.activations import gated
+from quire.kernels.fp8 import Scaled, widened
 
 
 class ExpertWeights(NamedTuple):
@@ -19,6 +20,13 @@ class ExpertWeights(NamedTuple):
     """[experts, hidden, intermediate]"""
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    """Where they are in e4m3, those of `Scaled`."""
+    down_scale: Tensor | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.down_scale is not None and self.down_scale.ndim == self.down.ndim
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -47,11 +55,17 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activat
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids.unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)
-        y = F.linear(x[tokens], experts.gate_up[expert], _of(experts.gate_up_bias, expert))
-        y = F.linear(gated(y, activation), experts.down[expert], _of(experts.down_bias, expert))
+        gate_up = _wide(experts.gate_up[expert], _of(experts.gate_up_scale, expert), x.dtype)
+        down = _wide(experts.down[expert], _of(experts.down_scale, expert), x.dtype)
+        y = F.linear(x[tokens], gate_up, _of(experts.gate_up_bias, expert))
+        y = F.linear(gated(y, activation), down, _of(experts.down_bias, expert))
         out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
     return out.to(x.dtype)
 
 
-def _of(biases: Tensor | None, expert: int) -> Tensor | None:
-    return None if biases is None else biases[expert]
+def _of(tensors: Tensor | None, expert: int) -> Tensor | None:
+    return None if tensors is None else tensors[expert]
+
+
+def _wide(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return weight if scale is None else widened(Scaled(weight, scale), dtype)

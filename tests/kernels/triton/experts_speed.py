@@ -66,16 +66,13 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
         yield (
             "up",
             lambda: [
-                multiply(between, at.x, at.experts.gate_up, None, pair, activation="silu")
+                multiply(between, at.x, at.experts, pair, activation="silu")
                 for at, pair in zip(of, pairs, strict=True)
             ],
         )
         yield (
             "down",
-            lambda: [
-                multiply(apart, between, at.experts.down, None, pair)
-                for at, pair in zip(of, pairs, strict=True)
-            ],
+            lambda: [multiply(apart, between, at.experts, pair) for at, pair in zip(of, pairs, strict=True)],
         )
         yield "sum", each(lambda layer: kernels.add(out, apart, layer.weights, ahead=ahead))
     mixed = functools.partial(kernels.mixed, activation="silu", plan=plan)

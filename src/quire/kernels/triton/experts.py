@@ -17,7 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.experts import ExpertWeights
+from quire.kernels.fp8 import E4M3
 from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.fp8 import along_x, quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, empty, has_room, tiled, times, upright
 from quire.kernels.triton.pairs import most_tiles, sort
@@ -65,6 +67,18 @@ _TILES = {
     128: (Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
 }
 """Of gate and up, and of down, by the pairs in a tile."""
+_TILES_OF_E4M3 = {
+    16: (Tile(128, 256, 8, 3), Tile(128, 128, 4, 3)),
+    32: (Tile(128, 256, 8, 3), Tile(128, 128, 4, 3)),
+    64: (Tile(256, 128, 8, 3), Tile(128, 128, 8, 3)),
+    128: (Tile(128, 128, 8, 4), Tile(128, 128, 8, 3)),
+}
+_TILES_OF_BLOCKS = {
+    16: (Tile(64, 128, 4, 5), Tile(128, 128, 4, 3)),
+    32: (Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+    64: (Tile(128, 128, 8, 4), Tile(128, 128, 8, 3)),
+    128: (Tile(128, 128, 8, 4), Tile(128, 128, 8, 3)),
+}
 
 
 @triton.jit
@@ -72,6 +86,7 @@ def _up_rows(
     out: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     ids: tl.tensor,
     size_in: tl.tensor,
@@ -80,6 +95,7 @@ def _up_rows(
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -96,11 +112,15 @@ def _up_rows(
     gate = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
     at += size_out.to(tl.int64) * size_in
     up = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
-    row = tl.load(x + pair // TOP * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
+    row = tl.load(x + pair // TOP * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    gate = tl.sum(gate.to(tl.float32) * row, 1)
-    up = tl.sum(up.to(tl.float32) * row, 1)
+    first = tl.program_id(0) % stripes * ROWS
+    by_k, by_n = scales_of(scale, expert, first, n, k, size_in, 2 * size_out, BLOCKED)
+    gate = tl.sum(gate.to(tl.float32) * (row * by_k)[None, :], 1) * by_n
+    first += size_out
+    by_k, by_n = scales_of(scale, expert, first, n + size_out, k, size_in, 2 * size_out, BLOCKED)
+    up = tl.sum(up.to(tl.float32) * (row * by_k)[None, :], 1) * by_n
     if BIASED:
         gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
         up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
@@ -114,6 +134,7 @@ def _down_rows(
     out: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
@@ -121,6 +142,7 @@ def _down_rows(
     size_out: tl.tensor,
     TOP: tl.constexpr,
     BIASED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -144,37 +166,51 @@ def _down_rows(
     follow(OVERLAP)
     exist = (rank < TOP)[:, None] & (k < size_in)[None, :]
     values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exist, other=0.0).to(tl.float32)
-    y = tl.sum(tl.sum(w.to(tl.float32) * (values * share[:, None])[:, None, :], 0), 1)
+    values *= share[:, None]
+    if scale is None:
+        y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 0), 1)
+    elif BLOCKED:
+        groups = tl.cdiv(size_in, 128)
+        block = expert * tl.cdiv(size_out, 128) + tl.program_id(0) % stripes * ROWS // 128
+        values *= tl.load(scale + block[:, None] * groups + k[None, :] // 128, mask=exist, other=0.0)
+        y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 0), 1)
+    else:
+        by_row = tl.load(scale + row, mask=known, other=0.0)
+        y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 2) * by_row, 0)
     if BIASED:
         y += tl.sum(tl.load(bias + row, mask=known, other=0.0).to(tl.float32) * share[:, None], 0)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _tiles(
     out: tl.tensor,
     x: tl.tensor,
+    x_scale: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     order: tl.tensor,
     work: tl.tensor,
+    num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
     x_stride: tl.tensor,
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
+    BLOCKED: tl.constexpr,
     EVEN: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles.
+    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles; x has `num` rows.
 
     With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
-    descriptor `x` of their tiles, to where they were before the sort.
+    descriptor `x` of their tiles, to where they were before the sort. Where weights are in e4m3, x is, too.
     """
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
@@ -190,27 +226,77 @@ def _tiles(
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     if ACTIVATION != "":
-        row, k = expert * 2 * size_out + first_n, tl.arange(0, LENGTH)
-        at_x = x + (pair // TOP * x_stride)[:, None] + k[None, :]
+        row, own, k = expert * 2 * size_out + first_n, pair // TOP, tl.arange(0, LENGTH)
+        block = expert * tl.cdiv(2 * size_out, 128) + first_n // 128
+        other = block + size_out // 128
+        at_x = x + (own * x_stride)[:, None] + k[None, :]
         for at in range(0, size_in, LENGTH):
             if EVEN:
                 a = tl.load(at_x + at)
             else:
                 a = tl.load(at_x + at, mask=(k < size_in - at)[None, :], other=0.0)
-            acc = times(a, weight.load([row, at]), acc)
-            up = times(a, weight.load([row + size_out, at]), up)
+            acc = _plus(acc, a, weight, row, at, block, scale, x_scale, own, num, size_in, BLOCKED)
+            up = _plus(up, a, weight, row + size_out, at, other, scale, x_scale, own, num, size_in, BLOCKED)
     else:
-        row = expert * size_out + first_n
+        row, own = expert * size_out + first_n, tl.minimum(m, end - 1)
+        block = expert * tl.cdiv(size_out, 128) + first_n // 128
         for at in range(0, size_in, LENGTH):
-            acc = times(x.load([start, at]), weight.load([row, at]), acc)
+            a = x.load([start, at])
+            acc = _plus(acc, a, weight, row, at, block, scale, x_scale, own, num, size_in, BLOCKED)
     kind = out.dtype.element_ty
-    y = upright(_with(acc, bias + row, n - first_n, n < size_out, NUM, BIASED).to(kind), NUM)
+    at_n, exist = n - first_n, n < size_out
+    acc = _scaled(acc, scale, x_scale, row + at_n, exist, own, NUM, BLOCKED)
+    y = upright(_with(acc, bias + row, at_n, exist, NUM, BIASED).to(kind), NUM)
     if ACTIVATION != "":
-        other = _with(up, bias + row + size_out, n - first_n, n < size_out, NUM, BIASED)
-        y = gate_times(y, upright(other.to(kind), NUM), ACTIVATION)
+        up = _scaled(up, scale, x_scale, row + size_out + at_n, exist, own, NUM, BLOCKED)
+        up = _with(up, bias + row + size_out, at_n, exist, NUM, BIASED).to(kind)
+        y = gate_times(y, upright(up, NUM), ACTIVATION)
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
+
+
+@triton.jit
+def _plus(
+    acc: tl.tensor,
+    a: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    at: tl.tensor,
+    block: tl.tensor,
+    scale: tl.tensor,
+    x_scale: tl.tensor,
+    own: tl.tensor,
+    num: tl.tensor,
+    size_in: tl.tensor,
+    BLOCKED: tl.constexpr,
+) -> tl.tensor:
+    """With the product of a stretch; `block` is the row of its scale, `own` are those of `x_scale`."""
+    w = weight.load([row, at])
+    if BLOCKED:
+        groups = tl.cdiv(size_in, 128)
+        factor = tl.load(x_scale + at // 128 * num + own) * tl.load(scale + block * groups + at // 128)
+        return acc + times(a, w, tl.zeros_like(acc)) * along_x(factor, a.shape[0])
+    else:
+        return times(a, w, acc)
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor,
+    scale: tl.tensor,
+    x_scale: tl.tensor,
+    row: tl.tensor,
+    exist: tl.tensor,
+    own: tl.tensor,
+    NUM: tl.constexpr,
+    BLOCKED: tl.constexpr,
+) -> tl.tensor:
+    if scale is not None and not BLOCKED:
+        factor = tl.load(scale + row, mask=exist, other=0.0)
+        acc *= factor[:, None] if NUM < 64 else factor[None, :]
+        acc *= along_x(tl.load(x_scale + own), NUM)
+    return acc
 
 
 @triton.jit
@@ -255,7 +341,9 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activat
     if not len(x):
         return torch.empty_like(x)
     num_experts, _, intermediate = experts.down.shape
-    plan = plan_of(ids.numel(), ids.shape[1], num_experts, x.shape[1], intermediate, x.dtype)
+    dtype = x.dtype if experts.down_scale is None else E4M3
+    sizes = ids.numel(), ids.shape[1], num_experts, x.shape[1], intermediate
+    plan = plan_of(*sizes, dtype, blocked=experts.is_blocked)
     return mixed(x, ids, weights, experts, activation, plan)
 
 
@@ -274,8 +362,8 @@ def mixed(
         return out
     apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
     pairs = sort(ids, len(experts.down), plan.num, ahead=ahead)
-    multiply(between, x, experts.gate_up, experts.gate_up_bias, pairs, plan, top, activation, ahead=ahead)
-    multiply(apart, between, experts.down, experts.down_bias, pairs, plan, top, ahead=ahead)
+    multiply(between, x, experts, pairs, plan, top, activation, ahead=ahead)
+    multiply(apart, between, experts, pairs, plan, top, ahead=ahead)
     add(out, apart, weights, ahead=ahead)
     return out
 
@@ -284,9 +372,10 @@ def up_rows(out: Tensor, x: Tensor, ids: Tensor, experts: ExpertWeights, activat
     num, hidden = x.shape
     inner, ahead = out.shape[1], overlap(num, hidden)
     launch(_up_rows, ids.numel() * triton.cdiv(inner, plan.up))(
-        out, x, experts.gate_up, _or(experts.gate_up_bias, x), ids, hidden, inner, x.stride(0),
-        TOP=ids.shape[1], ACTIVATION=activation, BIASED=experts.gate_up_bias is not None, ROWS=plan.up,
-        LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
+        out, x, experts.gate_up, experts.gate_up_scale, _or(experts.gate_up_bias, x), ids, hidden, inner,
+        x.stride(0), TOP=ids.shape[1], ACTIVATION=activation, BIASED=experts.gate_up_bias is not None,
+        BLOCKED=experts.is_blocked, ROWS=plan.up, LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=plan.up_warps,
     )  # fmt: skip
 
 
@@ -296,9 +385,10 @@ def down_rows(
     num, hidden = out.shape
     inner, top, ahead = x.shape[1], ids.shape[1], overlap(num, hidden)
     launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
-        out, x, experts.down, _or(experts.down_bias, x), ids, weights, inner, hidden, TOP=top,
-        BIASED=experts.down_bias is not None, EXPERTS=triton.next_power_of_2(top), ROWS=plan.down,
-        LENGTH=triton.next_power_of_2(inner), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
+        out, x, experts.down, experts.down_scale, _or(experts.down_bias, x), ids, weights, inner, hidden,
+        TOP=top, BIASED=experts.down_bias is not None, BLOCKED=experts.is_blocked,
+        EXPERTS=triton.next_power_of_2(top), ROWS=plan.down, LENGTH=triton.next_power_of_2(inner),
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
     )  # fmt: skip
 
 
@@ -314,8 +404,7 @@ def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
 def multiply(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    experts: ExpertWeights,
     pairs: tuple[Tensor, Tensor],
     plan: Tiles,
     top: int,
@@ -324,14 +413,21 @@ def multiply(
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""
+    weight, bias, scale = experts.gate_up, experts.gate_up_bias, experts.gate_up_scale
+    if not activation:
+        weight, bias, scale = experts.down, experts.down_bias, experts.down_scale
     (num, size_out), size_in = out.shape, x.shape[1]
+    x_scale = None
+    if scale is not None:
+        x, x_scale = quantize(x, grouped=experts.is_blocked)
     tile = plan.up if activation else plan.down
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, plan.num, tile.length)
     launch(_tiles, most_tiles(num, len(weight), plan.num) * triton.cdiv(size_out, tile.rows))(
-        out, rows, tiled(weight.flatten(0, 1), tile.rows, tile.length), _or(bias, out), *pairs,
-        size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation, BIASED=bias is not None,
-        EVEN=size_in % tile.length == 0, NUM=plan.num, ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=tile.warps, num_stages=tile.stages,
+        out, rows, x_scale, tiled(weight.flatten(0, 1), tile.rows, tile.length), scale, _or(bias, out),
+        *pairs, len(x), size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation,
+        BIASED=bias is not None, BLOCKED=experts.is_blocked, EVEN=size_in % tile.length == 0, NUM=plan.num,
+        ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -341,18 +437,33 @@ def _or(bias: Tensor | None, other: Tensor) -> Tensor:
 
 
 @functools.cache
-def plan_of(num_pairs: int, top: int, num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Plan:
-    """How to multiply so many pairs, `top` of them a token's.
+def plan_of(
+    num_pairs: int,
+    top: int,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    *,
+    blocked: bool = False,
+) -> Plan:
+    """How to multiply so many pairs, `top` of them a token's; `dtype` is the weights'.
 
     As measured on an H200 in graphs of layers with different weights: docs/performance.md has the table.
     """
     length = triton.next_power_of_2(hidden)
     held = triton.next_power_of_2(top) * triton.next_power_of_2(inner)
-    if num_pairs <= 3 * top and length <= LONGEST and held <= 2**15 or hidden % 8 or inner % 8:
+    narrow = dtype == E4M3
+    unit = 16 if narrow else 8
+    if num_pairs <= 3 * top and length <= LONGEST and held <= 2**15 or hidden % unit or inner % unit:
+        if narrow:
+            return Rows(min(max(8192 // length, 1), 32), min(max(2**15 // held, 1), 32), 4, 8)
         warps = 4 if length <= 4096 else 8, 4 if held <= 2**14 else 8
         return Rows(max(2048 // length, 1), max(2**14 // held, 1), *warps)
     mean = num_pairs / num_experts
-    height = 16 if mean <= 10 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    height = 16 if mean <= 10 else 32 if mean <= 24 else 64 if mean <= (192 if narrow else 96) else 128
+    if narrow:
+        return Tiles(height, *(_TILES_OF_BLOCKS if blocked else _TILES_OF_E4M3)[height])
     if dtype == torch.float32:
         return Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     if not has_room():

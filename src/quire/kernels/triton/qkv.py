@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import Entry
+from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST
 from quire.kernels.triton.ops import angles, put
 
 _NUMBERS = 4096
-"""Of each half's rows that a program has, at least."""
+"""Of each half's rows that a program has, at least; twice as many of one byte."""
 
 
 class _Caches(NamedTuple):
@@ -37,6 +38,7 @@ def _enter(
     q: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     table: tl.tensor,
     positions: tl.tensor,
@@ -49,6 +51,7 @@ def _enter(
     BLOCK_SIZE: tl.constexpr,
     SCALED: tl.constexpr,
     LIMIT: tl.constexpr,
+    BLOCKED: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -62,10 +65,15 @@ def _enter(
     to_left, to_right = 0.0, 0.0
     if bias is not None:
         to_left, to_right = tl.load(bias + row).to(tl.float32), tl.load(bias + row + HALF).to(tl.float32)
+    first = tl.program_id(0) * (2 * HALF) + tl.program_id(1) * ROWS
+    outputs = (Q_HEADS + 2 * KV_HEADS) * 2 * HALF
+    left_by_k, left_by_n = scales_of(scale, 0, first, row, k, size_in, outputs, BLOCKED)
+    right_by_k, right_by_n = scales_of(scale, 0, first + HALF, row + HALF, k, size_in, outputs, BLOCKED)
     is_q, is_v = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
     follow(OVERLAP)
-    values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)[None, :]
-    a, b = _product(left, values, to_left, q), _product(right, values, to_right, q)
+    values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)
+    a = _product(left, values * left_by_k, left_by_n, to_left, q)
+    b = _product(right, values * right_by_k, right_by_n, to_right, q)
     position, slot = tl.load(positions), tl.load(slots + 0 * head)
     cos, sin = angles(table + position * (2 * HALF), n, ~is_v[:, None], HALF)
     place = slot // BLOCK_SIZE * caches.block_stride + slot % BLOCK_SIZE * caches.slot_stride
@@ -78,20 +86,26 @@ def _enter(
 
 
 @triton.jit
-def _product(rows: tl.tensor, values: tl.tensor, bias: tl.tensor, like: tl.tensor) -> tl.tensor:
+def _product(
+    rows: tl.tensor, values: tl.tensor, scale: tl.tensor, bias: tl.tensor, like: tl.tensor
+) -> tl.tensor:
     """[1, rows], rounded as if it had been written down and read again."""
-    sums = tl.sum(rows.to(tl.float32) * values, 1) + bias
+    sums = tl.sum(rows.to(tl.float32) * values[None, :], 1) * scale + bias
     return sums.to(like.dtype.element_ty).to(tl.float32)[None, :]
 
 
-def enter(x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`rotate_and_write` of x W^T + b; None where this kernel does not fit."""
+def enter(
+    x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None
+) -> Tensor | None:
+    """`rotate_and_write` of x W^T + b; None where this kernel does not fit. `scale` is that of a weight in
+    e4m3."""
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape
     length = triton.next_power_of_2(size_in)
-    rows = max(_NUMBERS // length, 1)
-    if num != 1 or weight.element_size() != 2 or length > LONGEST or dim // 2 % rows:
+    item_bytes = 2 if scale is None else 1
+    rows = max(2 * _NUMBERS // item_bytes // length, 1)
+    if num != 1 or weight.element_size() != item_bytes or length > LONGEST or dim // 2 % rows:
         return None
     if entry.norms is not None or entry.table.shape[1] != dim:
         return None
@@ -99,9 +113,9 @@ def enter(x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None) -> Tenso
     caches = _Caches(k, v, entry.k_scale, entry.v_scale, k.stride(0), k.stride(1))
     scaled, ahead = k.element_size() == 1, overlap(num, size_in)
     launch(_enter, entry.heads + 2 * kv_heads, dim // 2 // rows)(
-        q, x, weight, bias, entry.table, entry.positions, entry.slots, caches, size_in, Q_HEADS=entry.heads,
-        KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
-        LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, ROWS=rows, LENGTH=length, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=4,
+        q, x, weight, scale, bias, entry.table, entry.positions, entry.slots, caches, size_in,
+        Q_HEADS=entry.heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
+        LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, BLOCKED=scale is not None and scale.ndim == 2,
+        ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
     )  # fmt: skip
     return q
