@@ -41,7 +41,7 @@ _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.b
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
     r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
-    r"|\.(q_scale|prob_scale|input_scale|input_zero_point|weight_format|g_idx|weight_shape)$"
+    r"|\.(q_scale|prob_scale|input_scale(_ub)?|input_zero_point|weight_format|g_idx|weight_shape)$"
 )
 """The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that see,
 scales of inputs where these are not narrowed, and what is known of packed weights anyway."""

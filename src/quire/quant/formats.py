@@ -14,6 +14,7 @@ SCHEMES = LazyTable(
     "weight scheme",
     {
         "BitsAndBytes": "quire.quant.bitsandbytes:BitsAndBytesFormat",
+        "Fp8": "quire.quant.fp8:Fp8Format",
         "Grouped": "quire.quant.grouped:GroupedFormat",
         "Int8": "quire.quant.int8:Int8Format",
         "Mxfp4": "quire.quant.mxfp4:Mxfp4Format",

@@ -7,6 +7,7 @@ from quire.config.quant.awq import read_awq
 from quire.config.quant.bitsandbytes import read_bitsandbytes
 from quire.config.quant.compressed import read_compressed
 from quire.config.quant.facts import QuantFacts, all_but
+from quire.config.quant.fp8 import read_fbgemm, read_fp8, read_modelopt
 from quire.config.quant.gptq import read_gptq
 from quire.config.quant.mxfp4 import read_mxfp4
 from quire.config.quant.schemes import Fp8, Int8
@@ -16,7 +17,10 @@ METHODS: dict[str, Callable[[Keys], QuantFacts]] = {
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fbgemm,
+    "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
 """By quant_method."""

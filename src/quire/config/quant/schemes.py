@@ -23,6 +23,8 @@ class Fp8(Scheme):
     """What has one scale where a layer's inputs are narrowed, too; `static`: it is stored; `none`: they are
     not."""
     block: tuple[int, int] = (128, 128)
+    scale_name: str = "weight_scale"
+    """Suffix of the scales."""
     stored: bool = True
     """False: weights are stored plain, and narrowed while they are loaded."""
 

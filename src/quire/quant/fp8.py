@@ -1,0 +1,227 @@
+"""Weights in e4m3 with scales, stored like that or narrowed while they are loaded.
+
+What a layer is given is scaled by what it is, a scale for each token (or, where weights have one for each
+block, for each 128 numbers): scales of inputs that a checkpoint has are not used.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.quant.schemes import Fp8
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.cpu_experts import Experts
+from quire.kernels.experts import ExpertWeights, mix
+from quire.kernels.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
+from quire.kernels.linear import Matrix, Product
+from quire.quant.experts import ExpertShape, StoredExperts
+from quire.quant.format import Format
+from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
+
+
+class Fp8Format:
+    """Makes weights of one scheme."""
+
+    def __init__(self, scheme: Fp8, plain: Format) -> None:
+        self.scheme = scheme
+        if scheme.weights == "block" and scheme.block != (BLOCK, BLOCK):
+            raise ConfigError(
+                f"fp8 weights with a scale for each {scheme.block[0]} x {scheme.block[1]} are not supported;"
+                f" {BLOCK} x {BLOCK} are"
+            )
+
+    def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        self._check(parts, shape.sizes_out[:-1])
+        return Fp8Weight(self.scheme, shape)
+
+    def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        self._check(parts, (shape.intermediate,))
+        return Fp8Experts(self.scheme, shape)
+
+    def _check(self, parts: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        """Of parts that are followed by another one."""
+        if self.scheme.weights == "block" and any(size % BLOCK for size in sizes):
+            raise ConfigError(
+                f"{', '.join(parts)}: blocks of {BLOCK} outputs do not divide parts of"
+                f" {', '.join(map(str, sizes))} outputs that are computed as one; use a checkpoint with a"
+                " scale for each output"
+            )
+
+
+class Fp8Weight(Weight):
+    """The weight of a linear layer."""
+
+    def __init__(self, scheme: Fp8, shape: LinearShape) -> None:
+        super().__init__(shape)
+        self.stored = Fp8Matrices(scheme, (), shape.sizes_out, shape.size_in, shape.dtype, shape.device)
+        self.bias = bias_of(shape)
+
+    def parts(self) -> list[dict[str, Piece]]:
+        parts = self.stored.pieces()
+        if self.bias is not None:
+            for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
+                part["bias"] = Piece(piece)
+        return parts
+
+    def begin(self) -> None:
+        self.stored.begin()
+
+    def reorder(self, orders: list[Tensor]) -> None:
+        self.stored.part_blocks()
+        super().reorder(orders)
+
+    def finish(self) -> None:
+        weight, bias = self.stored.settle(), self.bias
+        self.product = functools.partial(linear, weight=weight, bias=bias)
+        if weight.data.is_cuda:
+            self._find_on_gpu(weight)
+        elif native.library() is not None:
+            self.product = Product([_in_c(weight)], bias)
+
+    def _find_on_gpu(self, weight: Scaled) -> None:
+        from quire.kernels.triton import fp8
+        from quire.kernels.triton.qkv import enter
+
+        if not fp8.is_native():
+            return
+        bias = self.bias
+        self.product = functools.partial(fp8.linear, weight=weight, bias=bias)
+        if bias is None and (not weight.is_blocked or len(weight.data) // 2 % BLOCK == 0):
+            self.gated = functools.partial(fp8.gated, weight=weight)
+        self.entered = functools.partial(enter, weight=weight.data, bias=bias, scale=weight.scale)
+
+
+class Fp8Experts(StoredExperts):
+    """The experts of a layer."""
+
+    def __init__(self, scheme: Fp8, shape: ExpertShape) -> None:
+        super().__init__(shape)
+        hidden, inner = shape.hidden, shape.intermediate
+        make = functools.partial(
+            Fp8Matrices, scheme, (shape.experts,), dtype=shape.dtype, device=shape.device
+        )
+        self.gate_up = make(sizes_out=(inner, inner), size_in=hidden)
+        self.down = make(sizes_out=(hidden,), size_in=inner)
+
+    def parts(self) -> dict[str, dict[str, Piece]]:
+        gate, up = self.gate_up.pieces()
+        return {"gate": gate, "up": up, "gate_up": self.gate_up.whole(), "down": self.down.whole()}
+
+    def begin(self) -> None:
+        self.gate_up.begin()
+        self.down.begin()
+
+    def reorder(self, order: Tensor) -> None:
+        self.gate_up.part_blocks()
+        super().reorder(order)
+
+    def finish(self) -> None:
+        gate_up, down = self.gate_up.settle(), self.down.settle()
+        biases, activation = (self.gate_up_bias, self.down_bias), self.shape.activation
+        experts = ExpertWeights(gate_up.data, down.data, *biases, gate_up.scale, down.scale)
+        if down.data.is_cuda:
+            self.mix = self._on_gpu(experts)
+        elif native.library() is not None:
+            gates, downs = (
+                [_in_c(Scaled(*of)) for of in zip(*each, strict=True)] for each in (gate_up, down)
+            )
+            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
+        else:
+            self.mix = functools.partial(mix, experts=experts, activation=activation)
+
+    def _on_gpu(self, experts: ExpertWeights) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        from quire.kernels.triton.experts import mix as mix_on_gpu
+        from quire.kernels.triton.fp8 import is_native
+
+        if not is_native() or self.shape.dtype == torch.float32:
+            for stored in (self.gate_up, self.down):
+                stored.weight.data = widened(Scaled(stored.weight.data, stored.scale.data), self.shape.dtype)
+            experts = ExpertWeights(self.gate_up.weight, self.down.weight, *experts[2:4])
+        return functools.partial(mix_on_gpu, experts=experts, activation=self.shape.activation)
+
+
+class Fp8Matrices(nn.Module):
+    """Weights with their scales: one matrix, or as many as `lead` says, of parts with so many outputs."""
+
+    def __init__(
+        self,
+        scheme: Fp8,
+        lead: tuple[int, ...],
+        sizes_out: tuple[int, ...],
+        size_in: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.scheme, self.sizes_out, self.axis = scheme, list(sizes_out), len(lead)
+        self.per = scheme.weights
+        make = unfilled if scheme.stored else lent
+        size_out = sum(sizes_out)
+        self.weight = make(*lead, size_out, size_in, dtype=E4M3 if scheme.stored else dtype, device=device)
+        shape = {
+            "channel": (*lead, size_out, 1),
+            "tensor": (*lead, len(sizes_out)),
+            "block": (*lead, -(-size_out // BLOCK), -(-size_in // BLOCK)),
+        }[self.per]
+        scale = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def pieces(self) -> list[dict[str, Piece]]:
+        """What loading fills, by part."""
+        weights = self.weight.split(self.sizes_out, self.axis)
+        if self.per == "tensor":
+            scales = list(self.scale.unbind(-1))
+        else:
+            unit = BLOCK if self.per == "block" else 1
+            scales = list(self.scale.split([-(-size // unit) for size in self.sizes_out], self.axis))
+        return [self._named(*each) for each in zip(weights, scales, strict=True)]
+
+    def whole(self) -> dict[str, Piece]:
+        """The same for all parts in one tensor: a scale of all is the first one's."""
+        return self._named(self.weight, self.scale[..., 0] if self.per == "tensor" else self.scale)
+
+    def _named(self, weight: Tensor, scale: Tensor) -> dict[str, Piece]:
+        outputs, inputs = {
+            "channel": (self.axis, None),
+            "tensor": (None, None),
+            "block": (self.axis, self.axis + 1),
+        }[self.per]
+        pieces = {"weight": Piece(weight, self.axis, self.axis + 1)}
+        if self.scheme.stored:
+            pieces[self.scheme.scale_name] = Piece(scale, outputs, inputs)
+        return pieces
+
+    def begin(self) -> None:
+        if not self.scheme.stored:
+            self.weight = lend(self.weight)
+
+    def part_blocks(self) -> None:
+        """Each output gets a scale of its own, so that they can change places."""
+        if self.per == "block":
+            wide = widened(Scaled(self.weight.data, self.scale.data), torch.float32)
+            self.weight.data, scale = narrowed(wide)
+            self.scale.data, self.per = scale[..., None], "channel"
+
+    def settle(self) -> Scaled:
+        if not self.scheme.stored:
+            matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
+            made = [narrowed(matrix) for matrix in matrices]  # one by one: each is wide for a moment
+            shape = self.weight.shape
+            self.weight.data = torch.stack([matrix.data for matrix in made]).view(shape)
+            self.scale.data = torch.stack([matrix.scale for matrix in made]).view(shape[:-1])
+        elif self.per == "channel":
+            self.scale.data = self.scale.data.squeeze(-1)
+        elif self.per == "tensor":
+            first = self.scale.data[..., :1]
+            scales = self.scale.data.where(~self.scale.data.isnan(), first)
+            sizes = torch.tensor(self.sizes_out, device=scales.device)
+            self.scale.data = scales.repeat_interleave(sizes, -1)
+        return Scaled(self.weight.data, self.scale.data.contiguous())
+
+
+def _in_c(weight: Scaled) -> Matrix:
+    """For the kernels of a CPU."""
+    return Matrix.plain(widened(weight, torch.bfloat16))
