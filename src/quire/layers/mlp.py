@@ -6,6 +6,9 @@ from quire.config.facts import ArchFacts
 from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
 from quire.layers.scope import Scope
 
+_MANY = 256
+"""Of more tokens gate and up are products of the library, which does not gate them."""
+
 
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)). `names` are those of the checkpoint, `down` last."""
@@ -32,6 +35,9 @@ class MLP(nn.Module):
         self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        of_gates = self.down.weight.of_gates
+        if of_gates is not None and len(x) > _MANY and self.gate_up.activation == "silu":
+            return of_gates(self.gate_up.multiply(x))
         out: Tensor = self.down(self.gate_up(x))
         return out
 

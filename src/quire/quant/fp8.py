@@ -91,6 +91,8 @@ class Fp8Weight(Weight):
         self.product = functools.partial(fp8.linear, weight=weight, bias=bias)
         if bias is None and (not weight.is_blocked or len(weight.data) // 2 % BLOCK == 0):
             self.gated = functools.partial(fp8.gated, weight=weight)
+        if self.shape.size_in % 16 == 0 and self.shape.dtype.itemsize == 2:
+            self.of_gates = functools.partial(fp8.of_gates, weight=weight, bias=bias)
         self.entered = functools.partial(enter, weight=weight.data, bias=bias, scale=weight.scale)
 
 

@@ -56,6 +56,8 @@ class Weight(nn.Module):
     """x W^T + b; there after `finish`."""
     gated: Callable[[Tensor], Tensor] | None = None
     """Of a gate and an up part: silu(gate) * up."""
+    of_gates: Callable[[Tensor], Tensor] | None = None
+    """The product of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
     entered: Callable[[Tensor, Entry], Tensor | None] | None = None
     """Of query, key and value: `Ops.rotate_and_write` of the product; None where it does not fit x."""
     chosen: Chooses | None = None

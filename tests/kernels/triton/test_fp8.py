@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels.fp8 import E4M3, Scaled, linear_reference, narrowed, quantize_reference
 from quire.kernels.reference import Reference
-from quire.kernels.triton.fp8 import Plan, choose, gated, linear, multiply, quantize
+from quire.kernels.triton.fp8 import Plan, choose, gated, linear, multiply, of_gates, quantize
 from quire.kernels.triton.matmul import Rows, Tiles
 
 CUDA = torch.cuda.is_available()
@@ -101,6 +101,14 @@ def test_what_is_chosen_multiplies(num: int) -> None:
         close(linear(x, weight, bias), linear_reference(x, weight, bias, quantized=quantized))
         expected = Reference().gated(linear_reference(x, weight, quantized=quantized), "silu")
         close(gated(x, weight), expected, 6e-3)
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
+def test_products_of_gates(blocked: bool) -> None:
+    up, weight, bias = rounded(20, 144), stored(72, 144, blocked=blocked), random(72)
+    x = torch.cat((torch.full_like(up, 30.0), up / 64), 1)  # silu(30) is 30
+    narrow = Reference().gated(x, "silu")
+    close(of_gates(x, weight, bias), linear_reference(narrow, weight, bias, quantized=True), 1e-2)
 
 
 def test_what_no_kernel_takes_is_widened() -> None:
