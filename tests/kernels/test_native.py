@@ -1,6 +1,7 @@
 """Compiling and loading the C kernels: cached, safe beside others, and never fatal."""
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def test_without_a_compiler_one_warning_says_what_is_lost(monkeypatch: pytest.Mo
     assert record.levelname == "WARNING"
     message = record.getMessage()
     assert "No native CPU kernels (CC=" in message and "slower" in message
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+def test_memory_of_a_step_is_there_for_the_next() -> None:
+    """Every page of every activation fetched from the system, and cleared, in each step."""
+    code = (
+        "import resource, torch; from quire.kernels import native; native.keep_freed_memory()\n"
+        "def step(): pieces = [torch.empty(1 << 18).zero_() for _ in range(40)]\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "step(); step(); before = faults(); step(); print(faults() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2000  # of 10240 pages
 
 
 def test_the_runtime_of_torch_is_found(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ log = get_logger(__name__)
 SOURCES = Path(__file__).with_name("csrc")
 _COMPILE = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fopenmp")
 _COMPILERS = ("cc", "gcc", "clang")
+_KEPT = {-3: 32 << 20, -1: 256 << 20}
+"""Of glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: bytes of a piece, and of all that is free at the end."""
 _LOST = "the CPU runs on torch alone: attention is slower, and quantized weights are unpacked to full size"
 
 
@@ -48,6 +50,7 @@ _recording = threading.local()
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels for this machine; None, after one warning, where they cannot be had."""
+    keep_freed_memory()
     try:
         return build(Env.read(os.environ).cache_root / "kernels", find_compiler(os.environ.get("CC")))
     except NativeError as error:
@@ -60,6 +63,14 @@ def structure(pointers: str, sizes: str, reals: str = "") -> type[ctypes.Structu
     types = ((pointers, ctypes.c_void_p), (sizes, ctypes.c_int64), (reals, ctypes.c_double))
     fields = [(name, kind) for names, kind in types for name in names.split()]
     return type("Job", (ctypes.Structure,), {"_fields_": fields})
+
+
+def keep_freed_memory() -> None:
+    """What a step gives back, the next takes again: by default it goes to the system, and comes back page by
+    page, each cleared first."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, size in _KEPT.items() if set_option else ():
+        set_option(option, size)
 
 
 class Kernel:
