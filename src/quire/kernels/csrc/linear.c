@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "narrow.h"
+#include "panels.h"
 #include "values.h"
 
 #if WIDE == 16
@@ -14,7 +15,6 @@
 #define CHUNK 1024
 #endif
 #define HEADS (CHUNK / 16)
-#define STEP (WIDE == 16 ? 6 : WIDE == 8 ? 3 : 5) /* rows of x at a time, as many as registers allow */
 #ifdef DOT_NEON
 #define TILE 8 /* rows of the weight that are unpacked at a time */
 #else
@@ -22,7 +22,6 @@
 #endif
 #define TILES 8                        /* tiles that many rows of x are multiplied with, chunk by chunk */
 #define TASK_ROWS (264 / STEP * STEP)  /* rows of x of a task, at most */
-#define MANY 16                        /* from so many rows of x on they are laid out anew */
 #define FEW (WIDE > 4 ? 4 : 1)         /* rows of x that are computed without unpacking to memory */
 #define TASK_BYTES 65536               /* of the weight that a task reads, times rows of x, at most */
 #define SHARES 4                       /* tasks for each thread, at least */
@@ -97,11 +96,6 @@ static void times_tile(const Rows *x, const float *const w[4], long columns, lon
     for (; r < x->count; r++)
         times_floats(1, x, r, w, columns, 0, sums + r * TILE);
 }
-
-/* Many rows lie in panels: WIDE columns of STEP rows of x, or of four rows of the weight, then the next WIDE columns. A loop
- * reads two streams that share a cache well, whatever the sizes. */
-INLINE int in_panels(long num_rows) { return num_rows >= MANY; }
-INLINE long panel_columns(long columns) { return (columns + WIDE - 1) / WIDE * WIDE; }
 
 INLINE void times_panel(int count, const float *x, const float *w, long columns, float *sums)
 {
@@ -343,75 +337,6 @@ static void float_task(const LinearJob *job, const Matrix *part, const Rows *x, 
     }
 }
 
-#if defined(DOT_NEON) || defined(DOT_X86)
-/* How many rows of x lie side by side in scratch. */
-INLINE long lanes_of(const LinearJob *job) { return job->num_rows < PANEL ? 1 : PANEL; }
-
-INLINE void round_row(const LinearJob *job, const float *x, long blocks, uint8_t *into)
-{
-#ifdef DOT_X86
-    quire_round_row(x, blocks, lanes_of(job), into);
-#else
-    (void)job;
-    quire_round_row(x, blocks, into);
-#endif
-}
-#endif
-
-INLINE void panel_row(const void *x, int is_bf16, long from, long columns, float *into)
-{
-    wide values[2];
-    long k = 0;
-    for (; k + 2 * WIDE <= columns; k += 2 * WIDE, into += 2 * STEP * WIDE) {
-        wide_two(x, is_bf16, from + k, values);
-        wide_store(into, values[0]);
-        wide_store(into + STEP * WIDE, values[1]);
-    }
-    for (; k < columns; k += WIDE, into += STEP * WIDE)
-        widen(x, is_bf16, from + k, at_most(WIDE, columns - k), 1, into);
-}
-
-void quire_linear_prepare(const LinearJob *job, long row, uint8_t *into)
-{
-    long columns = job->parts->columns, from = at_most(row, job->num_rows - 1);
-    from = (job->x_rows ? job->x_rows[from] : from) * job->x_stride;
-#if defined(DOT_NEON) || defined(DOT_X86)
-    if (job->parts->interleaved) {
-        long blocks = columns / BLOCK, lanes = lanes_of(job);
-        into += row / lanes * lanes * blocks * ROUNDED_BYTES + row % lanes * 4;
-        if (!job->x_bf16) {
-            round_row(job, (const float *)job->x + from, blocks, into);
-            return;
-        }
-        for (long b = 0; b < blocks; b++, into += lanes * ROUNDED_BYTES) {
-            float values[BLOCK];
-            widen(job->x, 1, from + b * BLOCK, BLOCK, 1, values);
-            round_row(job, values, 1, into);
-        }
-        return;
-    }
-#endif
-    if (in_panels(job->num_rows)) {
-        float *to = (float *)into + row / STEP * STEP * panel_columns(columns) + row % STEP * WIDE;
-        if (job->x_bf16)
-            panel_row(job->x, 1, from, columns, to);
-        else
-            panel_row(job->x, 0, from, columns, to);
-    } else
-        widen(job->x, (int)job->x_bf16, from, columns, 1, (float *)into + row * columns);
-}
-
-INLINE int is_read_as_it_is(const LinearJob *job)
-{
-    return !(job->x_bf16 || job->x_rows || job->parts->interleaved || in_panels(job->num_rows));
-}
-
-long quire_linear_rows(const LinearJob *job)
-{
-    long panel = job->parts->interleaved ? PANEL : in_panels(job->num_rows) ? STEP : 1, rows = job->num_rows;
-    return is_read_as_it_is(job) ? 0 : rows > panel ? (rows + panel - 1) / panel * panel : rows;
-}
-
 /* Rows of x of a task: much the same for all tasks, whole panels. */
 INLINE long task_rows(const LinearJob *job)
 {
@@ -484,9 +409,10 @@ void quire_linear(const LinearJob *job)
         prepared += omp_get_thread_num() * job->scratch_bytes;
         quire_linear_prepare(job, 0, prepared);
     } else if (rows) {
+        long each = quire_linear_together(job);
 #pragma omp for schedule(static)
-        for (long row = 0; row < rows; row++)
-            quire_linear_prepare(job, row, prepared);
+        for (long row = 0; row < rows; row += each)
+            quire_linear_prepare_some(job, row, each, prepared);
     }
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < tasks; task++)

@@ -26,7 +26,7 @@
 #ifdef DOT_X86
 #define UNIT_GROUPS 2
 #define PANEL 4
-#define DOT_ROWS 64
+#define DOT_ROWS 128
 #else
 #define UNIT_GROUPS 1
 #define PANEL 1
@@ -142,6 +142,8 @@ INLINE const uint8_t *row_at(const Matrix *part, long row)
 #ifdef DOT_X86
 /* `lanes`: rows that lie side by side. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into);
+/* All of them. */
+void quire_round_panel(const float *const *x, long blocks, uint8_t *into);
 #else
 void quire_round_row(const float *x, long blocks, uint8_t *into);
 #endif

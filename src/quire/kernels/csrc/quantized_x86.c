@@ -10,7 +10,6 @@
 #define MOST 32767   /* the largest code of x */
 #define PAIRS 16     /* pairs of columns in a block: (4i, 4i + 2) is pair 2i, (4i + 1, 4i + 3) pair 2i + 1 */
 #define CHUNK 8      /* blocks of a weight that are made ready at a time: they stay in the first cache */
-#define TASK_ROWS 64 /* rows of x in one task, at most */
 #define FEW (PANEL - 1) /* rows of x that are multiplied straight from the weights, at most */
 #define WIDTH (UNIT_GROUPS * GROUP)
 #define AHEAD 1536   /* bytes from what is multiplied to what is fetched */
@@ -70,37 +69,74 @@ INLINE float lanes_most(__m256 x)
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
 
-/* 32 columns of a row of x: 16 pairs of codes, the scale, and the sums of all 32, of the first 16 and of the last 16 columns;
- * 4 bytes each and `lanes` * 4 bytes apart. */
+/* 32 columns of a row of x: 16 pairs of codes; the scale, and the sums of all 32, of the first 16 and of the last 16 columns. */
+typedef struct {
+    __m256i codes[2];
+    __m128 head;
+} Rounded;
+
+INLINE Rounded round_block(const float *x)
+{
+    Rounded made;
+    __m256 most = _mm256_setzero_ps(), bad = most; /* bad: 0, or NaN if x is not finite */
+    __m256i sums[2];
+    for (int i = 0; i < BLOCK; i += 8) {
+        __m256 at = _mm256_loadu_ps(x + i);
+        most = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), at), most);
+        bad = _mm256_fmadd_ps(at, _mm256_setzero_ps(), bad);
+    }
+    float top = lanes_most(most), inverse = top > 1e-30f ? MOST / top : 0;
+    for (int i = 0; i < 2; i++) {
+        __m256i one = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), _mm256_set1_ps(inverse)));
+        __m256i two = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), _mm256_set1_ps(inverse)));
+        __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
+        sums[i] = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
+        made.codes[i] = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(both, 0xd8), 0xd8);
+    }
+    __m256i pairs = _mm256_hadd_epi32(sums[0], sums[1]);
+    __m128i halves = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    halves = _mm_hadd_epi32(halves, halves); /* left, right, left, right */
+    __m128i whole = _mm_hadd_epi32(halves, halves);
+    int is_bad = _mm256_movemask_ps(_mm256_cmp_ps(bad, bad, _CMP_UNORD_Q));
+    __m128 scale = _mm_set1_ps(is_bad ? __builtin_nanf("") : top * (1.0f / MOST));
+    made.head = _mm_mul_ps(scale, _mm_cvtepi32_ps(_mm_blend_epi32(whole, halves, 12)));
+    made.head = _mm_blend_ps(made.head, scale, 1);
+    return made;
+}
+
+/* Each of the 20 numbers of a block `lanes` * 4 bytes from the last. */
 void quire_round_row(const float *x, long blocks, long lanes, uint8_t *into)
 {
     for (long b = 0; b < blocks; b++, x += BLOCK, into += lanes * ROUNDED_BYTES) {
-        __m256 most = _mm256_setzero_ps(), bad = most; /* bad: 0, or NaN if x is not finite */
-        __m256i sums[2];
-        int32_t codes[PAIRS];
-        for (int i = 0; i < BLOCK; i += 8) {
-            __m256 at = _mm256_loadu_ps(x + i);
-            most = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), at), most);
-            bad = _mm256_fmadd_ps(at, _mm256_setzero_ps(), bad);
-        }
-        float top = lanes_most(most), inverse = top > 1e-30f ? MOST / top : 0;
+        Rounded made = round_block(x);
+        for (int i = 0; i < ROUNDED_BYTES / 4; i++)
+            memcpy(into + 4 * lanes * i, (const uint8_t *)&made + 4 * i, 4);
+    }
+}
+
+/* The rows of a panel at once. */
+void quire_round_panel(const float *const *x, long blocks, uint8_t *into)
+{
+    for (long b = 0; b < blocks; b++, into += PANEL * ROUNDED_BYTES) {
+        Rounded made[PANEL];
+        for (int r = 0; r < PANEL; r++)
+            made[r] = round_block(x[r] + b * BLOCK);
         for (int i = 0; i < 2; i++) {
-            __m256i one = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i), _mm256_set1_ps(inverse)));
-            __m256i two = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 16 * i + 8), _mm256_set1_ps(inverse)));
-            __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
-            sums[i] = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
-            both = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(both, 0xd8), 0xd8);
-            _mm256_storeu_si256((__m256i *)(codes + 8 * i), both);
+            __m256i low[2], high[2], by_pair[4]; /* by_pair[j]: pairs j and j + 4 of all rows */
+            for (int r = 0; r < 2; r++) {
+                low[r] = _mm256_unpacklo_epi32(made[2 * r].codes[i], made[2 * r + 1].codes[i]);
+                high[r] = _mm256_unpackhi_epi32(made[2 * r].codes[i], made[2 * r + 1].codes[i]);
+            }
+            by_pair[0] = _mm256_unpacklo_epi64(low[0], low[1]), by_pair[1] = _mm256_unpackhi_epi64(low[0], low[1]);
+            by_pair[2] = _mm256_unpacklo_epi64(high[0], high[1]), by_pair[3] = _mm256_unpackhi_epi64(high[0], high[1]);
+            for (int j = 0; j < 4; j++) {
+                _mm_storeu_si128((__m128i *)into + 8 * i + j, _mm256_castsi256_si128(by_pair[j]));
+                _mm_storeu_si128((__m128i *)into + 8 * i + j + 4, _mm256_extracti128_si256(by_pair[j], 1));
+            }
         }
-        __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_setzero_si256());
-        __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-        int32_t left = _mm_cvtsi128_si32(whole), right = _mm_extract_epi32(whole, 1);
-        float scale = top * (1.0f / MOST) + lanes_sum((vf)bad);
-        float head[4] = {scale, scale * (float)(left + right), scale * (float)left, scale * (float)right};
-        for (int i = 0; i < PAIRS; i++)
-            memcpy(into + 4 * lanes * i, codes + i, 4);
+        _MM_TRANSPOSE4_PS(made[0].head, made[1].head, made[2].head, made[3].head);
         for (int i = 0; i < 4; i++)
-            memcpy(into + 4 * lanes * (PAIRS + i), head + i, 4);
+            _mm_storeu_ps((float *)into + 4 * (PAIRS + i), made[i].head);
     }
 }
 
@@ -337,7 +373,7 @@ INLINE void times_many(int form, long panels, const uint8_t *left, const uint8_t
 INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const uint8_t *x, long at, long row, long row_end,
                      long unit, long unit_end)
 {
-    float sums[TASK_ROWS][WIDTH];
+    float sums[DOT_ROWS][WIDTH];
     long blocks = part->columns / BLOCK, count = row_end - row, bytes = blocks * GROUP * block_bytes(form);
     x += row * blocks * ROUNDED_BYTES;
     for (; unit < unit_end; unit++) {
@@ -354,9 +390,13 @@ INLINE void run_task(int form, const LinearJob *job, const Matrix *part, const u
                 default: times_few(form, 3, g ? right : left, x, blocks, (float(*)[WIDTH])(sums[0] + g * GROUP));
                 }
         for (long r = 0; r < count; r++) {
+            long to = (row + r) * job->out_stride + at + first;
             for (long i = 0; job->bias && i < width; i++)
                 sums[r][i] += job->bias[at + first + i];
-            narrow(sums[r], job->out, (int)job->out_bf16, (row + r) * job->out_stride + at + first, width);
+            if (width == WIDTH && !job->out_bf16) /* a copy of fixed size is no call */
+                memcpy((float *)job->out + to, sums[r], sizeof sums[r]);
+            else
+                narrow(sums[r], job->out, (int)job->out_bf16, to, width);
         }
     }
 }
