@@ -177,6 +177,90 @@ static void mix_some(long rows, int more, const float *weights, const float *con
     }
 }
 
+#ifdef HAS_AVX512
+
+#define TURNED_KEYS (2 * LANES) /* that are scored at a time */
+#define MAX_TURNED 256          /* columns of a key */
+
+INLINE vf lanes_of_two(int high, vf a, vf b, int is_double)
+{
+    if (is_double)
+        return high ? (vf)_mm512_unpackhi_pd((__m512d)a, (__m512d)b) : (vf)_mm512_unpacklo_pd((__m512d)a, (__m512d)b);
+    return high ? (vf)_mm512_unpackhi_ps((__m512)a, (__m512)b) : (vf)_mm512_unpacklo_ps((__m512)a, (__m512)b);
+}
+
+/* 16 columns of 16 keys that are `stride` floats apart: into[i * TILE + k] = keys[k * stride + i]. */
+INLINE void turn_sixteen(const float *keys, long stride, float *into)
+{
+    vf fours[4][4], quarter[4]; /* fours[g][i]: column i of each quarter, of keys 4g.. */
+    for (int g = 0; g < 4; g++) {
+        const float *at = keys + 4 * g * stride;
+        vf pair[4];
+        for (int i = 0; i < 4; i++)
+            pair[i] = lanes_of_two(i % 2, load(at + i / 2 * 2 * stride), load(at + (i / 2 * 2 + 1) * stride), 0);
+        for (int i = 0; i < 4; i++)
+            fours[g][i] = lanes_of_two(i % 2, pair[i / 2], pair[i / 2 + 2], 1);
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512 low = (__m512)fours[0][i], high = (__m512)fours[1][i], third = (__m512)fours[2][i], last = (__m512)fours[3][i];
+        quarter[0] = (vf)_mm512_shuffle_f32x4(low, high, 0x88), quarter[1] = (vf)_mm512_shuffle_f32x4(third, last, 0x88);
+        quarter[2] = (vf)_mm512_shuffle_f32x4(low, high, 0xdd), quarter[3] = (vf)_mm512_shuffle_f32x4(third, last, 0xdd);
+        for (int j = 0; j < 4; j++) {
+            __m512 a = (__m512)quarter[j % 2 * 2], b = (__m512)quarter[j % 2 * 2 + 1];
+            store(into + (i + 4 * j) * TILE, (vf)(j < 2 ? _mm512_shuffle_f32x4(a, b, 0x88) : _mm512_shuffle_f32x4(a, b, 0xdd)));
+        }
+    }
+}
+
+/* Keys [first, end) of a tile, multiples of TURNED_KEYS, that lie side by side: a column of all of them after the other. */
+static void turn_keys(const float *keys, long first, long end, long dim, float *into)
+{
+    for (long k = first; k < end; k += LANES)
+        for (long d = 0; d < dim; d += LANES)
+            turn_sixteen(keys + k * dim + d, dim, into + d * TILE + k);
+}
+
+/* As score4, to the last bit: the lanes of a score are summed one by one, and added up in the order of lanes_sum4. */
+INLINE void score_two_turned(int rows, const float *q, const float *keys, long dim, float *out)
+{
+    vf parts[4][2][2];
+    _Pragma("GCC unroll 16")
+    for (int n = 0; n < LANES; n++) {
+        int lane = (n & 4) << 1 | (n & 8) >> 1 | (n & 1) << 1 | (n & 2) >> 1; /* 0 2 1 3, 8 10 9 11, 4 .. */
+        vf sums[2][2];
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++)
+                sums[r][i] = splat(q[r * dim + lane]) * load(keys + lane * TILE + i * LANES);
+        for (long d = LANES + lane; d < dim; d += LANES)
+            for (int r = 0; r < rows; r++)
+                for (int i = 0; i < 2; i++)
+                    sums[r][i] = fused(splat(q[r * dim + d]), load(keys + d * TILE + i * LANES), sums[r][i]);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) {
+                vf sum = sums[r][i];
+                int level = __builtin_ctz(~n); /* of the tree that adds them up */
+                for (int l = 0; l < level; l++)
+                    sum = parts[l][r][i] + sum;
+                if (level < 4)
+                    parts[level][r][i] = sum;
+                else
+                    store(out + r * TILE + i * LANES, sum);
+            }
+    }
+}
+
+static void score_turned(long rows, const float *q, const float *keys, long first, long end, long dim, float *out)
+{
+    for (long k = first / TURNED_KEYS * TURNED_KEYS; k < end; k += TURNED_KEYS) {
+        long r = 0;
+        for (; r + 2 <= rows; r += 2)
+            score_two_turned(2, q + r * dim, keys + k, dim, out + r * TILE + k);
+        if (r < rows)
+            score_two_turned(1, q + r * dim, keys + k, dim, out + r * TILE + k);
+    }
+}
+#endif
+
 /* Four rows of scores with keys [first, end), a multiple of 4, and their weighted values: as score_some and mix_some, of keys and
  * values that lie side by side. */
 #ifdef HAS_NEON

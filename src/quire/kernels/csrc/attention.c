@@ -14,6 +14,7 @@
 
 #define BLOCK_ROWS 192 /* rows that share the keys of a task */
 #define FEW_ROWS 16    /* rows of a key head that leave memory as what takes time: all heads share a pass over it */
+#define TURN_ROWS 32   /* rows from which on it pays to lay keys out column by column */
 #define FEW_KEYS 8     /* keys whose values are taken before the next ones are touched, then */
 #define LINE 16        /* floats of a line of the cache, where what is read often begins */
 #define LOG2_E 1.4426950408889634
@@ -171,10 +172,19 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                          at_most(k + FEW_KEYS, until), dim, scratch->part.out + row * dim);
 }
 
-/* Scores with keys [first, end) that lie side by side, from the next lower multiple of 4 on. */
-static void score_packed(long rows, const float *q, const float *const *keys, long first, long end, long dim, float *out)
+/* Scores with keys [first, end) that lie side by side, from the next lower multiple of 4 on. `turned`: the same keys column by
+ * column, or NULL. */
+static void score_packed(long rows, const float *q, const float *const *keys, const float *turned, long first, long end, long dim,
+                         float *out)
 {
     long low = first & ~3L, high = (end + 3) & ~3L;
+#ifdef HAS_AVX512
+    if (turned) {
+        score_turned(rows, q, turned, first, end, dim, out);
+        return;
+    }
+#endif
+    (void)turned;
 #ifdef HAS_NEON
     if (rows == 4 && dim > 4) {
         score_four(q, keys[first] - first * dim, low, high, dim, out);
@@ -205,9 +215,17 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
 {
     long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
     long place = place_of(job, task);
+    const float *turned = NULL;
+#ifdef HAS_AVX512
+    float columns[MAX_TURNED * TILE];
+    if (all >= TURN_ROWS && dim <= MAX_TURNED) {
+        turn_keys(keys[begin] - begin * dim, begin / TURNED_KEYS * TURNED_KEYS, whole(end - tile, TURNED_KEYS), dim, columns);
+        turned = columns;
+    }
+#endif
     for (long row = 0; row < all; row += ROWS) {
         long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
-        score_packed(rows, scratch->q + row * dim, keys, begin, seen_end - tile, dim, scratch->weights + row * TILE);
+        score_packed(rows, scratch->q + row * dim, keys, turned, begin, seen_end - tile, dim, scratch->weights + row * TILE);
         for (long r = row; r < row + rows; r++)
             soften_row(job, tile, first, seen_end, place + r / group, r, scratch);
     }

@@ -2,6 +2,11 @@
  *
  * x is rounded to 16 bits with a scale for each 32 columns. What is computed for a row of x does not depend on the other rows,
  * nor on how the work is divided: the sums of whole numbers are exact, and what follows them is always the same.
+ *
+ * The ceiling of a core with two vector units of 512 bits, in multiply-adds a cycle: 64 with vpdpwssd, 32 with vpmaddwd and vpaddd
+ * (as many as with FMA), of which 8 in 9 are left, 28.4, by the four instructions for each block of 32 columns that scale a sum.
+ * vpmaddubsw and vpaddw would do 64 with x of 8 bits, which is too coarse; with two planes of x again 32. A tile of 12 rows and
+ * 32 outputs reads 64 * 2 bytes of codes and 12 * 4 of x for its 24 * 32 products.
  */
 #include "linear.h"
 
