@@ -27,7 +27,6 @@ _UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
 _EIGHT = tl.constexpr(8)
 """Numbers of x that a thread reads at once."""
 _TILE = tl.constexpr(TILE)
-_ONE = tl.constexpr(0x3F800000)
 
 
 class Form(NamedTuple):
@@ -41,6 +40,8 @@ class Form(NamedTuple):
     lows: bool
     subs: str
     booked: bool
+    reach: int
+    """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
 
 
 class Bits(NamedTuple):
@@ -141,55 +142,80 @@ def _shift(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
 def _number(
     words: tl.tensor, high: tl.tensor, book: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Code S of each word as 1 + code / 2^bits, or what the book has for it."""
+    """Code S of each word / 2^bits, and 2^depth too much; or what the book has for it.
+
+    The powers of two come out of the book: as constants they would cost an instruction more.
+    """
     MASK: tl.constexpr = (1 << FORM.low) - 1
     if FORM.booked:
         return tl.load(book + (words >> (FORM.low * S) & MASK))
     else:
-        FIRST: tl.constexpr = 23 - FORM.high - FORM.low
-        code = _shift(words, FORM.low * S - FIRST) & (MASK << FIRST) | _ONE
+        DEPTH: tl.constexpr = FORM.low * (FORM.reach - 1 - S % FORM.reach)
+        FIRST: tl.constexpr = 23 - FORM.high - FORM.low - DEPTH
+        power = tl.load(book + DEPTH // FORM.low).to(tl.int32, bitcast=True)
+        code = _shift(words, FORM.low * S - FIRST) & (MASK << FIRST) | power
         if FORM.high > 0:
-            TOP: tl.constexpr = 23 - FORM.high
-            code |= _shift(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
+            TOP: tl.constexpr = FIRST + FORM.low
+            code ^= _shift(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
         return code.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _times_one(
+    sums: tl.tensor,
+    much: tl.tensor,
+    words: tl.tensor,
+    high: tl.tensor,
+    book: tl.tensor,
+    x: tl.tensor,
+    S: tl.constexpr,
+    FORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`sums` [R, U, words] and the products of code S of each word with x [U, words]; `much` [U, words] and what
+    they have too much."""
+    sums += _number(words, high, book, S, FORM) * x[None]
+    if not FORM.booked:
+        much += x * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))
+    return sums, much
 
 
 @triton.jit
 def _times_eight(
     sums: tl.tensor,
+    much: tl.tensor,
     words: tl.tensor,
     high: tl.tensor,
     book: tl.tensor,
     x: tl.tensor,
     Q: tl.constexpr,
     FORM: tl.constexpr,
-) -> tl.tensor:
-    """`sums` [R, U, words] and the products with numbers 8 Q.. of x, [U, 8]."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """The same with numbers 8 Q.. of units of x, [U, 8]."""
     U: tl.constexpr = x.shape[0]
-    S: tl.constexpr = Q * (_EIGHT // FORM.words)
+    S: tl.constexpr = Q * (8 // FORM.words)
     if FORM.words == 4:
         a, b = tl.split(tl.reshape(x, [U, 4, 2]))
-        sums += _number(words, high, book, S, FORM) * a[None]
-        sums += _number(words, high, book, S + 1, FORM) * b[None]
+        sums, much = _times_one(sums, much, words, high, book, a, S, FORM)
+        sums, much = _times_one(sums, much, words, high, book, b, S + 1, FORM)
     elif FORM.words == 2:
         even, odd = tl.split(tl.reshape(x, [U, 2, 2, 2]))
         a, c = tl.split(even)
         b, d = tl.split(odd)
-        sums += _number(words, high, book, S, FORM) * a[None]
-        sums += _number(words, high, book, S + 1, FORM) * b[None]
-        sums += _number(words, high, book, S + 2, FORM) * c[None]
-        sums += _number(words, high, book, S + 3, FORM) * d[None]
+        sums, much = _times_one(sums, much, words, high, book, a, S, FORM)
+        sums, much = _times_one(sums, much, words, high, book, b, S + 1, FORM)
+        sums, much = _times_one(sums, much, words, high, book, c, S + 2, FORM)
+        sums, much = _times_one(sums, much, words, high, book, d, S + 3, FORM)
     else:
         even, odd = tl.split(tl.reshape(x, [U, 1, 2, 2, 2]))
         for i in tl.static_range(2):
             left, right = tl.split(even if i == 0 else odd)
             a, c = tl.split(left)
             b, d = tl.split(right)
-            sums += _number(words, high, book, S + i, FORM) * a[None]
-            sums += _number(words, high, book, S + i + 2, FORM) * b[None]
-            sums += _number(words, high, book, S + i + 4, FORM) * c[None]
-            sums += _number(words, high, book, S + i + 6, FORM) * d[None]
-    return sums
+            sums, much = _times_one(sums, much, words, high, book, a, S + i, FORM)
+            sums, much = _times_one(sums, much, words, high, book, b, S + i + 2, FORM)
+            sums, much = _times_one(sums, much, words, high, book, c, S + i + 4, FORM)
+            sums, much = _times_one(sums, much, words, high, book, d, S + i + 6, FORM)
+    return sums, much
 
 
 @triton.jit
@@ -209,15 +235,16 @@ def _sum(
     high = _high(bits, n, u, exist, units, FORM)
     scale, low = _scales(bits, n, u, exist, units, FORM)
     sums, total = tl.zeros(words.shape, tl.float32), tl.zeros(u.shape, tl.float32)
+    much = tl.zeros([words.shape[1], FORM.words], tl.float32)
     place = x + u[:, None] * FORM.unit + tl.arange(0, _EIGHT)[None, :]
     for q in tl.static_range(FORM.unit // _EIGHT):
         some = tl.load(place + q * _EIGHT, mask=(u < units)[:, None], other=0.0).to(tl.float32)
         total += tl.sum(some, 1)
-        sums = _times_eight(sums, words, high, bits.book, some, q, FORM)
+        sums, much = _times_eight(sums, much, words, high, bits.book, some, q, FORM)
     dot = tl.sum(sums, 2)
     if not FORM.booked:
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
-        dot = dot * MOST - total[None, :] * (MOST + FORM.zero)
+        dot = (dot - tl.sum(much, 1)[None, :]) * MOST - total[None, :] * FORM.zero
     acc += scale * dot
     if FORM.lows:
         acc -= low * total[None, :]
@@ -278,7 +305,8 @@ def _rows(
         acc = _sum(acc, bits, words, row, inside, x, at, units, FORM)
         if TWO:
             other = _sum(other, bits, more, row + apart, also, x, at, units, FORM)
-    y, z, kind = tl.sum(acc, 1), tl.sum(other, 1), out.dtype.element_ty
+    y, z = tl.sum(acc, 1), tl.sum(other, 1)
+    kind = out.dtype.element_ty
     if BIASED:
         y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
         if TWO:
@@ -305,7 +333,7 @@ def _value(
     if FORM.booked:
         return number * scale
     else:
-        return number * scale - low
+        return (number - (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))) * scale - low
 
 
 @triton.jit
@@ -322,7 +350,7 @@ def _eight(
     """Numbers 8 Q.. of units: [R, U * 8]."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
-    S: tl.constexpr = Q * (_EIGHT // FORM.words)
+    S: tl.constexpr = Q * (8 // FORM.words)
     if FORM.words == 4:
         a = _value(words, high, book, scale, low, S, FORM).to(kind)
         b = _value(words, high, book, scale, low, S + 1, FORM).to(kind)
@@ -357,10 +385,8 @@ def _held(
     scale, low = _scales(bits, n, u, exist, units, FORM)
     if not FORM.booked:
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
-        if FORM.lows:
-            low += scale * MOST
-        else:
-            low = scale * (MOST + FORM.zero)
+        if not FORM.lows:
+            low = scale * FORM.zero
         scale *= MOST
     return words, high, scale[:, :, None], low[:, :, None]
 
@@ -422,7 +448,8 @@ def _tiles(
     """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
-    units, kind = columns // FORM.unit, x.dtype.element_ty
+    units = columns // FORM.unit
+    kind = x.dtype.element_ty
     share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS) * UNITS
     first, k = tl.program_id(1) * share, tl.arange(0, UNITS * _EIGHT)
     at_x = x + tl.minimum(m, num - 1).to(tl.int64)[:, None] * x_stride + (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
@@ -552,8 +579,9 @@ def _unpacked_product(out: Tensor, x: Tensor, planes: Planes, bias: Tensor | Non
 def form_of(planes: Planes) -> Form:
     kind = KINDS[planes.kind]
     return Form(
-        kind.low, kind.high, kind.unit, kind.words, kind.zero, kind.lows, kind.subs, bool(kind.book)
-    )
+        kind.low, kind.high, kind.unit, kind.words, kind.zero, kind.lows, kind.subs, bool(kind.book),
+        {2: 4, 4: 3, 8: 2}[kind.low],
+    )  # fmt: skip
 
 
 def bits_of(planes: Planes) -> Bits:

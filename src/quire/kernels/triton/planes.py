@@ -86,7 +86,7 @@ class Planes(NamedTuple):
     """[rows / TILE, columns / 32 or 256, 1 or 2, TILE]"""
     data: Tensor
     book: Tensor
-    """[16] float32"""
+    """[16] float32: what codes stand for. Where they are numbers themselves, powers of 2^low."""
 
 
 def pack(parts: Sequence[Tensor], kind: str, device: torch.device) -> Planes:
@@ -132,8 +132,8 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
         piece[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
         for piece, (shape, dtype) in zip(data.split(sizes), shapes.values(), strict=True)
     ]
-    book = torch.tensor(form.book or (0.0,) * 16, dtype=torch.float32, device=device)
-    return Planes(kind, rows, columns, *views, data, book)
+    book = form.book or tuple(2.0 ** (form.low * i) for i in range(4))
+    return Planes(kind, rows, columns, *views, data, torch.tensor(book, dtype=torch.float32, device=device))
 
 
 def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
