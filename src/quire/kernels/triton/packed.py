@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import arrivals_of, empty, times, upright
+from quire.kernels.triton.matmul import arrivals_of
 from quire.kernels.triton.planes import KINDS, TILE, Planes
 
 _SCRATCH_WEIGHTS = 1 << 26
@@ -333,7 +333,7 @@ def _value(
     if FORM.booked:
         return number * scale
     else:
-        return (number - (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))) * scale - low
+        return number * scale - (low + scale * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach)))
 
 
 @triton.jit
@@ -454,7 +454,7 @@ def _tiles(
     first, k = tl.program_id(1) * share, tl.arange(0, UNITS * _EIGHT)
     at_x = x + tl.minimum(m, num - 1).to(tl.int64)[:, None] * x_stride + (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
     follow(OVERLAP)
-    acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for at in range(first, tl.minimum(first + share, units), UNITS):
         u = at + tl.arange(0, UNITS)
         exist = (n < size_out)[:, None] & (u < units)[None, :]
@@ -463,10 +463,13 @@ def _tiles(
             words2, high2, scale2, low2 = _held(bits, n + size_out, u, exist, units, FORM)
         for q in tl.static_range(FORM.unit // _EIGHT):
             a = tl.load(at_x + (at * FORM.unit + q * _EIGHT), mask=(at + k // _EIGHT < units)[None, :], other=0.0)
-            acc = times(a, _eight(words, high, bits.book, scale, low, q, FORM, kind), acc)
+            a = tl.trans(a)
+            w = _eight(words, high, bits.book, scale, low, q, FORM, kind)
+            acc = tl.dot(w, a, acc, input_precision="ieee")
             if ACTIVATION != "":
-                up = times(a, _eight(words2, high2, bits.book, scale2, low2, q, FORM, kind), up)
-    acc, up = upright(acc, NUM), upright(up, NUM)
+                w = _eight(words2, high2, bits.book, scale2, low2, q, FORM, kind)
+                up = tl.dot(w, a, up, input_precision="ieee")
+    acc, up = tl.trans(acc), tl.trans(up)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     if SPLITS > 1:
         place = m[:, None] * size_out + n[None, :]
