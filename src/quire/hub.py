@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from quire.config.engine import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
+from quire.config.gguf import part_names, split_parts
 from quire.errors import ConfigError
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
 
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
-_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>.+\.gguf)")
+_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)[/:](?P<file>.+\.gguf)")
 _WANTED = [
     "*.json",
     "*.jinja",
@@ -123,16 +123,12 @@ def _with_file(model: str | None, gguf_file: str) -> str:
 
 
 def _gguf_file(path: Path) -> Path:
+    """Of a file in parts the first, where all are."""
     if path.suffix != ".gguf":
         raise ConfigError(
             f"model {str(path)!r} is a file, but not a .gguf file; give a .gguf file or a directory"
         )
-    split = _SPLIT.search(path.name)
-    if split and int(split[2]) > 1:
-        raise ConfigError(
-            f"{str(path)!r} is one of {int(split[2])} parts: merge them into one .gguf file first"
-        )
-    return path
+    return split_parts(path)[0]
 
 
 def _in_directory(folder: Path) -> Path:
@@ -141,9 +137,9 @@ def _in_directory(folder: Path) -> Path:
         return folder
     if not files:
         raise ConfigError(f"directory {str(folder)!r} holds neither a config.json nor a .gguf file")
-    parts = [file for file in files if (split := _SPLIT.search(file.name)) and int(split[2]) > 1]
-    if len(files) > 1 and len(parts) < len(files):
-        names = ", ".join(file.name for file in files)
+    firsts = sorted({part_names(file.name)[0] for file in files})
+    if len(firsts) > 1:
+        names = ", ".join(firsts)
         raise ConfigError(f"directory {str(folder)!r} holds several .gguf files; name one of them: {names}")
     return _gguf_file(files[0])
 
@@ -173,21 +169,34 @@ class _Hub:
         return folder
 
     def quantized(self, quant: str) -> Path:
-        ends = [f"{mark}{text}.gguf" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
-        folder = self._download(allow_patterns=[f"*{end}" for end in ends])
-        files = sorted(file for file in folder.rglob("*.gguf") if file.name.endswith(tuple(ends)))
+        starts = [f"{mark}{text}" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
+        endings = ".gguf", "-?????-of-?????.gguf"
+        patterns = [f"*{start}{ending}" for start in starts for ending in endings]
+        folder = self._download(allow_patterns=patterns)
+        found = (file for file in folder.rglob("*.gguf") if any(map(file.match, patterns)))
+        files = sorted({file.with_name(part_names(file.name)[0]) for file in found})
         if len(files) != 1:
-            found = ", ".join(file.name for file in files) or "none"
+            named = ", ".join(file.name for file in files) or "none"
             raise ConfigError(
-                f"{self.repo!r} must hold one .gguf file that ends in {quant!r}, found {found};"
+                f"{self.repo!r} must hold one .gguf file that ends in {quant!r}, found {named};"
                 f" name it as {self.repo}/FILE.gguf"
             )
-        return files[0]
+        return _gguf_file(files[0])
 
     def file(self, name: str) -> Path:
+        """With all parts, if it is one of several."""
         import huggingface_hub
 
-        return Path(self._ask(lambda: huggingface_hub.hf_hub_download(self.repo, name, **self.settings)))
+        folder, slash, last = name.rpartition("/")
+        paths = []
+        for part in part_names(last):
+            wanted = f"{folder}{slash}{part}"
+            paths.append(
+                self._ask(
+                    lambda wanted=wanted: huggingface_hub.hf_hub_download(self.repo, wanted, **self.settings)
+                )
+            )
+        return Path(paths[0])
 
     def _download(self, **patterns: list[str]) -> Path:
         import huggingface_hub

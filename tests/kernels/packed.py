@@ -21,6 +21,8 @@ def stored(kind: str, rows: int, columns: int, seed: int) -> Tensor:
     form, rng = TYPES[kind], np.random.default_rng(seed)
     blocks = columns // form.stored_columns
     content = rng.integers(0, 256, (rows, blocks, form.stored_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        content[:, :, 0] = rng.integers(118, 126, (rows, blocks))
     for at in HALVES.get(kind, (0,)):
         scales = (rng.standard_normal((rows, blocks, 1)) * 0.05).astype(np.float16)
         content[:, :, at : at + 2] = scales.view(np.uint8)

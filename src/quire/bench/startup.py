@@ -22,6 +22,7 @@ from tqdm import tqdm
 from quire.config.args import checked
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.env import Env
+from quire.config.gguf import split_parts
 from quire.errors import ConfigError
 from quire.hub import locate
 
@@ -107,7 +108,7 @@ def model_files(given: Mapping[str, Any]) -> list[Path]:
         load_format=values.get("load_format", "auto"),
         gguf_file=values.get("gguf_file"),
     )
-    return [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    return split_parts(path) if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
 
 
 def forget(file: Path) -> None:

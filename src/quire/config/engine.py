@@ -153,7 +153,7 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
     return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
 
 
-def _quantization(asked: str | None, checkpoint: Checkpoint, machine: Machine) -> str | None:
+def _quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:
     """The method: `asked` for, or the checkpoint's own. `none` unpacks a GGUF file."""
     if checkpoint.format != "gguf":
         quant = choose_quant(asked, checkpoint.quant)
@@ -163,7 +163,7 @@ def _quantization(asked: str | None, checkpoint: Checkpoint, machine: Machine) -
             f"quantization={asked!r} contradicts the checkpoint, which is a GGUF file; leave it out, or use"
             " 'none' to have it unpacked"
         )
-    return asked or ("gguf" if machine.device == "cpu" else "none")
+    return asked or "gguf"
 
 
 def _model(
@@ -185,7 +185,7 @@ def _model(
         "tokenizer": values.get("tokenizer") or str(checkpoint.path),
         "served_model_name": values.get("served_model_name") or (model,),
         "dtype": _dtype(values.get("dtype", "auto"), checkpoint.dtype, machine, pools=pools),
-        "quantization": _quantization(values.get("quantization"), checkpoint, machine),
+        "quantization": _quantization(values.get("quantization"), checkpoint),
         "max_model_len": length,
         "auto_fit": auto_fit,
         "max_logprobs": checkpoint.facts.vocab if max_logprobs == -1 else max_logprobs,

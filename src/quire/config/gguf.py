@@ -1,6 +1,7 @@
 """GGUFFile: the header of a .gguf file and, memory-mapped, its tensors. Nothing in the file is trusted."""
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMS = 8
 _MAX_ARRAY_DEPTH = 8
 _MAX_ALIGNMENT = 1 << 20
+_NUM_NAMED = 5
 
 # Value types of the format, by number: numpy code of the scalars, and the two that are not scalars.
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -73,6 +75,7 @@ GGML_TYPES = {
     41: ("Q1_0", 128, 18),
 }
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
@@ -92,25 +95,61 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file (version 2 or 3, little endian), mapped read-only while it or a view of it lives."""
+    """A GGUF file (version 2 or 3, little endian), mapped read-only while it or a view of it lives. Of one
+    that was split, any part stands for all: metadata are in the first, tensors in each."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._map = _map_file(self.path)
-        header = _Header(self.path, self._map)
-        self.version = header.version
-        self.metadata: dict[str, Any] = header.metadata()
-        self.tensors: dict[str, GGUFTensor] = header.tensors(self.metadata.get("general.alignment", 32))
+        self._maps: list[bytes | mmap.mmap] = []
+        self._part_of: dict[str, int] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        for number, part in enumerate(split_parts(self.path)):
+            self._maps.append(_map_file(part))
+            header = _Header(part, self._maps[-1])
+            metadata = header.metadata()
+            tensors = header.tensors(metadata.get("general.alignment", 32))
+            if twice := next((name for name in tensors if name in self.tensors), None):
+                raise header.bad(f"tensor {twice} is in another part, too")
+            if number == 0:
+                self.version, self.metadata = header.version, metadata
+            self.tensors |= tensors
+            self._part_of |= dict.fromkeys(tensors, number)
+        whole = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(self._maps) > 1 and whole != len(self.tensors):
+            raise ConfigError(
+                f"{self.path}: its parts have {len(self.tensors)} tensors, not {whole}; download them again"
+            )
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes as they lie in the file: a read-only view, nothing is copied."""
-        tensor = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, count=tensor.nbytes, offset=tensor.offset)
+        tensor, data = self.tensors[name], self._maps[self._part_of[name]]
+        return np.frombuffer(data, np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
     def forget(self) -> None:
         """Let go of the memory of what was read; it is read again where it is needed again."""
-        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        for data in self._maps:
+            if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                data.madvise(mmap.MADV_DONTNEED)
+
+
+def part_names(name: str) -> list[str]:
+    """Of a file that is one of several (`-00001-of-00003.gguf`) the names of all; else its own."""
+    match = _PART.search(name)
+    if match is None:
+        return [name]
+    return [f"{name[: match.start()]}-{i:05}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
+
+
+def split_parts(path: Path) -> list[Path]:
+    """The same on this disk, where all must be."""
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    missing = [part.name for part in parts if not part.is_file()] if len(parts) > 1 else []
+    if missing:
+        more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+        raise ConfigError(
+            f"{path} is one of {len(parts)} parts; beside it are missing: {', '.join(missing[:_NUM_NAMED])}{more}"
+        )
+    return parts
 
 
 def _map_file(path: Path) -> bytes | mmap.mmap:

@@ -49,8 +49,8 @@ class ModelSection:
     """Which model, and how it is read."""
 
     model: str
-    """Directory with config.json, .gguf file, or hub id (`org/name`, `org/name:Q4_K_M`). Default: the
-    packaged SmolLM2-135M-Instruct."""
+    """Directory with config.json, .gguf file (of several parts, any), or hub id (`org/name`,
+    `org/name:Q4_K_M`, `org/name:FILE.gguf`). Default: the packaged SmolLM2-135M-Instruct."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
     """What the model is for: to generate, or to pool (embed, classify, score). `auto`: pooling for
     encoders, classifiers and what sentence-transformers has saved."""
@@ -88,8 +88,8 @@ class ModelSection:
     auto_fit: Annotated[bool, Rule(derived=True)] = False
     """Whether the worker may shorten max_model_len until one sequence fits into the KV cache."""
     quantization: Annotated[str | None, Rule(short="-q")] = None
-    """Format of the weights. Default: what the checkpoint says. A CPU computes straight from packed blocks
-    of a GGUF file (`gguf`); `none`, and a GPU, unpack them to dtype."""
+    """Format of the weights. Default: what the checkpoint says. Packed blocks of a GGUF file are computed
+    with as they are (`gguf`), or unpacked to dtype (`none`)."""
     max_logprobs: Annotated[int, Rule(at_least=-1)] = 20
     """Most logprobs a request may ask for per token; -1: the whole vocabulary."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = (

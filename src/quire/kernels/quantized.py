@@ -18,7 +18,7 @@ class Form(NamedTuple):
     type: int
     form: int
     bits: int
-    """Of a code. Types of 5 and 6 bits take 8."""
+    """Of a code. Types of 5 and 6 bits take 8, and those whose codes stand for other numbers."""
     head_bytes: int
     """Of the scales and minima of 32 columns."""
     stored_bytes: int
@@ -41,7 +41,9 @@ TYPES = {
     "Q4_K": Form(7, 5, 4, 8, 144, 256),
     "Q5_K": Form(8, 6, 8, 8, 176, 256),
     "Q6_K": Form(9, 8, 8, 8, 210, 256),
-    "MXFP4": Form(10, 11, 4, 1, 17),
+    "IQ4_XS": Form(10, 6, 8, 8, 136, 256),
+    "IQ4_NL": Form(11, 4, 8, 2, 18),
+    "MXFP4": Form(12, 11, 4, 1, 17),
 }
 
 

@@ -1,5 +1,6 @@
-"""GGUF weights that stay packed, on a CPU with native kernels."""
+"""GGUF weights that stay packed: on a GPU, and on a CPU with native kernels."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -7,16 +8,23 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quire.config.gguf import GGML_TYPES
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
 from quire.kernels.linear import Matrix, Product
 from quire.kernels.quantized import TYPES, Lookup, group_rows, interleaves, pack
+from quire.kernels.triton.planes import KINDS, TILE, Planes
+from quire.kernels.triton.planes import pack as pack_planes
+from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of
 
+logger = get_logger(__name__)
+
 Stored = tuple[str | int, ...]
 """The ggml type of a tensor, and its shape."""
+_BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
 
 
 class GGUFFormat:
@@ -30,13 +38,19 @@ class GGUFFormat:
         stored = self._stored(parts)
         if not _can_stay(stored, 2, shape.device):
             return self.plain.linear(parts, shape)
-        return Packed(_kinds(stored), shape)
+        made = PackedOnGPU if shape.device.type == "cuda" else Packed
+        return made(_kinds(stored), shape)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         stored = self._stored(parts)
         if len(stored) != 3 or not _can_stay(stored, 3, shape.device):
             return self.plain.experts(parts, shape)
-        return PackedExperts(_kinds(stored), shape)
+        if shape.device.type != "cuda":
+            return PackedExperts(_kinds(stored), shape)
+        gate, up, _ = _kinds(stored)
+        if gate != up or shape.intermediate % TILE or shape.hidden % TILE:
+            return self.plain.experts(parts, shape)
+        return PackedExpertsOnGPU(_kinds(stored), shape)
 
     def _stored(self, parts: tuple[str, ...]) -> list[Stored]:
         """Those that there are."""
@@ -49,16 +63,22 @@ def _kinds(parts: list[Stored]) -> tuple[str, ...]:
 
 
 def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
-    known = all(kind in TYPES and len(shape) == num_dims for kind, *shape in parts)
-    return bool(parts) and known and device.type == "cpu" and native.library() is not None
+    on_cpu = TYPES if native.library() is not None else {}
+    known = {"cpu": on_cpu, "cuda": KINDS}.get(device.type, {})
+    if not parts or any(len(shape) != num_dims for _, *shape in parts):
+        return False
+    missing = [kind for kind in _kinds(parts) if kind not in known]
+    for kind in missing:
+        if known and _BLOCKS[kind][0] > 1:
+            warn_once(logger, f"Weights of the type {kind} are unpacked: no {device.type} kernel reads them")
+    return not missing
 
 
-def _unfilled(kind: str, *shape: int, device: torch.device) -> nn.Parameter:
+def _unfilled(kind: str, *shape: int) -> nn.Parameter:
     """For bytes of a file that hold matrices of this shape: the source will put its own in their place."""
-    form, (*rows, columns) = TYPES[kind], shape
-    stored = columns // form.stored_columns * form.stored_bytes
-    nothing = torch.empty(1, dtype=torch.uint8, device=device)
-    return nn.Parameter(nothing.expand(*rows, stored), requires_grad=False)
+    (block_columns, block_bytes), (*rows, columns) = _BLOCKS[kind], shape
+    nothing = torch.empty(1, dtype=torch.uint8)
+    return nn.Parameter(nothing.expand(*rows, columns // block_columns * block_bytes), requires_grad=False)
 
 
 class Packed(Weight):
@@ -69,7 +89,7 @@ class Packed(Weight):
         # A part that the file lacks takes any type: loading will say that it is missing.
         self.kinds = kinds + kinds[-1:] * (len(shape.sizes_out) - len(kinds))
         self.packed = nn.ParameterList(
-            _unfilled(kind, size_out, shape.size_in, device=shape.device)
+            _unfilled(kind, size_out, shape.size_in)
             for kind, size_out in zip(self.kinds, shape.sizes_out, strict=True)
         )
         self.bias = bias_of(shape)
@@ -98,6 +118,39 @@ class Packed(Weight):
         self.rows = partial(Lookup(matrices[0]), dtype=self.shape.dtype)
 
 
+class PackedOnGPU(Packed):
+    """The same in the planes that the kernels of a GPU read; parts of one type that follow each other are one."""
+
+    def finish(self) -> None:
+        from quire.kernels.triton.packed_launch import gated, rows
+
+        stored = [(kind, parameter.data) for kind, parameter in zip(self.kinds, self.packed, strict=True)]
+        self.packed = nn.ParameterList()
+        self.planes: list[Planes] = []
+        for kind, run in itertools.groupby(stored, key=lambda part: part[0]):
+            self.planes.append(pack_planes([part for _, part in run], kind, self.shape.device))
+            self.packed.append(_owned(self.planes[-1]))
+        first, *others = self.planes
+        self.product = self._product
+        if not others:
+            self.rows = partial(rows, planes=first, dtype=self.shape.dtype)
+            if self.bias is None and first.rows % (2 * TILE) == 0:
+                self.gated = partial(gated, planes=first)
+
+    def _product(self, x: Tensor) -> Tensor:
+        from quire.kernels.triton.packed_launch import product
+
+        if len(self.planes) == 1:
+            return product(x, self.planes[0], self.bias)
+        out = torch.empty(len(x), sum(self.shape.sizes_out), dtype=x.dtype, device=x.device)
+        at = 0
+        for planes in self.planes:
+            own = slice(at, at + planes.rows)
+            product(x, planes, None if self.bias is None else self.bias[own], out[:, own])
+            at += planes.rows
+        return out
+
+
 class PackedExperts(StoredExperts):
     """`Packed`, for the experts of a layer: the kinds are those of gate, up and down."""
 
@@ -106,7 +159,7 @@ class PackedExperts(StoredExperts):
         self.kinds = dict(zip(("gate", "up", "down"), kinds, strict=True))
         self.packed = nn.ParameterDict(
             {
-                name: _unfilled(kind, shape.experts, *_matrix_shape(name, shape), device=shape.device)
+                name: _unfilled(kind, shape.experts, *_matrix_shape(name, shape))
                 for name, kind in self.kinds.items()
             }
         )
@@ -125,6 +178,25 @@ class PackedExperts(StoredExperts):
             parameter.data = whole.data
         gate_up = list(zip(matrices["gate"], matrices["up"], strict=True))
         self.mix = Experts(gate_up, matrices["down"], shape.activation, *self.biases)
+
+
+class PackedExpertsOnGPU(PackedExperts):
+    """The same in the planes that the kernels of a GPU read, gate and up of an expert behind each other."""
+
+    def finish(self) -> None:
+        from quire.kernels.triton.packed_launch import mix
+
+        shape, device = self.shape, self.shape.device
+        gate, up, down = (self.packed[name].data for name in ("gate", "up", "down"))
+        gate_up = pack_planes([torch.cat((gate, up), 1).flatten(0, 1)], self.kinds["gate"], device)
+        last = pack_planes([down.flatten(0, 1)], self.kinds["down"], device)
+        self.packed = nn.ParameterDict({"gate_up": _owned(gate_up), "down": _owned(last)})
+        biases = dict(zip(("gate_up_bias", "down_bias"), self.biases, strict=False))
+        self.mix = partial(mix, gate_up=gate_up, down=last, activation=shape.activation, **biases)
+
+
+def _owned(planes: Planes) -> nn.Parameter:
+    return nn.Parameter(planes.data, requires_grad=False)
 
 
 def _matrix_shape(name: str, shape: ExpertShape) -> tuple[int, int]:

@@ -2,7 +2,10 @@
 #include "narrow.h"
 
 /* Types of a GGUF file; the same numbers as in quantized.py. */
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4 };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, MXFP4 };
+
+/* What the codes of IQ4 stand for. */
+static const int8_t IQ4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 typedef struct {
     uint8_t *into;
@@ -25,7 +28,7 @@ typedef struct {
     uint8_t halves[4];
 } Block;
 
-static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 17};
+static const int SUPER_BYTES[] = {18, 20, 22, 24, 34, 84, 110, 144, 176, 210, 136, 18, 17};
 
 /* Rows of a group of the interleaved layout; 0 if this CPU does not multiply it. */
 int quire_group(void)
@@ -139,14 +142,38 @@ INLINE void read_q6(const uint8_t *from, int b, Block *into)
     }
 }
 
+INLINE void look_up(const uint8_t *from, uint8_t *codes)
+{
+    for (int i = 0; i < 16; i++) {
+        codes[i] = (uint8_t)IQ4[from[i] & 15];
+        codes[i + 16] = (uint8_t)IQ4[from[i] >> 4];
+    }
+}
+
+INLINE void read_iq4_xs(const uint8_t *from, int b, Block *into)
+{
+    int scale = (from[4 + b / 2] >> b % 2 * 4 & 15) | (from[2 + b / 4] >> b % 4 * 2 & 3) << 4;
+    into->scale[0] = from_half(from) * (float)(scale - 32);
+    into->low[0] = 0;
+    look_up(from + 8 + 16 * b, into->codes);
+}
+
+INLINE void read_iq4_nl(const uint8_t *from, Block *into)
+{
+    memcpy(into->halves, from, 2);
+    look_up(from + 2, into->codes);
+}
+
 INLINE void read_block(int type, const uint8_t *row, long b, Block *into)
 {
-    const uint8_t *from = row + (type < Q2_K || type == MXFP4 ? b : b / 8) * SUPER_BYTES[type];
+    const uint8_t *from = row + (type < Q2_K || type > IQ4_XS ? b : b / 8) * SUPER_BYTES[type];
     switch (type) {
     case Q2_K: read_q2(from, b % 8, into); break;
     case Q3_K: read_q3(from, b % 8, into); break;
     case Q4_K: case Q5_K: read_q4_q5(type, from, b % 8, into); break;
     case Q6_K: read_q6(from, b % 8, into); break;
+    case IQ4_XS: read_iq4_xs(from, b % 8, into); break;
+    case IQ4_NL: read_iq4_nl(from, into); break;
     case MXFP4: read_mxfp4(from, into); break;
     default: read_small(type, from, into);
     }
@@ -215,8 +242,10 @@ void quire_pack(const PackJob *job)
         case Q3_K: pack_row(Q3_K, FOUR_LOW_F_16, job, row); break;
         case Q4_K: pack_row(Q4_K, FOUR_LOW_F, job, row); break;
         case Q5_K: pack_row(Q5_K, EIGHT_LOW_F, job, row); break;
-        case MXFP4: pack_row(MXFP4, E2M1, job, row); break;
-        default: pack_row(Q6_K, EIGHT_F_16, job, row);
+        case Q6_K: pack_row(Q6_K, EIGHT_F_16, job, row); break;
+        case IQ4_XS: pack_row(IQ4_XS, EIGHT_LOW_F, job, row); break;
+        case IQ4_NL: pack_row(IQ4_NL, EIGHT_H, job, row); break;
+        default: pack_row(MXFP4, E2M1, job, row);
         }
 }
 

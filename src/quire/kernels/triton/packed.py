@@ -1,7 +1,7 @@
 """Products with packed weights (`planes.py`), x W^T; codes become numbers in registers.
 
-`_rows` has a unit of some rows in each thread, for one row of x. `_tiles` makes tiles of a weight for the tensor
-cores. With many rows of x a weight is unpacked into scratch, a share at a time, and the library multiplies.
+`rows` has a unit of some rows in each thread, for one row of x. `tiles` makes tiles of a weight for the
+tensor cores. With many rows of x a weight is unpacked, a share at a time, and the library multiplies.
 
 The bits of a code are put behind the exponent of a float: 1 + code / 2^bits needs no conversion, and what is
 too much is a multiple of the sum of x.
@@ -9,21 +9,13 @@ too much is a multiple of the sum of x.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import arrivals_of
-from quire.kernels.triton.planes import KINDS, TILE, Planes
+from quire.kernels.triton.launch import follow
+from quire.kernels.triton.planes import TILE
 
-_SCRATCH_WEIGHTS = 1 << 26
-"""That are unpacked at a time."""
-_UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
-"""Of a program that unpacks."""
 _EIGHT = tl.constexpr(8)
 """Numbers of x that a thread reads at once."""
 _TILE = tl.constexpr(TILE)
@@ -39,7 +31,7 @@ class Form(NamedTuple):
     zero: int
     lows: bool
     subs: str
-    booked: bool
+    book: str
     reach: int
     """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
 
@@ -51,29 +43,7 @@ class Bits(NamedTuple):
     high: Any
     subs: Any
     scales: Any
-    book: Any
-
-
-class Rows(NamedTuple):
-    """`_rows` with one or two tiles of rows of the weight per program."""
-
-    two: bool
-    warps: int
-
-
-class Tiles(NamedTuple):
-    """`_tiles` with so many rows of x, rows of the weight and columns at a time, in `splits`."""
-
-    num: int
-    rows: int
-    length: int
-    splits: int
-    warps: int
-    stages: int
-
-
-Plan = Rows | Tiles | None
-"""None unpacks."""
+    powers: Any
 
 
 @triton.jit
@@ -81,12 +51,15 @@ def _words(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
     """Low bits of units u [U] of rows n [R]: [R, U, words]."""
-    j = tl.arange(0, FORM.words)[None, None, :]
-    if FORM.words == 1:
+    WORDS: tl.constexpr = FORM.words
+    j = tl.arange(0, WORDS)[None, None, :]
+    if WORDS == 1:
         at = n.to(tl.int64)[:, None, None] // _TILE * (units * _TILE) + n[:, None, None] % _TILE
         at += u[None, :, None] * _TILE + j
     else:
-        at = n.to(tl.int64)[:, None, None] * (units * FORM.words) + u[None, :, None] * FORM.words + j
+        at = n.to(tl.int64)[:, None, None] * (units * WORDS) + u[None, :, None] * WORDS + j
+        # Units are not beside each other, but so neighbouring threads get neighbouring ones, and not rows.
+        at = tl.max_contiguous(at, [1, 2, WORDS])
     return tl.load(bits.low + at, mask=exist[:, :, None], other=0, eviction_policy="evict_first")
 
 
@@ -140,24 +113,30 @@ def _shift(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _number(
-    words: tl.tensor, high: tl.tensor, book: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
+    words: tl.tensor, high: tl.tensor, powers: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
 ) -> tl.tensor:
-    """Code S of each word / 2^bits, and 2^depth too much; or what the book has for it.
+    """Code S of each word / 2^bits, and 2^depth too much; of `book` codes, what they stand for.
 
-    The powers of two come out of the book: as constants they would cost an instruction more.
+    The powers of two are loaded: as constants they would cost an instruction more.
     """
-    MASK: tl.constexpr = (1 << FORM.low) - 1
-    if FORM.booked:
-        return tl.load(book + (words >> (FORM.low * S) & MASK))
+    DEPTH: tl.constexpr = FORM.low * (FORM.reach - 1 - S % FORM.reach)
+    FIRST: tl.constexpr = 23 - FORM.high - FORM.low - DEPTH
+    if FORM.book == "e2m1":
+        tiny = _shift(words, 4 * S - 22) & (7 << 22) | _shift(words, 4 * S - 28) & -(1 << 31)
+        return tiny.to(tl.float32, bitcast=True) * 2.0**126
     else:
-        DEPTH: tl.constexpr = FORM.low * (FORM.reach - 1 - S % FORM.reach)
-        FIRST: tl.constexpr = 23 - FORM.high - FORM.low - DEPTH
-        power = tl.load(book + DEPTH // FORM.low).to(tl.int32, bitcast=True)
-        code = _shift(words, FORM.low * S - FIRST) & (MASK << FIRST) | power
+        power = tl.load(powers + DEPTH // FORM.low).to(tl.int32, bitcast=True)
+        code = _shift(words, FORM.low * S - FIRST) & (((1 << FORM.low) - 1) << FIRST) | power
         if FORM.high > 0:
             TOP: tl.constexpr = FIRST + FORM.low
             code ^= _shift(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
-        return code.to(tl.float32, bitcast=True)
+        number = code.to(tl.float32, bitcast=True)
+        if FORM.book == "iq4":  # what is nearest to this curve; the last two steps round it
+            t = number - (1 << DEPTH)
+            curve = (((103.94 * t + 127.33) * t - 351.21) * t + 386.78) * t - 126.57
+            return (curve + 12582912.0) - 12582912.0
+        else:
+            return number
 
 
 @triton.jit
@@ -166,15 +145,15 @@ def _times_one(
     much: tl.tensor,
     words: tl.tensor,
     high: tl.tensor,
-    book: tl.tensor,
+    powers: tl.tensor,
     x: tl.tensor,
     S: tl.constexpr,
     FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`sums` [R, U, words] and the products of code S of each word with x [U, words]; `much` [U, words] and what
-    they have too much."""
-    sums += _number(words, high, book, S, FORM) * x[None]
-    if not FORM.booked:
+    """`sums` [R, U, words] and the products of code S of each word with x [U, words]; `much` [U, words] and
+    what they have too much."""
+    sums += _number(words, high, powers, S, FORM) * x[None]
+    if FORM.book == "":
         much += x * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))
     return sums, much
 
@@ -185,7 +164,7 @@ def _times_eight(
     much: tl.tensor,
     words: tl.tensor,
     high: tl.tensor,
-    book: tl.tensor,
+    powers: tl.tensor,
     x: tl.tensor,
     Q: tl.constexpr,
     FORM: tl.constexpr,
@@ -195,26 +174,26 @@ def _times_eight(
     S: tl.constexpr = Q * (8 // FORM.words)
     if FORM.words == 4:
         a, b = tl.split(tl.reshape(x, [U, 4, 2]))
-        sums, much = _times_one(sums, much, words, high, book, a, S, FORM)
-        sums, much = _times_one(sums, much, words, high, book, b, S + 1, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, a, S, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, b, S + 1, FORM)
     elif FORM.words == 2:
         even, odd = tl.split(tl.reshape(x, [U, 2, 2, 2]))
         a, c = tl.split(even)
         b, d = tl.split(odd)
-        sums, much = _times_one(sums, much, words, high, book, a, S, FORM)
-        sums, much = _times_one(sums, much, words, high, book, b, S + 1, FORM)
-        sums, much = _times_one(sums, much, words, high, book, c, S + 2, FORM)
-        sums, much = _times_one(sums, much, words, high, book, d, S + 3, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, a, S, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, b, S + 1, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, c, S + 2, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, d, S + 3, FORM)
     else:
         even, odd = tl.split(tl.reshape(x, [U, 1, 2, 2, 2]))
         for i in tl.static_range(2):
             left, right = tl.split(even if i == 0 else odd)
             a, c = tl.split(left)
             b, d = tl.split(right)
-            sums, much = _times_one(sums, much, words, high, book, a, S + i, FORM)
-            sums, much = _times_one(sums, much, words, high, book, b, S + i + 2, FORM)
-            sums, much = _times_one(sums, much, words, high, book, c, S + i + 4, FORM)
-            sums, much = _times_one(sums, much, words, high, book, d, S + i + 6, FORM)
+            sums, much = _times_one(sums, much, words, high, powers, a, S + i, FORM)
+            sums, much = _times_one(sums, much, words, high, powers, b, S + i + 2, FORM)
+            sums, much = _times_one(sums, much, words, high, powers, c, S + i + 4, FORM)
+            sums, much = _times_one(sums, much, words, high, powers, d, S + i + 6, FORM)
     return sums, much
 
 
@@ -235,14 +214,15 @@ def _sum(
     high = _high(bits, n, u, exist, units, FORM)
     scale, low = _scales(bits, n, u, exist, units, FORM)
     sums, total = tl.zeros(words.shape, tl.float32), tl.zeros(u.shape, tl.float32)
-    much = tl.zeros([words.shape[1], FORM.words], tl.float32)
+    WORDS: tl.constexpr = FORM.words
+    much = tl.zeros([words.shape[1], WORDS], tl.float32)
     place = x + u[:, None] * FORM.unit + tl.arange(0, _EIGHT)[None, :]
     for q in tl.static_range(FORM.unit // _EIGHT):
         some = tl.load(place + q * _EIGHT, mask=(u < units)[:, None], other=0.0).to(tl.float32)
         total += tl.sum(some, 1)
-        sums, much = _times_eight(sums, much, words, high, bits.book, some, q, FORM)
+        sums, much = _times_eight(sums, much, words, high, bits.powers, some, q, FORM)
     dot = tl.sum(sums, 2)
-    if not FORM.booked:
+    if FORM.book == "":
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
         dot = (dot - tl.sum(much, 1)[None, :]) * MOST - total[None, :] * FORM.zero
     acc += scale * dot
@@ -252,7 +232,7 @@ def _sum(
 
 
 @triton.jit
-def _rows(
+def rows(
     out: tl.tensor,
     x: tl.tensor,
     bits: tl.tuple,
@@ -323,14 +303,14 @@ def _rows(
 def _value(
     words: tl.tensor,
     high: tl.tensor,
-    book: tl.tensor,
+    powers: tl.tensor,
     scale: tl.tensor,
     low: tl.tensor,
     S: tl.constexpr,
     FORM: tl.constexpr,
 ) -> tl.tensor:
-    number = _number(words, high, book, S, FORM)
-    if FORM.booked:
+    number = _number(words, high, powers, S, FORM)
+    if FORM.book != "":
         return number * scale
     else:
         return number * scale - (low + scale * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach)))
@@ -340,7 +320,7 @@ def _value(
 def _eight(
     words: tl.tensor,
     high: tl.tensor,
-    book: tl.tensor,
+    powers: tl.tensor,
     scale: tl.tensor,
     low: tl.tensor,
     Q: tl.constexpr,
@@ -352,24 +332,24 @@ def _eight(
     U: tl.constexpr = words.shape[1]
     S: tl.constexpr = Q * (8 // FORM.words)
     if FORM.words == 4:
-        a = _value(words, high, book, scale, low, S, FORM).to(kind)
-        b = _value(words, high, book, scale, low, S + 1, FORM).to(kind)
+        a = _value(words, high, powers, scale, low, S, FORM).to(kind)
+        b = _value(words, high, powers, scale, low, S + 1, FORM).to(kind)
         all = tl.join(a, b)
     elif FORM.words == 2:
-        a = _value(words, high, book, scale, low, S, FORM).to(kind)
-        b = _value(words, high, book, scale, low, S + 1, FORM).to(kind)
-        c = _value(words, high, book, scale, low, S + 2, FORM).to(kind)
-        d = _value(words, high, book, scale, low, S + 3, FORM).to(kind)
+        a = _value(words, high, powers, scale, low, S, FORM).to(kind)
+        b = _value(words, high, powers, scale, low, S + 1, FORM).to(kind)
+        c = _value(words, high, powers, scale, low, S + 2, FORM).to(kind)
+        d = _value(words, high, powers, scale, low, S + 3, FORM).to(kind)
         all = tl.join(tl.join(a, c), tl.join(b, d))
     else:
-        a = _value(words, high, book, scale, low, S, FORM).to(kind)
-        b = _value(words, high, book, scale, low, S + 1, FORM).to(kind)
-        c = _value(words, high, book, scale, low, S + 2, FORM).to(kind)
-        d = _value(words, high, book, scale, low, S + 3, FORM).to(kind)
-        e = _value(words, high, book, scale, low, S + 4, FORM).to(kind)
-        f = _value(words, high, book, scale, low, S + 5, FORM).to(kind)
-        g = _value(words, high, book, scale, low, S + 6, FORM).to(kind)
-        h = _value(words, high, book, scale, low, S + 7, FORM).to(kind)
+        a = _value(words, high, powers, scale, low, S, FORM).to(kind)
+        b = _value(words, high, powers, scale, low, S + 1, FORM).to(kind)
+        c = _value(words, high, powers, scale, low, S + 2, FORM).to(kind)
+        d = _value(words, high, powers, scale, low, S + 3, FORM).to(kind)
+        e = _value(words, high, powers, scale, low, S + 4, FORM).to(kind)
+        f = _value(words, high, powers, scale, low, S + 5, FORM).to(kind)
+        g = _value(words, high, powers, scale, low, S + 6, FORM).to(kind)
+        h = _value(words, high, powers, scale, low, S + 7, FORM).to(kind)
         left = tl.join(tl.join(a, e), tl.join(c, g))
         right = tl.join(tl.join(b, f), tl.join(d, h))
         all = tl.join(left, right)
@@ -383,7 +363,7 @@ def _held(
     """Words and high bits of units u of rows n, and what `_value` multiplies with and takes away."""
     words, high = _words(bits, n, u, exist, units, FORM), _high(bits, n, u, exist, units, FORM)
     scale, low = _scales(bits, n, u, exist, units, FORM)
-    if not FORM.booked:
+    if FORM.book == "":
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
         if not FORM.lows:
             low = scale * FORM.zero
@@ -392,7 +372,7 @@ def _held(
 
 
 @triton.jit
-def _unpack(
+def unpack(
     out: tl.tensor,
     bits: tl.tuple,
     ids: tl.tensor,
@@ -408,29 +388,28 @@ def _unpack(
     """Grid (num / ROWS, units / UNITS): rows from `first_row` on, or if CHOSEN those that `ids` has."""
     i, u = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     follow(OVERLAP)
-    if CHOSEN:
-        n = tl.load(ids + i, mask=i < num, other=0)
-    else:
-        n = first_row + i
+    n = tl.load(ids + i, mask=i < num, other=0) if CHOSEN else first_row + i
     units = columns // FORM.unit
     exist = (i < num)[:, None] & (u < units)[None, :]
     words, high, scale, low = _held(bits, n, u, exist, units, FORM)
     k = tl.arange(0, UNITS * _EIGHT)
     at = (tl.program_id(1) * UNITS + k // _EIGHT) * FORM.unit + k % _EIGHT
     for q in tl.static_range(FORM.unit // _EIGHT):
-        some = _eight(words, high, bits.book, scale, low, q, FORM, out.dtype.element_ty)
+        some = _eight(words, high, bits.powers, scale, low, q, FORM, out.dtype.element_ty)
         place = out + i.to(tl.int64)[:, None] * columns + (at + q * _EIGHT)[None, :]
         tl.store(place, some, mask=(i < num)[:, None] & (at < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["num"])
-def _tiles(
+def tiles(
     out: tl.tensor,
     x: tl.tensor,
     bits: tl.tuple,
     bias: tl.tensor,
     parts: tl.tensor,
     arrivals: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
     num: tl.tensor,
     columns: tl.tensor,
     size_out: tl.tensor,
@@ -439,38 +418,57 @@ def _tiles(
     FORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
+    TOP: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py."""
-    tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
-    m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
+    """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py. With an activation the rows of
+    up are behind those of the gate.
+
+    If TOP > 0 rows of out are pairs, sorted by `sort` of experts.py, of tokens pair / TOP.
+    """
+    GATED: tl.constexpr = ACTIVATION != ""
+    tile = tl.program_id(0)
+    follow(OVERLAP)
+    if TOP > 0:
+        stripes = tl.cdiv(size_out, ROWS)
+        piece, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
+        if piece >= tl.load(work):
+            return
+        m = tl.load(work + 5 + 4 * piece) + tl.arange(0, NUM)
+        real = m < tl.load(work + 6 + 4 * piece)
+        row = tl.load(work + 4 + 4 * piece) * (size_out * (2 if GATED else 1)) + n
+        m = tl.load(order + m, mask=real, other=0)
+        source = m // TOP
+    else:
+        stripes = tl.cdiv(num, NUM)
+        m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
+        real, source, row = m < num, m, n
     units = columns // FORM.unit
-    kind = x.dtype.element_ty
     share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS) * UNITS
     first, k = tl.program_id(1) * share, tl.arange(0, UNITS * _EIGHT)
-    at_x = x + tl.minimum(m, num - 1).to(tl.int64)[:, None] * x_stride + (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
-    follow(OVERLAP)
+    kind = x.dtype.element_ty
+    x += source.to(tl.int64)[:, None] * x_stride + (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for at in range(first, tl.minimum(first + share, units), UNITS):
         u = at + tl.arange(0, UNITS)
         exist = (n < size_out)[:, None] & (u < units)[None, :]
-        words, high, scale, low = _held(bits, n, u, exist, units, FORM)
-        if ACTIVATION != "":
-            words2, high2, scale2, low2 = _held(bits, n + size_out, u, exist, units, FORM)
+        held = real[:, None] & (at + k // _EIGHT < units)[None, :]
+        words, high, scale, low = _held(bits, row, u, exist, units, FORM)
+        if GATED:
+            words2, high2, scale2, low2 = _held(bits, row + size_out, u, exist, units, FORM)
         for q in tl.static_range(FORM.unit // _EIGHT):
-            a = tl.load(at_x + (at * FORM.unit + q * _EIGHT), mask=(at + k // _EIGHT < units)[None, :], other=0.0)
-            a = tl.trans(a)
-            w = _eight(words, high, bits.book, scale, low, q, FORM, kind)
+            a = tl.trans(tl.load(x + (at * FORM.unit + q * _EIGHT), mask=held, other=0.0))
+            w = _eight(words, high, bits.powers, scale, low, q, FORM, kind)
             acc = tl.dot(w, a, acc, input_precision="ieee")
-            if ACTIVATION != "":
-                w = _eight(words2, high2, bits.book, scale2, low2, q, FORM, kind)
+            if GATED:
+                w = _eight(words2, high2, bits.powers, scale2, low2, q, FORM, kind)
                 up = tl.dot(w, a, up, input_precision="ieee")
     acc, up = tl.trans(acc), tl.trans(up)
-    inside = (m < num)[:, None] & (n < size_out)[None, :]
+    inside = real[:, None] & (n < size_out)[None, :]
     if SPLITS > 1:
         place = m[:, None] * size_out + n[None, :]
         tl.store(parts + tl.program_id(1) * num * size_out + place, acc, mask=inside)
@@ -484,121 +482,10 @@ def _tiles(
                 parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
             )
     if BIASED:
-        acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + row + size_out, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     y = acc.to(out.dtype.element_ty)
-    if ACTIVATION != "":
+    if GATED:
         y = gate_times(y, up.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
-
-
-def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
-    if out is None:
-        out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
-    plan = choose(len(x), planes, 1)
-    if plan is None:
-        return _unpacked_product(out, x, planes, bias)
-    return multiply(x, planes, bias, plan, out=out)
-
-
-def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
-    """act(x G^T) * (x U^T) for W = G over U, of which each has whole tiles."""
-    plan = choose(len(x), planes, 2)
-    return gated_of(product(x, planes), activation) if plan is None else multiply(x, planes, None, plan, activation)
-
-
-def multiply(
-    x: Tensor,
-    planes: Planes,
-    bias: Tensor | None,
-    plan: Rows | Tiles,
-    activation: str = "",
-    out: Tensor | None = None,
-) -> Tensor:
-    num, size_out, size_in = len(x), planes.rows // (2 if activation else 1), planes.columns
-    if out is None:
-        out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
-    form, ahead = form_of(planes), overlap(num, min(size_in, size_out))
-    shared: dict[str, Any] = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None}
-    shared |= {"OVERLAP": ahead, "launch_pdl": ahead, "num_warps": plan.warps}
-    given = out if bias is None else bias
-    if isinstance(plan, Rows):
-        per_program = TILE * (2 if plan.two and not activation else 1)
-        launch(_rows, triton.cdiv(size_out, per_program), num)(
-            out, x, bits_of(planes), given, out, size_in, size_out, x.stride(0), out.stride(0), TOP=0,
-            TWO=plan.two or activation != "", UNITS=32 * plan.warps, **shared,
-        )  # fmt: skip
-        return out
-    parts = out
-    if plan.splits > 1:
-        parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
-    launch(_tiles, triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows), plan.splits)(
-        out, x, bits_of(planes), given, parts, arrivals_of(x.device), num, size_in, size_out, x.stride(0),
-        out.stride(0), NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit, SPLITS=plan.splits,
-        num_stages=plan.stages, **shared,
-    )  # fmt: skip
-    return out
-
-
-def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
-    """[T] ids -> [T, columns]."""
-    out = torch.empty(len(ids), planes.columns, dtype=dtype, device=ids.device)
-    if len(ids):
-        _launch_unpack(out, planes, ids, 0, height=1)
-    return out
-
-
-def unpack(planes: Planes, dtype: torch.dtype, first: int = 0, num: int | None = None) -> Tensor:
-    """`num` rows from `first` on."""
-    num = planes.rows - first if num is None else num
-    out = torch.empty(num, planes.columns, dtype=dtype, device=planes.data.device)
-    _launch_unpack(out, planes, None, first, height=_UNPACKED_ROWS)
-    return out
-
-
-def _launch_unpack(out: Tensor, planes: Planes, ids: Tensor | None, first: int, *, height: int) -> None:
-    form, num = form_of(planes), len(out)
-    units = planes.columns // form.unit
-    most = _UNPACKED_COLUMNS // form.unit
-    ahead = ids is not None and overlap(num)
-    launch(_unpack, triton.cdiv(num, height), triton.cdiv(units, most))(
-        out, bits_of(planes), out if ids is None else ids, first, num, planes.columns, FORM=form,
-        CHOSEN=ids is not None, ROWS=height, UNITS=most, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
-    )  # fmt: skip
-
-
-def _unpacked_product(out: Tensor, x: Tensor, planes: Planes, bias: Tensor | None) -> Tensor:
-    step = max(_SCRATCH_WEIGHTS // planes.columns // TILE, 1) * TILE
-    for first in range(0, planes.rows, step):
-        num = min(step, planes.rows - first)
-        weight, own = unpack(planes, x.dtype, first, num), out[:, first : first + num]
-        if bias is None:
-            torch.mm(x, weight.t(), out=own)
-        else:
-            torch.addmm(bias[first : first + num].to(x.dtype), x, weight.t(), out=own)
-    return out
-
-
-def form_of(planes: Planes) -> Form:
-    kind = KINDS[planes.kind]
-    return Form(
-        kind.low, kind.high, kind.unit, kind.words, kind.zero, kind.lows, kind.subs, bool(kind.book),
-        {2: 4, 4: 3, 8: 2}[kind.low],
-    )  # fmt: skip
-
-
-def bits_of(planes: Planes) -> Bits:
-    return Bits(planes.low, planes.high, planes.subs, planes.scales, planes.book)
-
-
-def choose(num: int, planes: Planes, parts: int) -> Plan:
-    """How to multiply `num` rows of x; `parts` is 2 for gate and up."""
-    if num == 0:
-        return None
-    if num == 1:
-        return Rows(False, 4)
-    if num <= 16:
-        return Tiles(16, 64, 128, 1, 4, 3)
-    if num <= 64:
-        return Tiles(32 if num <= 32 else 64, 64, 128, 1, 4, 3)
-    return None

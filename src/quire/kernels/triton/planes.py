@@ -18,7 +18,7 @@ _ALIGNMENT = 128
 
 
 class Kind(NamedTuple):
-    """How a ggml type is kept: a code stands for scale * (code - zero) - low, or for scale * book[code]."""
+    """How a ggml type is kept: a code stands for scale * (code - zero) - low, or scale * a book's number."""
 
     stored_bytes: int
     stored_columns: int
@@ -32,7 +32,8 @@ class Kind(NamedTuple):
     subs: str = ""
     """Scales of units, whole numbers times one of 256 columns: `bytes`, or scale and low in a byte
     (`nibbles`). Else there are only those of 32 columns."""
-    book: tuple[float, ...] = ()
+    book: str = ""
+    """Codes that stand for other numbers: of llama.cpp's IQ4 (`iq4`), or floats of 4 bits (`e2m1`)."""
 
     @property
     def words(self) -> int:
@@ -51,8 +52,6 @@ class Blocks(NamedTuple):
     """[rows, units, 1 or 2] int8"""
 
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 KINDS = {
     "Q4_0": Kind(18, 32, 4, 0, 32, zero=8),
     "Q4_1": Kind(20, 32, 4, 0, 32, lows=True),
@@ -64,9 +63,9 @@ KINDS = {
     "Q4_K": Kind(144, 256, 4, 0, 32, lows=True, subs="bytes"),
     "Q5_K": Kind(176, 256, 4, 1, 32, lows=True, subs="bytes"),
     "Q6_K": Kind(210, 256, 4, 2, 16, zero=32, subs="bytes"),
-    "IQ4_NL": Kind(18, 32, 4, 0, 32, book=_IQ4),
-    "IQ4_XS": Kind(136, 256, 4, 0, 32, subs="bytes", book=_IQ4),
-    "MXFP4": Kind(17, 32, 4, 0, 32, book=_E2M1),
+    "IQ4_NL": Kind(18, 32, 4, 0, 32, book="iq4"),
+    "IQ4_XS": Kind(136, 256, 4, 0, 32, subs="bytes", book="iq4"),
+    "MXFP4": Kind(17, 32, 4, 0, 32, book="e2m1"),
 }
 
 
@@ -85,8 +84,8 @@ class Planes(NamedTuple):
     scales: Tensor
     """[rows / TILE, columns / 32 or 256, 1 or 2, TILE]"""
     data: Tensor
-    book: Tensor
-    """[16] float32: what codes stand for. Where they are numbers themselves, powers of 2^low."""
+    powers: Tensor
+    """[4] float32: powers of 2^low"""
 
 
 def pack(parts: Sequence[Tensor], kind: str, device: torch.device) -> Planes:
@@ -132,8 +131,8 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
         piece[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
         for piece, (shape, dtype) in zip(data.split(sizes), shapes.values(), strict=True)
     ]
-    book = form.book or tuple(2.0 ** (form.low * i) for i in range(4))
-    return Planes(kind, rows, columns, *views, data, torch.tensor(book, dtype=torch.float32, device=device))
+    powers = torch.tensor([2.0 ** (form.low * i) for i in range(4)], device=device)
+    return Planes(kind, rows, columns, *views, data, powers)
 
 
 def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
@@ -154,8 +153,8 @@ def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
 
 
 def _placed(codes: Tensor, form: Kind) -> Tensor:
-    """[rows, columns] -> [rows, units, words, codes of a word]: of every 8 columns of a unit each word has some,
-    so that a thread reads 8 numbers of x at once."""
+    """[rows, columns] -> [rows, units, words, codes of a word]: of every 8 columns of a unit each word has
+    some, so that a thread reads 8 numbers of x at once."""
     together = 8 // form.words
     codes = codes.view(len(codes), -1, form.unit // 8, form.words, together)
     return codes.transpose(2, 3).flatten(3)

@@ -1,0 +1,247 @@
+"""Launches of products with packed weights (`packed.py`): linear layers, experts, rows of a table."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.triton import packed
+from quire.kernels.triton.activations import gated as gated_of
+from quire.kernels.triton.experts import add, most_tiles, sort
+from quire.kernels.triton.launch import launch, overlap
+from quire.kernels.triton.matmul import arrivals_of
+from quire.kernels.triton.packed import Bits, Form
+from quire.kernels.triton.planes import KINDS, TILE, Planes
+
+_SCRATCH_WEIGHTS = 1 << 26
+"""That are unpacked at a time."""
+_UNPACKED_ROWS, _UNPACKED_COLUMNS = 16, 256
+"""Of a program that unpacks."""
+_MOST_ROWS = 128
+"""Of x that are multiplied with packed weights; with more they are unpacked first."""
+_PROGRAMS = 396
+"""That keep a large GPU busy: three on each of its multiprocessors."""
+_REACH = {2: 4, 4: 3, 8: 2}
+"""By the low bits of a code: `packed.Form.reach`."""
+
+
+class Rows(NamedTuple):
+    """`packed.rows` with one or two tiles of rows of the weight per program."""
+
+    two: bool
+    warps: int
+
+
+class Tiles(NamedTuple):
+    """`packed.tiles` with so many rows of x, rows of the weight and columns at a time, in `splits`."""
+
+    num: int
+    rows: int
+    length: int
+    splits: int
+    warps: int
+    stages: int
+
+
+Plan = Rows | Tiles | None
+"""None unpacks."""
+
+
+def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
+    if out is None:
+        out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
+    plan = choose(len(x), planes.rows, planes.columns, 1)
+    if plan is None:
+        return _unpacked_product(out, x, planes, bias)
+    return multiply(x, planes, bias, plan, out=out)
+
+
+def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
+    """act(x G^T) * (x U^T) for W = G over U, of which each has whole tiles."""
+    plan = choose(len(x), planes.rows, planes.columns, 2)
+    if plan is None:
+        return gated_of(product(x, planes), activation)
+    return multiply(x, planes, None, plan, activation)
+
+
+def multiply(
+    x: Tensor,
+    planes: Planes,
+    bias: Tensor | None,
+    plan: Rows | Tiles,
+    activation: str = "",
+    out: Tensor | None = None,
+) -> Tensor:
+    """By a plan; with an activation `gated`."""
+    num, size_out, size_in = len(x), planes.rows // (2 if activation else 1), planes.columns
+    if out is None:
+        out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
+    ahead = overlap(num, min(size_in, size_out))
+    if isinstance(plan, Rows):
+        _launch_rows(out, x, planes, bias, plan, activation, ahead=ahead)
+    else:
+        num_tiles = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
+        _launch_tiles(out, x, planes, bias, plan, activation, num_tiles=num_tiles, ahead=ahead)
+    return out
+
+
+def mix(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Planes,
+    down: Planes,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`mix` of kernels/experts.py; the weights of all experts are one behind the other."""
+    num, top, inner = len(x), ids.shape[1], down.columns
+    if not num:
+        return torch.empty_like(x)
+    num_experts = gate_up.rows // (2 * inner)
+    hidden, ahead = down.rows // num_experts, overlap(num, x.shape[1])
+    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
+    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    plan = choose_experts(num * top, num_experts)
+    if isinstance(plan, Rows):
+        _launch_rows(between, x, gate_up, gate_up_bias, plan, activation, ids=ids, top=top, ahead=ahead)
+        _launch_rows(apart, between, down, down_bias, plan, ids=ids, top=1, ahead=ahead)
+    else:
+        pairs = sort(ids, num_experts, plan.num, ahead=ahead)
+        most = most_tiles(num * top, num_experts, plan.num)
+        shared: dict[str, Any] = {"pairs": pairs, "ahead": ahead}
+        up_tiles, down_tiles = (most * triton.cdiv(size, plan.rows) for size in (inner, hidden))
+        _launch_tiles(
+            between, x, gate_up, gate_up_bias, plan, activation, num_tiles=up_tiles, top=top, **shared
+        )
+        _launch_tiles(apart, between, down, down_bias, plan, num_tiles=down_tiles, top=1, **shared)
+    add(out, apart, weights, ahead=ahead)
+    return out
+
+
+def _launch_rows(
+    out: Tensor,
+    x: Tensor,
+    planes: Planes,
+    bias: Tensor | None,
+    plan: Rows,
+    activation: str = "",
+    *,
+    ids: Tensor | None = None,
+    top: int = 0,
+    ahead: bool,
+) -> None:
+    per_program = TILE * (2 if plan.two and not activation else 1)
+    launch(packed.rows, triton.cdiv(out.shape[1], per_program), len(out))(
+        out, x, bits_of(planes), out if bias is None else bias, out if ids is None else ids, planes.columns,
+        out.shape[1], x.stride(0), out.stride(0), FORM=form_of(planes), ACTIVATION=activation,
+        BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "", UNITS=32 * plan.warps,
+        OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    out: Tensor,
+    x: Tensor,
+    planes: Planes,
+    bias: Tensor | None,
+    plan: Tiles,
+    activation: str = "",
+    *,
+    num_tiles: int,
+    pairs: tuple[Tensor, Tensor] | None = None,
+    top: int = 0,
+    ahead: bool,
+) -> None:
+    form, (num, size_out), parts = form_of(planes), out.shape, out
+    splits = 1 if activation or pairs is not None else plan.splits
+    if splits > 1:
+        parts = torch.empty(splits * num * size_out, dtype=torch.float32, device=x.device)
+    order, work = (out, out) if pairs is None else pairs
+    launch(packed.tiles, num_tiles, splits)(
+        out, x, bits_of(planes), out if bias is None else bias, parts, arrivals_of(x.device), order, work,
+        num, planes.columns, size_out, x.stride(0), out.stride(0), FORM=form, ACTIVATION=activation,
+        BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
+        SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+
+
+def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
+    """[T] ids -> [T, columns]."""
+    out = torch.empty(len(ids), planes.columns, dtype=dtype, device=ids.device)
+    if len(ids):
+        _launch_unpack(out, planes, ids, 0, height=1)
+    return out
+
+
+def unpack(planes: Planes, dtype: torch.dtype, first: int = 0, num: int | None = None) -> Tensor:
+    """`num` rows from `first` on."""
+    num = planes.rows - first if num is None else num
+    out = torch.empty(num, planes.columns, dtype=dtype, device=planes.data.device)
+    _launch_unpack(out, planes, None, first, height=_UNPACKED_ROWS)
+    return out
+
+
+def _launch_unpack(out: Tensor, planes: Planes, ids: Tensor | None, first: int, *, height: int) -> None:
+    form, num = form_of(planes), len(out)
+    units = planes.columns // form.unit
+    most = _UNPACKED_COLUMNS // form.unit
+    ahead = ids is not None and overlap(num)
+    launch(packed.unpack, triton.cdiv(num, height), triton.cdiv(units, most))(
+        out, bits_of(planes), out if ids is None else ids, first, num, planes.columns, FORM=form,
+        CHOSEN=ids is not None, ROWS=height, UNITS=most, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
+    )  # fmt: skip
+
+
+def _unpacked_product(out: Tensor, x: Tensor, planes: Planes, bias: Tensor | None) -> Tensor:
+    step = max(_SCRATCH_WEIGHTS // planes.columns // TILE, 1) * TILE
+    for first in range(0, planes.rows, step):
+        num = min(step, planes.rows - first)
+        weight, own = unpack(planes, x.dtype, first, num), out[:, first : first + num]
+        if bias is None:
+            torch.mm(x, weight.t(), out=own)
+        else:
+            torch.addmm(bias[first : first + num].to(x.dtype), x, weight.t(), out=own)
+    return out
+
+
+def form_of(planes: Planes) -> Form:
+    return _form_of(planes.kind)
+
+
+@functools.cache
+def _form_of(name: str) -> Form:
+    kind = KINDS[name]
+    sizes = kind.low, kind.high, kind.unit, kind.words, kind.zero
+    return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low])
+
+
+def bits_of(planes: Planes) -> Bits:
+    return Bits(planes.low, planes.high, planes.subs, planes.scales, planes.powers)
+
+
+@functools.cache
+def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
+    """How to multiply `num` rows of x with a weight of this shape; `parts` is 2 for gate and up."""
+    if not 0 < num <= _MOST_ROWS:
+        return None
+    if num == 1:
+        return Rows(True, 4)
+    height = max(triton.next_power_of_2(num), 16)
+    rows, length, warps, stages = (64, 256, 4, 3) if height <= 16 else (128, 128, 8, 3 if height <= 64 else 2)
+    splits = min(_PROGRAMS // triton.cdiv(size_out // parts, rows), size_in // (4 * length), 8)
+    return Tiles(height, rows, length, 1 << max(splits, 1).bit_length() - 1, warps, stages)
+
+
+@functools.cache
+def choose_experts(num_pairs: int, num_experts: int) -> Rows | Tiles:
+    """The same for pairs of a token and an expert."""
+    mean = num_pairs / num_experts
+    if mean <= 0.5:  # hardly two are with one expert
+        return Rows(True, 4)
+    return Tiles(16, 64, 256, 1, 4, 3) if mean <= 16 else Tiles(64, 128, 128, 1, 8, 3)
