@@ -168,6 +168,7 @@ def test_the_default_has_a_name_without_a_path() -> None:
         (["a.gguf"], "a.gguf"),
         (["a.gguf", "mmproj-a.gguf"], "a.gguf"),
         (["a-00001-of-00001.gguf"], "a-00001-of-00001.gguf"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf"),
     ],
 )
 def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Path) -> None:
@@ -183,7 +184,9 @@ def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Pat
     [
         ([], "neither a config.json nor a .gguf"),
         (["a.gguf", "b.gguf"], r"name one of them: a\.gguf, b\.gguf"),
-        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "one of 2 parts: merge"),
+        (["a-00001-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00002-of-00002\.gguf"),
+        (["a-00002-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00001-of-00002\.gguf"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"], r"name one .*: a-00001-of-00002\.gguf, b"),
     ],
 )
 def test_a_directory_that_stands_for_nothing(files: list[str], words: str, tmp_path: Path) -> None:
@@ -256,11 +259,30 @@ def test_gguf_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     serve_repo(monkeypatch, tmp_path, files)
     assert locate("org/m:Q4_K_M", cache_root=tmp_path).name == "m-Q4_K_M.gguf"
     assert locate("org/m:q8_0", cache_root=tmp_path).name == "m.Q8_0.gguf"
-    assert locate("org/m/m-Q4_K_S.gguf", cache_root=tmp_path).name == "m-Q4_K_S.gguf"
+    for named in ("org/m/m-Q4_K_S.gguf", "org/m:m-Q4_K_S.gguf"):
+        assert locate(named, cache_root=tmp_path).name == "m-Q4_K_S.gguf"
     with pytest.raises(ConfigError, match=r"ends in 'Q2_K', found none.*org/m/FILE\.gguf"):
         locate("org/m:Q2_K", cache_root=tmp_path)
     with pytest.raises(ConfigError, match="no config.json.*org/m:Q4_K_M"):
         locate("org/m", cache_root=tmp_path)
+
+
+@pytest.mark.parametrize("named", ["org/m:Q4_K_M", "org/m/big/m-Q4_K_M-00002-of-00002.gguf"])
+def test_all_parts_of_a_split_file_come_from_the_hub(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"big/m-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+    (tmp_path / "big").mkdir()
+    serve_repo(monkeypatch, tmp_path, [*parts, "m-Q4_K_S.gguf"])
+    assert locate(named, cache_root=tmp_path) == tmp_path / parts[0]
+    assert sorted(path.name for path in tmp_path.rglob("*.gguf")) == [Path(part).name for part in parts]
+
+
+def test_any_part_of_a_split_file_stands_for_all(tmp_path: Path) -> None:
+    for i in (1, 2, 3):
+        (tmp_path / f"m-0000{i}-of-00003.gguf").write_bytes(b"")
+    given = str(tmp_path / "m-00002-of-00003.gguf")
+    assert locate(given, cache_root=tmp_path) == tmp_path / "m-00001-of-00003.gguf"
 
 
 def test_a_gguf_file_named_apart_from_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

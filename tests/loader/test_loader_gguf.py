@@ -1,17 +1,22 @@
 """Weights out of GGUF files, against the transformers model with the same rounding."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import _type_traits, dequantize
 from gguf_files import CONVERSIONS, each_expert, gemma3_keys, make_tiny_gguf
 from oracle import load_tiny, random_prompts, run_hf, run_paged
 
 from quire.config.families import GGUF_FAMILIES
 from quire.config.gguf import GGUFFile
 from quire.errors import ConfigError
+from quire.layers.scope import Target
 from quire.loader import gguf as loader_gguf
 from quire.loader.gguf import hf_name
 
@@ -96,6 +101,56 @@ def test_experts_in_4_bit_floats_as_gpt_oss_has_them(tmp_path: Path) -> None:
     ids = random_prompts(12)[0]
     ours = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
     torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+
+
+def split(path: Path) -> list[Path]:
+    """The file in three parts, metadata in the first and no tensor in the second."""
+    reader = GGUFReader(path)
+    writers = [GGUFWriter(path.with_name(f"s-0000{i}-of-00003.gguf"), "llama") for i in (1, 2, 3)]
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            writers[0].add_key_value(field.name, field.contents(), field.types[0])
+    writers[0].add_int32("split.tensors.count", len(reader.tensors))
+    for i, tensor in enumerate(reader.tensors):
+        writers[i % 2 * 2].add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for writer in writers:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return sorted(path.parent.glob("s-*.gguf"))
+
+
+def test_a_file_in_parts_is_the_whole(tmp_path: Path) -> None:
+    """A tensor looked for in the wrong part; a part that is not there taken for an empty one."""
+    path, _ = make_tiny_gguf("llama", tmp_path, "Q8_0")
+    whole, (first, middle, last) = load_tiny(path).state_dict(), split(path)
+    for given in (first, last):
+        parts = load_tiny(given).state_dict()
+        assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    middle.unlink()
+    with pytest.raises(ConfigError, match=r"one of 3 parts; beside it are missing: s-00002-of-00003\.gguf"):
+        GGUFFile(first)
+
+
+def test_every_type_that_the_gguf_package_unpacks_is_loaded(tmp_path: Path) -> None:
+    kinds = [kind for kind in GGMLQuantizationType if kind in _type_traits or kind.name in ("F32", "F16")]
+    path, rng, sizes = tmp_path / "all.gguf", np.random.default_rng(0), GGML_QUANT_SIZES
+    writer, made = GGUFWriter(path, "llama"), {}
+    for kind in kinds:
+        made[kind] = rng.integers(0, 60, (3, 512 // sizes[kind][0] * sizes[kind][1]), dtype=np.uint8)
+        writer.add_tensor(kind.name, made[kind], raw_shape=made[kind].shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = SimpleNamespace(path=path, facts=SimpleNamespace(architecture="LlamaForCausalLM"))
+    source: Any = loader_gguf.GGUFSource(cast(Any, checkpoint), 0)
+    for kind, content in made.items():
+        target = torch.empty(3, 512)
+        source.fill(Target(kind.name, target))
+        assert np.array_equal(target.numpy(), dequantize(content, kind), equal_nan=True), kind.name
+    assert len(kinds) > 20
 
 
 def test_large_tensors_are_unpacked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

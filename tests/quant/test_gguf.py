@@ -55,7 +55,8 @@ def experts_of(parts: list[tuple[Any, ...]], shape: ExpertShape) -> StoredExpert
         ([("Q8_0", 13, 64)], True),
         ([("F32", 16, 64)], False),
         ([("Q4_0", 16, 64), ("F16", 8, 64)], False),
-        ([("IQ4_XS", 16, 256)], False),
+        ([("IQ4_XS", 16, 256), ("MXFP4", 8, 256)], True),
+        ([("IQ2_XS", 16, 256)], False),
         ([("Q8_0", 64)], False),
         ([], False),
     ],
@@ -73,7 +74,8 @@ def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytes
 
 @needs_native
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q5_K"), ("Q4_1", "Q8_0", "Q5_0")]
+    "kinds",
+    [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q5_K"), ("Q4_1", "Q8_0", "Q5_0"), ("IQ4_XS", "IQ4_NL", "Q4_0")],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:
@@ -133,7 +135,14 @@ def test_logits_match_the_model_it_was_written_from(
 
 @needs_native
 @pytest.mark.parametrize(
-    ("kinds", "sizes"), [(("Q4_K", "Q5_K", "Q6_K"), (256, 512)), (("Q8_0", "Q4_0", "Q4_1"), (96, 32))]
+    ("kinds", "sizes"),
+    [
+        (("Q4_K", "Q5_K", "Q6_K"), (256, 512)),
+        (("Q2_K", "Q3_K", "IQ4_XS"), (256, 256)),
+        (("Q8_0", "Q4_0", "Q4_1"), (96, 32)),
+        (("Q5_0", "Q5_1", "IQ4_NL"), (32, 64)),
+        (("MXFP4", "MXFP4", "MXFP4"), (32, 64)),
+    ],
 )
 def test_experts_of_mixed_types(kinds: tuple[str, ...], sizes: tuple[int, int]) -> None:
     """An expert in the place of another, or the type of another part; a bias lost."""
@@ -166,6 +175,16 @@ def test_experts_stay_packed_only_where_every_part_can() -> None:
     assert isinstance(experts_of([*three[:2], ("F16", 4, 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of([*three[:2], ("Q8_0", 64, 32)], shape), PlainExperts)
     assert isinstance(experts_of(list(three), replace(shape, device=ELSEWHERE)), PlainExperts)
+
+
+def test_what_no_kernel_reads_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A file that takes four times the memory that its size promises, without a word."""
+    for _ in range(2):
+        linear_of([("IQ1_M", 16, 256)])
+        linear_of([("F16", 16, 256)])
+    said = [record.getMessage() for record in caplog.records]
+    if native.library() is not None:
+        assert said == ["Weights of the type IQ1_M are unpacked: no cpu kernel reads them"]
 
 
 @needs_native
