@@ -213,11 +213,11 @@ def test_unbuilt_features_at_their_defaults_are_no_error(warnings: Any) -> None:
     make({"quantization": "gguf"}, checkpoint=checkpoint(format="gguf"))
 
 
-def test_packed_weights_stay_packed_on_a_cpu() -> None:
+def test_packed_weights_stay_packed() -> None:
     packed = checkpoint(format="gguf")
     assert make({}, checkpoint=packed).model.quantization == "gguf"
     assert make({"quantization": "none"}, checkpoint=packed).model.quantization == "none"
-    assert make({}, checkpoint=packed, machine=cuda(80, "A100", (8, 0))).model.quantization == "none"
+    assert make({}, checkpoint=packed, machine=cuda(80, "A100", (8, 0))).model.quantization == "gguf"
 
 
 def test_none_means_not_given_for_every_field() -> None:

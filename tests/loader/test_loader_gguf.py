@@ -99,8 +99,10 @@ def test_experts_in_4_bit_floats_as_gpt_oss_has_them(tmp_path: Path) -> None:
     path, hf_model = make_tiny_gguf("gpt_oss", tmp_path, "MXFP4")
     assert GGUFFile(path).tensors["blk.0.ffn_up_exps.weight"].type == "MXFP4"
     ids = random_prompts(12)[0]
-    ours = run_paged(load_tiny(path, packed=True), [ids], [[12]])[0]
-    torch.testing.assert_close(ours, run_hf(hf_model, ids), atol=1e-4, rtol=1e-4)
+    expected = run_hf(hf_model, ids)
+    for packed, tolerance in ((False, 1e-4), (True, 2e-3)):
+        ours = run_paged(load_tiny(path, packed=packed), [ids], [[12]])[0]
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 
 def split(path: Path) -> list[Path]:
