@@ -238,7 +238,10 @@ class GroupedExperts(StoredExperts):
     def _on_gpu(self) -> bool:
         from quire.kernels.triton.grouped import pack, stack
         from quire.kernels.triton.grouped_experts import mix
+        from quire.kernels.triton.matmul import has_room
 
+        if not has_room() or self.shape.hidden % 8 or self.shape.intermediate % 8:
+            return False
         made = {}
         for what in (("gate", "up"), ("down",)):
             each = []
