@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.hub import locate
 
 pytestmark = pytest.mark.slow
-WORSE = {"fp8": 1.02, "int8": 1.02, "int4": 1.5, "gguf-q8_0": 1.01, "gguf-q4_0": 1.3}
+WORSE = {"fp8": 1.04, "int8": 1.03, "int4": 1.5, "gguf-q8_0": 1.01, "gguf-q4_0": 1.3}
 """The perplexity at most, of that without rounding: the model is small and was rounded once already."""
 
 
