@@ -186,7 +186,10 @@ def test_what_a_directory_stands_for(files: list[str], found: str, tmp_path: Pat
         (["a.gguf", "b.gguf"], r"name one of them: a\.gguf, b\.gguf"),
         (["a-00001-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00002-of-00002\.gguf"),
         (["a-00002-of-00002.gguf"], r"one of 2 parts; beside it are missing: a-00001-of-00002\.gguf"),
-        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"], r"name one .*: a-00001-of-00002\.gguf, b"),
+        (
+            ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf"],
+            r"name one .*: a-00001-of-00002\.gguf, b",
+        ),
     ],
 )
 def test_a_directory_that_stands_for_nothing(files: list[str], words: str, tmp_path: Path) -> None:

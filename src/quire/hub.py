@@ -188,15 +188,13 @@ class _Hub:
         import huggingface_hub
 
         folder, slash, last = name.rpartition("/")
-        paths = []
-        for part in part_names(last):
-            wanted = f"{folder}{slash}{part}"
-            paths.append(
-                self._ask(
-                    lambda wanted=wanted: huggingface_hub.hf_hub_download(self.repo, wanted, **self.settings)
-                )
-            )
-        return Path(paths[0])
+        names = [f"{folder}{slash}{part}" for part in part_names(last)]
+
+        def download() -> str:
+            paths = [huggingface_hub.hf_hub_download(self.repo, each, **self.settings) for each in names]
+            return str(paths[0])
+
+        return Path(self._ask(download))
 
     def _download(self, **patterns: list[str]) -> Path:
         import huggingface_hub

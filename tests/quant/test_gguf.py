@@ -75,7 +75,12 @@ def test_unpacked_without_native_kernels_and_on_other_devices(monkeypatch: pytes
 @needs_native
 @pytest.mark.parametrize(
     "kinds",
-    [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q5_K"), ("Q4_1", "Q8_0", "Q5_0"), ("IQ4_XS", "IQ4_NL", "Q4_0")],
+    [
+        ("Q4_K", "Q4_K", "Q6_K"),
+        ("Q2_K", "Q3_K", "Q5_K"),
+        ("Q4_1", "Q8_0", "Q5_0"),
+        ("IQ4_XS", "IQ4_NL", "Q4_0"),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_of_mixed_types(kinds: tuple[str, ...], bias: bool) -> None:

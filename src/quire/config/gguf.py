@@ -145,10 +145,9 @@ def split_parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in part_names(path.name)]
     missing = [part.name for part in parts if not part.is_file()] if len(parts) > 1 else []
     if missing:
+        named = ", ".join(missing[:_NUM_NAMED])
         more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
-        raise ConfigError(
-            f"{path} is one of {len(parts)} parts; beside it are missing: {', '.join(missing[:_NUM_NAMED])}{more}"
-        )
+        raise ConfigError(f"{path} is one of {len(parts)} parts; beside it are missing: {named}{more}")
     return parts
 
 

@@ -63,8 +63,8 @@ def _kinds(parts: list[Stored]) -> tuple[str, ...]:
 
 
 def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
-    on_cpu = TYPES if native.library() is not None else {}
-    known = {"cpu": on_cpu, "cuda": KINDS}.get(device.type, {})
+    on_cpu = set(TYPES) if native.library() is not None else set()
+    known = {"cpu": on_cpu, "cuda": set(KINDS)}.get(device.type, set())
     if not parts or any(len(shape) != num_dims for _, *shape in parts):
         return False
     missing = [kind for kind in _kinds(parts) if kind not in known]
@@ -119,7 +119,7 @@ class Packed(Weight):
 
 
 class PackedOnGPU(Packed):
-    """The same in the planes that the kernels of a GPU read; parts of one type that follow each other are one."""
+    """The same in the planes that the kernels of a GPU read. Neighbouring parts of one type become one."""
 
     def finish(self) -> None:
         from quire.kernels.triton.packed_launch import gated, rows

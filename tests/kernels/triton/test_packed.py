@@ -10,7 +10,17 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.quantized import TYPES, unpack_reference
 from quire.kernels.reference import Reference
 from quire.kernels.triton import packed_launch
-from quire.kernels.triton.packed_launch import Rows, Tiles, choose, gated, mix, multiply, product, rows, unpack
+from quire.kernels.triton.packed_launch import (
+    Rows,
+    Tiles,
+    choose,
+    gated,
+    mix,
+    multiply,
+    product,
+    rows,
+    unpack,
+)
 from quire.kernels.triton.planes import KINDS, Planes, pack
 
 CUDA = torch.cuda.is_available()
@@ -117,7 +127,9 @@ def test_experts(plan: Rows | Tiles, bias: bool, monkeypatch: pytest.MonkeyPatch
     weights, x = torch.rand(tokens, 2, device=DEVICE), random(tokens, hidden) / 8
     biases = (random(experts, 2 * inner), random(experts, hidden)) if bias else ()
     whole = (up_weight.view(experts, 2 * inner, -1), down_weight.view(experts, hidden, -1), *biases)
-    expected = reference.mix(x.float(), ids, weights, ExpertWeights(*(each.float() for each in whole)), "silu")
+    expected = reference.mix(
+        x.float(), ids, weights, ExpertWeights(*(each.float() for each in whole)), "silu"
+    )
     close(mix(x, ids, weights, up, down, "silu", *biases), expected)
 
 
@@ -151,5 +163,7 @@ def test_experts_of_real_shapes(kind: str, tokens: int) -> None:
     down, down_weight = made(kind, experts * hidden, inner, seed=1)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(4).indices.to(torch.int32)
     weights, x = torch.rand(tokens, 4, device=DEVICE), random(tokens, hidden) / 32
-    whole = ExpertWeights(up_weight.view(experts, -1, hidden).float(), down_weight.view(experts, -1, inner).float())
+    whole = ExpertWeights(
+        up_weight.view(experts, -1, hidden).float(), down_weight.view(experts, -1, inner).float()
+    )
     close(mix(x, ids, weights, up, down, "silu"), reference.mix(x.float(), ids, weights, whole, "silu"))

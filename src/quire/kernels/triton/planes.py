@@ -127,12 +127,12 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
     }
     sizes = [-(-torch.Size(s).numel() * t.itemsize // _ALIGNMENT) * _ALIGNMENT for s, t in shapes.values()]
     data = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    views = [
+    low, high, subs, scales = (
         piece[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
         for piece, (shape, dtype) in zip(data.split(sizes), shapes.values(), strict=True)
-    ]
+    )
     powers = torch.tensor([2.0 ** (form.low * i) for i in range(4)], device=device)
-    return Planes(kind, rows, columns, *views, data, powers)
+    return Planes(kind, rows, columns, low, high, subs, scales, data, powers)
 
 
 def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
@@ -156,15 +156,15 @@ def _placed(codes: Tensor, form: Kind) -> Tensor:
     """[rows, columns] -> [rows, units, words, codes of a word]: of every 8 columns of a unit each word has
     some, so that a thread reads 8 numbers of x at once."""
     together = 8 // form.words
-    codes = codes.view(len(codes), -1, form.unit // 8, form.words, together)
-    return codes.transpose(2, 3).flatten(3)
+    apart: Tensor = codes.view(len(codes), -1, form.unit // 8, form.words, together)
+    return apart.transpose(2, 3).flatten(3)
 
 
 def _bits(codes: Tensor, bits: int) -> Tensor:
     """The last axis as bits behind each other, [..., bytes]."""
     if bits == 8:
         return codes.contiguous()
-    parts = codes.unflatten(-1, (-1, 8 // bits))
+    parts: Tensor = codes.unflatten(-1, (-1, 8 // bits))
     out = parts[..., 0].clone()
     for i in range(1, 8 // bits):
         out |= parts[..., i] << (i * bits)
@@ -176,7 +176,8 @@ def _tiled(numbers: Tensor) -> Tensor:
     flat = numbers.flatten(1)
     if missing := -len(flat) % TILE:
         flat = torch.cat((flat, flat.new_zeros(missing, flat.shape[1])))
-    return flat.unflatten(0, (-1, TILE)).transpose(1, 2)
+    tiles: Tensor = flat.unflatten(0, (-1, TILE))
+    return tiles.transpose(1, 2)
 
 
 def _halves(block: Tensor, *at: int) -> Tensor:
@@ -186,7 +187,7 @@ def _halves(block: Tensor, *at: int) -> Tensor:
 
 def _shifted(codes: Tensor, width: int, *shifts: int, bits: int) -> Tensor:
     """Runs of `width` bytes, each read once for every shift."""
-    runs = codes.unflatten(-1, (-1, 1, width))
+    runs: Tensor = codes.unflatten(-1, (-1, 1, width))
     by = torch.tensor(shifts, dtype=torch.uint8, device=codes.device).view(-1, 1)
     return (runs >> by & ((1 << bits) - 1)).flatten(-3)
 
