@@ -2,141 +2,19 @@
 
 `rows` has a unit of some rows in each thread, for one row of x. `tiles` makes tiles of a weight for the
 tensor cores. With many rows of x a weight is unpacked, a share at a time, and the library multiplies.
-
-The bits of a code are put behind the exponent of a float: 1 + code / 2^bits needs no conversion, and what is
-too much is a multiple of the sum of x.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.codes import high_of, number_of, scales_of, words_of
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.planes import TILE
 
 _EIGHT = tl.constexpr(8)
 """Numbers of x that a thread reads at once."""
 _TILE = tl.constexpr(TILE)
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for: `planes.Kind`."""
-
-    low: int
-    high: int
-    unit: int
-    words: int
-    zero: int
-    lows: bool
-    subs: str
-    book: str
-    reach: int
-    """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
-
-
-class Bits(NamedTuple):
-    """The tensors of `planes.Planes`."""
-
-    low: Any
-    high: Any
-    subs: Any
-    scales: Any
-    powers: Any
-
-
-@triton.jit
-def _words(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
-) -> tl.tensor:
-    """Low bits of units u [U] of rows n [R]: [R, U, words]."""
-    WORDS: tl.constexpr = FORM.words
-    j = tl.arange(0, WORDS)[None, None, :]
-    if WORDS == 1:
-        at = n.to(tl.int64)[:, None, None] // _TILE * (units * _TILE) + n[:, None, None] % _TILE
-        at += u[None, :, None] * _TILE + j
-    else:
-        at = n.to(tl.int64)[:, None, None] * (units * WORDS) + u[None, :, None] * WORDS + j
-        # Units are not beside each other, but so neighbouring threads get neighbouring ones, and not rows.
-        at = tl.max_contiguous(at, [1, 2, WORDS])
-    return tl.load(bits.low + at, mask=exist[:, :, None], other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _high(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
-) -> tl.tensor:
-    """The same of high bits, those of a word at the right end."""
-    if FORM.high == 0:
-        return tl.zeros([1, 1, 1], tl.int32)
-    else:
-        at = n.to(tl.int64)[:, None] // _TILE * (units * _TILE) + u[None, :] * _TILE + n[:, None] % _TILE
-        all = tl.load(bits.high + at, mask=exist, other=0, eviction_policy="evict_first")
-        shift = tl.arange(0, FORM.words) * (32 // FORM.low * FORM.high)
-        return all.to(tl.int32)[:, :, None] >> shift[None, None, :]
-
-
-@triton.jit
-def _scales(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and lows [R, U] of units u of rows n."""
-    EACH: tl.constexpr = 2 if FORM.lows else 1
-    WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
-    tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
-    at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (EACH * _TILE) + r
-    scale = tl.load(at, mask=exist, other=0.0).to(tl.float32)
-    low = scale
-    if FORM.lows:
-        low = tl.load(at + _TILE, mask=exist, other=0.0).to(tl.float32)
-    if FORM.subs == "nibbles":
-        sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0).to(tl.int32)
-        return scale * (sub & 15).to(tl.float32), low * (sub >> 4 & 15).to(tl.float32)
-    elif FORM.subs == "bytes":
-        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r
-        scale *= tl.load(at_sub, mask=exist, other=0).to(tl.float32)
-        if FORM.lows:
-            low *= tl.load(at_sub + _TILE, mask=exist, other=0).to(tl.float32)
-        return scale, low
-    else:
-        return scale, low
-
-
-@triton.jit
-def _shift(bits: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
-    if RIGHT >= 0:
-        return bits >> RIGHT
-    else:
-        return bits << (-RIGHT)
-
-
-@triton.jit
-def _number(
-    words: tl.tensor, high: tl.tensor, powers: tl.tensor, S: tl.constexpr, FORM: tl.constexpr
-) -> tl.tensor:
-    """Code S of each word / 2^bits, and 2^depth too much; of `book` codes, what they stand for.
-
-    The powers of two are loaded: as constants they would cost an instruction more.
-    """
-    DEPTH: tl.constexpr = FORM.low * (FORM.reach - 1 - S % FORM.reach)
-    FIRST: tl.constexpr = 23 - FORM.high - FORM.low - DEPTH
-    if FORM.book == "e2m1":
-        tiny = _shift(words, 4 * S - 22) & (7 << 22) | _shift(words, 4 * S - 28) & -(1 << 31)
-        return tiny.to(tl.float32, bitcast=True) * 2.0**126
-    else:
-        power = tl.load(powers + DEPTH // FORM.low).to(tl.int32, bitcast=True)
-        code = _shift(words, FORM.low * S - FIRST) & (((1 << FORM.low) - 1) << FIRST) | power
-        if FORM.high > 0:
-            TOP: tl.constexpr = FIRST + FORM.low
-            code ^= _shift(high, FORM.high * S - TOP) & (((1 << FORM.high) - 1) << TOP)
-        number = code.to(tl.float32, bitcast=True)
-        if FORM.book == "iq4":  # what is nearest to this curve; the last two steps round it
-            t = number - (1 << DEPTH)
-            curve = (((103.94 * t + 127.33) * t - 351.21) * t + 386.78) * t - 126.57
-            return (curve + 12582912.0) - 12582912.0
-        else:
-            return number
 
 
 @triton.jit
@@ -152,7 +30,7 @@ def _times_one(
 ) -> tuple[tl.tensor, tl.tensor]:
     """`sums` [R, U, words] and the products of code S of each word with x [U, words]; `much` [U, words] and
     what they have too much."""
-    sums += _number(words, high, powers, S, FORM) * x[None]
+    sums += number_of(words, high, powers, S, FORM) * x[None]
     if FORM.book == "":
         much += x * (1 << FORM.low * (FORM.reach - 1 - S % FORM.reach))
     return sums, much
@@ -211,8 +89,8 @@ def _sum(
 ) -> tl.tensor:
     """`acc` [R, U] and the products of rows n with units u of x."""
     exist = inside[:, None] & (u < units)[None, :]
-    high = _high(bits, n, u, exist, units, FORM)
-    scale, low = _scales(bits, n, u, exist, units, FORM)
+    high = high_of(bits, n, u, exist, units, FORM)
+    scale, low = scales_of(bits, n, u, exist, units, FORM)
     sums, total = tl.zeros(words.shape, tl.float32), tl.zeros(u.shape, tl.float32)
     WORDS: tl.constexpr = FORM.words
     much = tl.zeros([words.shape[1], WORDS], tl.float32)
@@ -229,6 +107,26 @@ def _sum(
     if FORM.lows:
         acc -= low * total[None, :]
     return acc
+
+
+@triton.jit
+def _both(
+    bits: tl.tuple,
+    n: tl.tensor,
+    second: tl.tensor,
+    inside: tl.tensor,
+    also: tl.tensor,
+    u: tl.tensor,
+    units: tl.tensor,
+    FORM: tl.constexpr,
+    TWO: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`words_of` of rows n, and if there are TWO tiles, of those of the second."""
+    words = words_of(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
+    if TWO:
+        return words, words_of(bits, second, u, also[:, None] & (u < units)[None, :], units, FORM)
+    else:
+        return words, words
 
 
 @triton.jit
@@ -269,22 +167,16 @@ def rows(
         x += pair.to(tl.int64) * x_stride
     row = start + n
     acc, other = tl.zeros([_TILE, UNITS], tl.float32), tl.zeros([_TILE, UNITS], tl.float32)
-    words = _words(bits, row, u, inside[:, None] & (u < units)[None, :], units, FORM)
-    if TWO:
-        more = _words(bits, row + apart, u, also[:, None] & (u < units)[None, :], units, FORM)
+    words, more = _both(bits, row, row + apart, inside, also, u, units, FORM, TWO)
     if TOP == 0:
         follow(OVERLAP)
-    acc = _sum(acc, bits, words, row, inside, x, u, units, FORM)
-    if TWO:
-        other = _sum(other, bits, more, row + apart, also, x, u, units, FORM)
-    for first in range(UNITS, units, UNITS):
+    for first in range(0, units, UNITS):
         at = first + u
-        words = _words(bits, row, at, inside[:, None] & (at < units)[None, :], units, FORM)
-        if TWO:
-            more = _words(bits, row + apart, at, also[:, None] & (at < units)[None, :], units, FORM)
+        ahead, behind = _both(bits, row, row + apart, inside, also, at + UNITS, units, FORM, TWO)
         acc = _sum(acc, bits, words, row, inside, x, at, units, FORM)
         if TWO:
             other = _sum(other, bits, more, row + apart, also, x, at, units, FORM)
+        words, more = ahead, behind
     y, z = tl.sum(acc, 1), tl.sum(other, 1)
     kind = out.dtype.element_ty
     if BIASED:
@@ -309,7 +201,7 @@ def _value(
     S: tl.constexpr,
     FORM: tl.constexpr,
 ) -> tl.tensor:
-    number = _number(words, high, powers, S, FORM)
+    number = number_of(words, high, powers, S, FORM)
     if FORM.book != "":
         return number * scale
     else:
@@ -361,8 +253,8 @@ def _held(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Words and high bits of units u of rows n, and what `_value` multiplies with and takes away."""
-    words, high = _words(bits, n, u, exist, units, FORM), _high(bits, n, u, exist, units, FORM)
-    scale, low = _scales(bits, n, u, exist, units, FORM)
+    words, high = words_of(bits, n, u, exist, units, FORM), high_of(bits, n, u, exist, units, FORM)
+    scale, low = scales_of(bits, n, u, exist, units, FORM)
     if FORM.book == "":
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
         if not FORM.lows:
@@ -400,16 +292,66 @@ def unpack(
         tl.store(place, some, mask=(i < num)[:, None] & (at < columns)[None, :])
 
 
+@triton.jit
+def _dot(
+    acc: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    n: tl.tensor,
+    inside: tl.tensor,
+    real: tl.tensor,
+    at: tl.tensor,
+    units: tl.tensor,
+    FORM: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tl.tensor:
+    """`acc` [R, NUM] and the products of rows n with units at.. of rows of x, which points to their first 8."""
+    u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
+    words, high, scale, low = _held(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
+    held = real[:, None] & (k < units)[None, :]
+    for q in tl.static_range(FORM.unit // _EIGHT):
+        a = tl.load(x + (at * FORM.unit + q * _EIGHT), mask=held, other=0.0)
+        w = _eight(words, high, bits.powers, scale, low, q, FORM, a.dtype)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _all(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+    """The sum of what all splits have left at `parts`, `size` numbers apart."""
+    acc = tl.zeros(inside.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(parts + split * size, mask=inside, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def _pairs(
+    order: tl.tensor,
+    work: tl.tensor,
+    tile: tl.tensor,
+    size_out: tl.tensor,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of a tile of pairs with one expert: they, outputs, which pairs are real, the first row of the expert."""
+    stripes = tl.cdiv(size_out, ROWS)
+    piece, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
+    there, at = piece < tl.load(work), work + 4 + 4 * piece
+    m = tl.load(at + 1, mask=there, other=0) + tl.arange(0, NUM)
+    real = m < tl.load(at + 2, mask=there, other=0)
+    pair = tl.load(order + m, mask=real, other=0)
+    return pair, n, real, tl.load(at, mask=there, other=0) * size_out
+
+
 @triton.jit(do_not_specialize=["num"])
 def tiles(
     out: tl.tensor,
     x: tl.tensor,
     bits: tl.tuple,
     bias: tl.tensor,
-    parts: tl.tensor,
-    arrivals: tl.tensor,
-    order: tl.tensor,
-    work: tl.tensor,
+    splits: tl.tuple,
+    pairs: tl.tuple,
     num: tl.tensor,
     columns: tl.tensor,
     size_out: tl.tensor,
@@ -425,67 +367,49 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py. With an activation the rows of
-    up are behind those of the gate.
-
-    If TOP > 0 rows of out are pairs, sorted by `sort` of experts.py, of tokens pair / TOP.
-    """
+    """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py, whose parts and arrivals are in
+    `splits`. With an activation the rows of up are behind those of the gate. If TOP > 0 rows of out are pairs,
+    sorted by `sort` of experts.py, of tokens pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
-    tile = tl.program_id(0)
+    tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)
     if TOP > 0:
-        stripes = tl.cdiv(size_out, ROWS)
-        piece, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
-        if piece >= tl.load(work):
-            return
-        m = tl.load(work + 5 + 4 * piece) + tl.arange(0, NUM)
-        real = m < tl.load(work + 6 + 4 * piece)
-        row = tl.load(work + 4 + 4 * piece) * (size_out * (2 if GATED else 1)) + n
-        m = tl.load(order + m, mask=real, other=0)
-        source = m // TOP
+        m, n, real, row = _pairs(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
+        source, row = m // TOP, row * (2 if GATED else 1) + n
     else:
-        stripes = tl.cdiv(num, NUM)
         m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
         real, source, row = m < num, m, n
     units = columns // FORM.unit
     share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS) * UNITS
     first, k = tl.program_id(1) * share, tl.arange(0, UNITS * _EIGHT)
-    kind = x.dtype.element_ty
     x += source.to(tl.int64)[:, None] * x_stride + (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
+    stop = tl.minimum(first + share, units)
+    if TOP > 0:
+        stop = tl.where(tl.max(real.to(tl.int32), 0) > 0, stop, first)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
-    for at in range(first, tl.minimum(first + share, units), UNITS):
-        u = at + tl.arange(0, UNITS)
-        exist = (n < size_out)[:, None] & (u < units)[None, :]
-        held = real[:, None] & (at + k // _EIGHT < units)[None, :]
-        words, high, scale, low = _held(bits, row, u, exist, units, FORM)
+    for at in range(first, stop, UNITS):
+        acc = _dot(acc, x, bits, row, n < size_out, real, at, units, FORM, UNITS)
         if GATED:
-            words2, high2, scale2, low2 = _held(bits, row + size_out, u, exist, units, FORM)
-        for q in tl.static_range(FORM.unit // _EIGHT):
-            a = tl.trans(tl.load(x + (at * FORM.unit + q * _EIGHT), mask=held, other=0.0))
-            w = _eight(words, high, bits.powers, scale, low, q, FORM, kind)
-            acc = tl.dot(w, a, acc, input_precision="ieee")
-            if GATED:
-                w = _eight(words2, high2, bits.powers, scale2, low2, q, FORM, kind)
-                up = tl.dot(w, a, up, input_precision="ieee")
+            up = _dot(up, x, bits, row + size_out, n < size_out, real, at, units, FORM, UNITS)
     acc, up = tl.trans(acc), tl.trans(up)
     inside = real[:, None] & (n < size_out)[None, :]
     if SPLITS > 1:
         place = m[:, None] * size_out + n[None, :]
-        tl.store(parts + tl.program_id(1) * num * size_out + place, acc, mask=inside)
+        tl.store(splits[0] + tl.program_id(1) * num * size_out + place, acc, mask=inside)
         tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1) < SPLITS - 1:
+        if tl.atomic_add(splits[1] + tile, 1) < SPLITS - 1:
             return
-        tl.store(arrivals + tile, 0)
-        acc = tl.zeros([NUM, ROWS], tl.float32)
-        for split in tl.static_range(SPLITS):
-            acc += tl.load(
-                parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
-            )
-    if BIASED:
-        acc += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(bias + row + size_out, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
-    y = acc.to(out.dtype.element_ty)
+        tl.store(splits[1] + tile, 0)
+        acc = _all(splits[0] + place, inside, num * size_out, SPLITS)
+    y = _with(acc, bias + row, n < size_out, BIASED).to(out.dtype.element_ty)
     if GATED:
+        up = _with(up, bias + row + size_out, n < size_out, BIASED)
         y = gate_times(y, up.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
+
+
+@triton.jit
+def _with(acc: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+    if BIASED:
+        acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc

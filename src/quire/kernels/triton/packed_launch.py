@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quire.kernels.triton import packed
 from quire.kernels.triton.activations import gated as gated_of
+from quire.kernels.triton.codes import Bits, Form
 from quire.kernels.triton.experts import add, most_tiles, sort
 from quire.kernels.triton.launch import launch, overlap
 from quire.kernels.triton.matmul import arrivals_of
-from quire.kernels.triton.packed import Bits, Form
 from quire.kernels.triton.planes import KINDS, TILE, Planes
 
 _SCRATCH_WEIGHTS = 1 << 26
@@ -24,7 +24,7 @@ _MOST_ROWS = 128
 _PROGRAMS = 396
 """That keep a large GPU busy: three on each of its multiprocessors."""
 _REACH = {2: 4, 4: 3, 8: 2}
-"""By the low bits of a code: `packed.Form.reach`."""
+"""By the low bits of a code: `codes.Form.reach`."""
 
 
 class Rows(NamedTuple):
@@ -162,12 +162,12 @@ def _launch_tiles(
     splits = 1 if activation or pairs is not None else plan.splits
     if splits > 1:
         parts = torch.empty(splits * num * size_out, dtype=torch.float32, device=x.device)
-    order, work = (out, out) if pairs is None else pairs
     launch(packed.tiles, num_tiles, splits)(
-        out, x, bits_of(planes), out if bias is None else bias, parts, arrivals_of(x.device), order, work,
-        num, planes.columns, size_out, x.stride(0), out.stride(0), FORM=form, ACTIVATION=activation,
-        BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
-        SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        out, x, bits_of(planes), out if bias is None else bias, (parts, arrivals_of(x.device)),
+        (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
+        FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
+        UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+        num_stages=plan.stages,
     )  # fmt: skip
 
 
