@@ -69,8 +69,9 @@ def keep_freed_memory() -> None:
     """What a step gives back, the next takes again: by default it goes to the system, and comes back page by
     page, each cleared first."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option, size in _KEPT.items() if set_option else ():
-        set_option(option, size)
+    if set_option is not None:
+        for option, size in _KEPT.items():
+            set_option(option, size)
 
 
 class Kernel:
