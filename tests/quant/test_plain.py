@@ -1,5 +1,7 @@
 """Abilities of weights: what is there on a device, and that layers use them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from quire.kernels import native
 from quire.kernels.linear import Product
 from quire.kernels.ops import Entry
 from quire.layers.linear import GateUpLinear, Linear, QKVLinear
+from quire.layers.mlp import MLP
 from quire.layers.moe import Router
 from quire.layers.scope import Scope
 from quire.quant.plain import Plain
@@ -81,6 +84,23 @@ def test_the_activated_product_is_of_silu_alone(activation: str, fused: bool, sc
     layer = GateUpLinear(8, 6, scope, activation=activation)
     ready(layer)
     assert layer(X).shape == ((1,) if fused else (2, 6))
+
+
+@pytest.mark.parametrize(
+    ("num", "activation", "taken"), [(300, "silu", True), (2, "silu", False), (300, "gelu", False)]
+)
+def test_many_tokens_are_activated_by_who_takes_them(
+    num: int, activation: str, taken: bool, scope: Scope
+) -> None:
+    facts = SimpleNamespace(
+        hidden=8, intermediate=6, fused_gate_up=False, mlp_bias=False, activation=activation
+    )
+    mlp = MLP(facts, scope)  # type: ignore[arg-type]
+    ready(mlp.gate_up)
+    ready(mlp.down)
+    mlp.gate_up.gated = None
+    mlp.down.weight.of_gates = lambda gates: torch.tensor(gates.shape)
+    assert (mlp(torch.randn(num, 8)).tolist() == [num, 12]) == taken
 
 
 def test_a_way_into_the_cache_that_does_not_fit_is_not_taken(scope: Scope) -> None:

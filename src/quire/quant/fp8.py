@@ -5,7 +5,6 @@ block, for each 128 numbers): scales of inputs that a checkpoint has are not use
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +72,11 @@ class Fp8Weight(Weight):
         self.stored.part_blocks()
         super().reorder(orders)
 
-    def finish(self) -> None:
-        weight, bias = self.stored.settle(), self.bias
+    def repack(self) -> None:
+        self.stored.settle()
+
+    def find_kernels(self) -> None:
+        weight, bias = self.stored.scaled, self.bias
         self.product = functools.partial(linear, weight=weight, bias=bias)
         if weight.data.is_cuda:
             self._find_on_gpu(weight)
@@ -120,29 +122,30 @@ class Fp8Experts(StoredExperts):
         self.gate_up.part_blocks()
         super().reorder(order)
 
-    def finish(self) -> None:
-        gate_up, down = self.gate_up.settle(), self.down.settle()
-        biases, activation = (self.gate_up_bias, self.down_bias), self.shape.activation
-        experts = ExpertWeights(gate_up.data, down.data, *biases, gate_up.scale, down.scale)
-        if down.data.is_cuda:
-            self.mix = self._on_gpu(experts)
-        elif native.library() is not None:
-            gates, downs = (
-                [_in_c(Scaled(*of)) for of in zip(*each, strict=True)] for each in (gate_up, down)
-            )
-            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
-        else:
-            self.mix = functools.partial(mix, experts=experts, activation=activation)
+    def repack(self) -> None:
+        for stored in (self.gate_up, self.down):
+            stored.settle()
+            if stored.weight.is_cuda and not self._is_native():
+                stored.weight.data = widened(stored.scaled, self.shape.dtype)
 
-    def _on_gpu(self, experts: ExpertWeights) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        from quire.kernels.triton.experts import mix as mix_on_gpu
+    def _is_native(self) -> bool:
         from quire.kernels.triton.fp8 import is_native
 
-        if not is_native() or self.shape.dtype == torch.float32:
-            for stored in (self.gate_up, self.down):
-                stored.weight.data = widened(Scaled(stored.weight.data, stored.scale.data), self.shape.dtype)
-            experts = ExpertWeights(self.gate_up.weight, self.down.weight, *experts[2:4])
-        return functools.partial(mix_on_gpu, experts=experts, activation=self.shape.activation)
+        return is_native() and self.shape.dtype.itemsize == 2
+
+    def find_kernels(self) -> None:
+        (gate_up, *_), (down, *_) = weights = self.gate_up.scaled, self.down.scaled
+        scales = [weight.scale for weight in weights] if down.dtype == E4M3 else []
+        experts = ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, *scales)
+        activation = self.shape.activation
+        self.mix = functools.partial(mix, experts=experts, activation=activation)
+        if down.is_cuda:
+            from quire.kernels.triton.experts import mix as mix_on_gpu
+
+            self.mix = functools.partial(mix_on_gpu, experts=experts, activation=activation)
+        elif native.library() is not None:
+            gates, downs = ([_in_c(Scaled(*each)) for each in zip(*of, strict=True)] for of in weights)
+            self.mix = Experts([[part] for part in gates], downs, activation, *self.biases)
 
 
 class Fp8Matrices(nn.Module):
@@ -207,7 +210,13 @@ class Fp8Matrices(nn.Module):
             self.weight.data, scale = narrowed(wide)
             self.scale.data, self.per = scale[..., None], "channel"
 
-    def settle(self) -> Scaled:
+    @property
+    def scaled(self) -> Scaled:
+        """After `settle`."""
+        return Scaled(self.weight.data, self.scale.data)
+
+    def settle(self) -> None:
+        """One scale an output or a block."""
         if not self.scheme.stored:
             matrices = self.weight.data.flatten(0, -3) if self.axis else self.weight.data[None]
             made = [narrowed(matrix) for matrix in matrices]  # one by one: each is wide for a moment
@@ -221,9 +230,8 @@ class Fp8Matrices(nn.Module):
             scales = self.scale.data.where(~self.scale.data.isnan(), first)
             sizes = torch.tensor(self.sizes_out, device=scales.device)
             self.scale.data = scales.repeat_interleave(sizes, -1)
-        return Scaled(self.weight.data, self.scale.data.contiguous())
 
 
 def _in_c(weight: Scaled) -> Matrix:
     """For the kernels of a CPU."""
-    return Matrix.plain(widened(weight, torch.bfloat16))
+    return Matrix.fp8(weight.data, weight.scale, (BLOCK, BLOCK) if weight.is_blocked else None)

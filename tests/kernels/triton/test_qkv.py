@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.fp8 import Scaled, narrowed, widened
 from quire.kernels.ops import Entry, HeadNorms
 from quire.kernels.reference import Reference
 from quire.kernels.triton.qkv import enter
@@ -26,13 +27,16 @@ def case(heads: int, kv_heads: int, dim: int, kept_as: torch.dtype = torch.float
     return Entry(heads, table, positions, slots, *caches)
 
 
-def check(entry: Entry, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def check(
+    entry: Entry, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> None:
     """A head turned with the wrong half or angle, a value turned too, a wrong slot, a bias left out."""
     own = entry._replace(k_cache=entry.k_cache.clone(), v_cache=entry.v_cache.clone())
-    product = x.double() @ weight.double().t()
+    wide = weight if scale is None else widened(Scaled(weight, scale), torch.float32)
+    product = x.double() @ wide.double().t()
     product = product if bias is None else product + bias.double()
     expected = Reference().rotate_and_write(product.to(x.dtype), entry)
-    q = enter(x, own, weight, bias)
+    q = enter(x, own, weight, bias, scale)
     assert q is not None
     torch.testing.assert_close(q, expected, rtol=0.01, atol=0.02)
     for ours, theirs in ((own.k_cache, entry.k_cache), (own.v_cache, entry.v_cache)):
@@ -52,6 +56,13 @@ def test_one_token(heads: tuple[int, int], biased: bool) -> None:
     entry, size = case(*heads, 32), 32 * (heads[0] + 2 * heads[1])
     x, weight = random(1, 1000) / 32, random(size, 1000)
     check(entry, x, weight, random(size) if biased else None)
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["channel", "block"])
+def test_a_weight_in_e4m3(blocked: bool) -> None:
+    weight, scale = narrowed(torch.randn(256, 512, device=DEVICE))
+    scale = torch.rand(2, 4, device=DEVICE) / 100 if blocked else scale
+    check(case(4, 2, 32), random(1, 512) / 16, weight, scale=scale)
 
 
 def test_padding_is_not_written() -> None:
