@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.fp8 import E4M3
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.fp8 import along_x, quantize, scales_of
+from quire.kernels.triton.fp8 import along_x, plus, quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, empty, has_room, tiled, times, upright
 from quire.kernels.triton.pairs import most_tiles, sort
@@ -207,34 +207,25 @@ def _tiles(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles; x has `num` rows.
-
-    With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
-    descriptor `x` of their tiles, to where they were before the sort. Where weights are in e4m3, x is, too.
-    """
+    """Grid (most tiles * size_out / ROWS). `weight` is a descriptor of tiles; x has `num` rows. With an
+    activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
+    descriptor `x` of their tiles, to where they were before the sort."""
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
     follow(OVERLAP)
     if tile >= tl.load(work):
         return
-    expert, start, end = (
-        tl.load(work + 4 + 4 * tile),
-        tl.load(work + 5 + 4 * tile),
-        tl.load(work + 6 + 4 * tile),
-    )
+    work += 4 + 4 * tile
+    expert, start, end = tl.load(work), tl.load(work + 1), tl.load(work + 2)
     m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     if ACTIVATION != "":
         row, own, k = expert * 2 * size_out + first_n, pair // TOP, tl.arange(0, LENGTH)
-        block = expert * tl.cdiv(2 * size_out, 128) + first_n // 128
-        other = block + size_out // 128
+        block, other = _blocks(expert, first_n, size_out)
         at_x = x + (own * x_stride)[:, None] + k[None, :]
         for at in range(0, size_in, LENGTH):
-            if EVEN:
-                a = tl.load(at_x + at)
-            else:
-                a = tl.load(at_x + at, mask=(k < size_in - at)[None, :], other=0.0)
+            a = _stretch(at_x + at, k < size_in - at, EVEN)
             acc = _plus(acc, a, weight, row, at, block, scale, x_scale, own, num, size_in, BLOCKED)
             up = _plus(up, a, weight, row + size_out, at, other, scale, x_scale, own, num, size_in, BLOCKED)
     else:
@@ -243,13 +234,12 @@ def _tiles(
         for at in range(0, size_in, LENGTH):
             a = x.load([start, at])
             acc = _plus(acc, a, weight, row, at, block, scale, x_scale, own, num, size_in, BLOCKED)
-    kind = out.dtype.element_ty
-    at_n, exist = n - first_n, n < size_out
-    acc = _scaled(acc, scale, x_scale, row + at_n, exist, own, NUM, BLOCKED)
-    y = upright(_with(acc, bias + row, at_n, exist, NUM, BIASED).to(kind), NUM)
+    row += tl.arange(0, ROWS)
+    acc = _scaled(acc, scale, x_scale, row, n < size_out, own, NUM, BLOCKED)
+    y = upright(_with(acc, bias + row, n < size_out, out, NUM, BIASED), NUM)
     if ACTIVATION != "":
-        up = _scaled(up, scale, x_scale, row + size_out + at_n, exist, own, NUM, BLOCKED)
-        up = _with(up, bias + row + size_out, at_n, exist, NUM, BIASED).to(kind)
+        up = _scaled(up, scale, x_scale, row + size_out, n < size_out, own, NUM, BLOCKED)
+        up = _with(up, bias + row + size_out, n < size_out, out, NUM, BIASED)
         y = gate_times(y, upright(up, NUM), ACTIVATION)
         pair = m.to(tl.int64)
     inside = (m < end)[:, None] & (n < size_out)[None, :]
@@ -274,9 +264,8 @@ def _plus(
     """With the product of a stretch; `block` is the row of its scale, `own` are those of `x_scale`."""
     w = weight.load([row, at])
     if BLOCKED:
-        groups = tl.cdiv(size_in, 128)
-        factor = tl.load(x_scale + at // 128 * num + own) * tl.load(scale + block * groups + at // 128)
-        return acc + times(a, w, tl.zeros_like(acc)) * along_x(factor, a.shape[0])
+        of_x = along_x(tl.load(x_scale + at // 128 * num + own), a.shape[0])
+        return plus(acc, a, w, of_x, scale + block * tl.cdiv(size_in, 128) + at // 128, BLOCKED)
     else:
         return times(a, w, acc)
 
@@ -303,15 +292,31 @@ def _scaled(
 def _with(
     acc: tl.tensor,
     bias: tl.tensor,
-    n: tl.tensor,
     exist: tl.tensor,
+    like: tl.tensor,
     NUM: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> tl.tensor:
     if BIASED:
-        offset = tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)
+        offset = tl.load(bias, mask=exist, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
-    return acc
+    return acc.to(like.dtype.element_ty)
+
+
+@triton.jit
+def _blocks(expert: tl.tensor, first_n: tl.tensor, size_out: tl.tensor) -> tl.tensor:
+    """Rows of an expert's scales: those of its gate and of its up part."""
+    block = expert * tl.cdiv(2 * size_out, 128) + first_n // 128
+    return block, block + size_out // 128
+
+
+@triton.jit
+def _stretch(at: tl.tensor, exist: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """Of rows of x; `EVEN`: all of it exists."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=exist[None, :], other=0.0)
 
 
 @triton.jit

@@ -155,30 +155,23 @@ def _tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS), as `_tiles` of plain weights. `x` and `weight` are
-    descriptors of tiles. If `BLOCKED`, a tile of the weight has one scale."""
+    """As `_tiles` of plain weights. If `BLOCKED`, a tile of the weight has one scale."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
-    share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
+    share, groups = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH, tl.cdiv(size_in, 128)
     first = tl.program_id(1) * share
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    groups = tl.cdiv(size_in, 128)
     follow(OVERLAP)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
-        w = weight.load([first_n, at])
+        own, block = 1.0, scale + first_n // 128 * groups + at // 128
         if BLOCKED:
             own = along_x(tl.load(x_scale + at // 128 * num + m, mask=m < num, other=0.0), NUM)
-            block = scale + first_n // 128 * groups + at // 128
-            acc += times(a, w, empty(NUM, ROWS)) * (own * tl.load(block))
-            if GATED:
-                w = weight.load([first_n + size_out, at])
-                up += times(a, w, empty(NUM, ROWS)) * (own * tl.load(block + size_out // 128 * groups))
-        else:
-            acc = times(a, w, acc)
-            if GATED:
-                up = times(a, weight.load([first_n + size_out, at]), up)
+        acc = plus(acc, a, weight.load([first_n, at]), own, block, BLOCKED)
+        if GATED:
+            block += size_out // 128 * groups
+            up = plus(up, a, weight.load([first_n + size_out, at]), own, block, BLOCKED)
     acc, up = upright(acc, NUM), upright(up, NUM)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
@@ -193,17 +186,43 @@ def _tiles(
             acc += tl.load(
                 parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
             )
-    if not BLOCKED:
-        own = tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
-        acc *= own * tl.load(scale + n, mask=n < size_out, other=0.0)[None, :]
-        if GATED:
-            up *= own * tl.load(scale + size_out + n, mask=n < size_out, other=0.0)[None, :]
+    acc = _scaled(acc, x_scale, scale, m, n, num, size_out, BLOCKED)
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     y = acc.to(out.dtype.element_ty)
     if GATED:
+        up = _scaled(up, x_scale, scale + size_out, m, n, num, size_out, BLOCKED)
         y = silu_times(y, up.to(out.dtype.element_ty))
     tl.store(out + place, y, mask=inside)
+
+
+@triton.jit
+def _scaled(
+    acc: tl.tensor,
+    x_scale: tl.tensor,
+    scale: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    num: tl.tensor,
+    size_out: tl.tensor,
+    BLOCKED: tl.constexpr,
+) -> tl.tensor:
+    """By rows and outputs; blocks are scaled one by one."""
+    if not BLOCKED:
+        acc *= tl.load(x_scale + m, mask=m < num, other=0.0)[:, None]
+        acc *= tl.load(scale + n, mask=n < size_out, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def plus(
+    acc: tl.tensor, x: tl.tensor, w: tl.tensor, own: tl.tensor, scale: tl.tensor, BLOCKED: tl.constexpr
+) -> tl.tensor:
+    """With x w^T; if `BLOCKED` times the scales of this stretch, x's `own` and the one of the weight."""
+    if BLOCKED:
+        return acc + times(x, w, tl.zeros_like(acc)) * (own * tl.load(scale))
+    else:
+        return times(x, w, acc)
 
 
 @triton.jit
