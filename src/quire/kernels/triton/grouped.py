@@ -142,6 +142,47 @@ def spread(
         return pairs.to(KIND, bitcast=True)
 
 
+@triton.jit
+def _sums(
+    x: tl.tensor,
+    weight: tl.tensor,
+    heads: tl.tensor,
+    where: tl.tuple,
+    steps: tl.tuple,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    LENGTH: tl.constexpr,
+) -> tl.tuple:
+    """Of a tile's products over steps of `LENGTH` words; [ROWS, NUM], and those of up."""
+    RUNS: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = RUN // LENGTH
+    first_m, first_n, size_out, head_stride = where
+    n = first_n + tl.arange(0, ROWS)
+    exist = n < size_out
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
+    for step in range(steps[0], steps[1]):
+        at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH
+        words = weight.load([first_n, step * LENGTH])
+        if GATED:
+            up_words = weight.load([first_n + size_out, step * LENGTH])
+        for run in tl.static_range(RUNS):
+            if run * RUN % GROUP == 0:
+                own = heads + (at + run * RUN) // GROUP * head_stride + n
+                head = tl.load(own, mask=exist)
+                if GATED:
+                    up_head = tl.load(own + size_out, mask=exist)
+            a = tl.trans(x.load([first_m, at + run * RUN]))
+            acc = tl.dot(spread(words, head, KIND, BITS, run), a, acc, input_precision="ieee")
+            if GATED:
+                up = tl.dot(spread(up_words, up_head, KIND, BITS, run), a, up, input_precision="ieee")
+    return acc, up
+
+
 @triton.jit(do_not_specialize=["num"])
 def _tiles(
     out: tl.tensor,
@@ -170,33 +211,17 @@ def _tiles(
 
     The last split adds them all; `arrivals` is zero before and after.
     """
-    RUNS: tl.constexpr = 16 // BITS
-    PARTS: tl.constexpr = RUN // LENGTH
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
-    steps = tl.cdiv(size_in, RUNS * RUN) * PARTS
+    steps = tl.cdiv(size_in, 16 // BITS * RUN) * (RUN // LENGTH)
     share = tl.cdiv(steps, SPLITS)
     first = tl.program_id(1) * share
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     exist = n < size_out
     kind: tl.constexpr = out.dtype.element_ty
     follow(OVERLAP)
-    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
-    for step in range(first, tl.minimum(first + share, steps)):
-        at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH
-        words = weight.load([first_n, step * LENGTH])
-        if GATED:
-            up_words = weight.load([first_n + size_out, step * LENGTH])
-        for run in tl.static_range(RUNS):
-            if run * RUN % GROUP == 0:
-                own = heads + (at + run * RUN) // GROUP * head_stride + n
-                head = tl.load(own, mask=exist)
-                if GATED:
-                    up_head = tl.load(own + size_out, mask=exist)
-            a = tl.trans(x.load([first_m, at + run * RUN]))
-            acc = tl.dot(spread(words, head, kind, BITS, run), a, acc, input_precision="ieee")
-            if GATED:
-                up = tl.dot(spread(up_words, up_head, kind, BITS, run), a, up, input_precision="ieee")
+    where, steps = (first_m, first_n, size_out, head_stride), (first, tl.minimum(first + share, steps))
+    acc, up = _sums(x, weight, heads, where, steps, kind, GATED, BITS, GROUP, NUM, ROWS, RUN, LENGTH)
     place = m[None, :] * size_out + n[:, None]
     inside = (m < num)[None, :] & exist[:, None]
     if SPLITS > 1:
@@ -207,9 +232,8 @@ def _tiles(
         tl.store(arrivals + tile, 0)
         acc = tl.zeros([ROWS, NUM], tl.float32)
         for split in tl.static_range(SPLITS):
-            acc += tl.load(
-                parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
-            )
+            at = parts + split * num * size_out + place
+            acc += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     if BIASED:
         acc += tl.load(bias + n, mask=exist, other=0.0).to(tl.float32)[:, None]
     y = acc.to(kind)

@@ -30,6 +30,49 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def _sums(
+    of: tl.tuple,
+    sizes: tl.tuple,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    LENGTH: tl.constexpr,
+) -> tl.tuple:
+    """Of a tile's products, [ROWS, NUM], and those of up."""
+    RUNS: tl.constexpr = 16 // BITS
+    PARTS: tl.constexpr = RUN // LENGTH
+    x, weight, heads, token = of
+    start, first_n, row, size_in, size_out, x_stride, head_stride = sizes
+    n, i = first_n + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    exist = n < size_out
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
+    for step in range(0, tl.cdiv(size_in, RUNS * RUN) * PARTS):
+        words = weight.load([row, step * LENGTH])
+        if GATED:
+            up_words = weight.load([row + size_out, step * LENGTH])
+        for run in tl.static_range(RUNS):
+            at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH + run * RUN
+            own = heads + at // GROUP * head_stride + n
+            head = tl.load(own, mask=exist)
+            if GATED:
+                k = at + i
+                a = tl.load(
+                    x + (token * x_stride)[:, None] + k[None, :], mask=(k < size_in)[None, :], other=0.0
+                )
+                b = spread(up_words, tl.load(own + size_out, mask=exist), KIND, BITS, run)
+                up = tl.dot(b, tl.trans(a), up, input_precision="ieee")
+            else:
+                a = x.load([start, at])
+            b = spread(words, head, KIND, BITS, run)
+            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    return acc, up
+
+
+@triton.jit
 def _tiles(
     out: tl.tensor,
     x: tl.tensor,
@@ -59,8 +102,6 @@ def _tiles(
     With an activation gate and up of sorted pairs from tokens `x`; without one, down of sorted pairs from a
     descriptor `x` of their tiles, to where they were before the sort.
     """
-    RUNS: tl.constexpr = 16 // BITS
-    PARTS: tl.constexpr = RUN // LENGTH
     kind: tl.constexpr = out.dtype.element_ty
     stripes = tl.cdiv(size_out, ROWS)
     tile, first_n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS
@@ -69,31 +110,13 @@ def _tiles(
         return
     expert = tl.load(work + 4 + 4 * tile)
     start, end = tl.load(work + 5 + 4 * tile), tl.load(work + 6 + 4 * tile)
-    m, n, i = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS), tl.arange(0, LENGTH)
+    m, n = start + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     pair, exist = tl.load(order + m, mask=m < end, other=0).to(tl.int64), n < size_out
     row = expert * (2 * size_out if ACTIVATION != "" else size_out) + first_n
     heads += (expert * groups).to(tl.int64) * head_stride
-    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
-    for step in range(0, tl.cdiv(size_in, RUNS * RUN) * PARTS):
-        words = weight.load([row, step * LENGTH])
-        if ACTIVATION != "":
-            up_words = weight.load([row + size_out, step * LENGTH])
-        for run in tl.static_range(RUNS):
-            at = step // PARTS * (RUNS * RUN) + step % PARTS * LENGTH + run * RUN
-            own = heads + at // GROUP * head_stride + n
-            head = tl.load(own, mask=exist)
-            if ACTIVATION != "":
-                k = at + i
-                a = tl.load(
-                    x + (pair // TOP * x_stride)[:, None] + k[None, :], mask=(k < size_in)[None, :], other=0.0
-                )
-                up_head = tl.load(own + size_out, mask=exist)
-                b = spread(up_words, up_head, kind, BITS, run)
-                up = tl.dot(b, tl.trans(a), up, input_precision="ieee")
-            else:
-                a = x.load([start, at])
-            b = spread(words, head, kind, BITS, run)
-            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    sizes = (start, first_n, row, size_in, size_out, x_stride, head_stride)
+    of = x, weight, heads, pair // TOP
+    acc, up = _sums(of, sizes, kind, ACTIVATION != "", BITS, GROUP, NUM, ROWS, RUN, LENGTH)
     if BIASED:
         acc += tl.load(bias + row + n - first_n, mask=exist, other=0.0).to(tl.float32)[:, None]
     y = acc.to(kind)
