@@ -1,6 +1,5 @@
 """Every architecture on a GPU: in float32 as transformers, in bfloat16 the same with graphs and without."""
 
-import gc
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -8,29 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from on_gpu import COUNTS, ROUNDING, answers, distances, opened
 from oracle import make_tiny
-from tiny import check_against, expected_of, logits_of, open_tiny, prompts_of
-from torch import Tensor
+from tiny import check_against, expected_of, logits_of
 from zoo import ZOO
 
-from quire import LLM, SamplingParams
 from quire.config.layout import cache_specs, has_states
 from quire.data.outputs import RequestOutput
 from quire.worker.graphs import Graph, Graphs
 
 pytestmark = pytest.mark.gpu
-SETTINGS: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 48,
-    "block_size": 16,
-    "num_gpu_blocks_override": 100,
-    "enable_prefix_caching": False,
-}
-COUNTS = (10, 8, 6, 3)
-"""Tokens of each answer: batches of 4, 3, 2 and 1, of which the second is padded."""
-ROUNDING = 0.5
-"""How far the worst logit of a step is off in the median, in deviations of all its logits. Measured: 0.02 to
-0.18 on a CPU, and with transformers alike; 4 if all are wrong."""
 NOISE = 0.5
 """What two ways to round may make of that logit in any step, likewise."""
 Tiny = tuple[Path, Any]
@@ -39,21 +25,6 @@ Tiny = tuple[Path, Any]
 @pytest.fixture(scope="module", params=ZOO)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def opened(path: Path, dtype: str) -> LLM:
-    gc.collect()
-    torch.cuda.empty_cache()
-    return open_tiny(path, dtype=dtype, **SETTINGS)
-
-
-def answers(llm: LLM) -> list[RequestOutput]:
-    """Two whole prompts with the first half of a third, its other half and the fourth beside decodes, and
-    decodes alone."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=-1) for count in COUNTS
-    ]
-    return llm.generate(prompts_of(23, 9, 40, 5), params, use_tqdm=False)
 
 
 def test_float32_logits_are_transformers(tiny: Tiny) -> None:
@@ -84,12 +55,6 @@ def test_bfloat16_decodes_are_the_same_from_graphs(tiny: Tiny, monkeypatch: pyte
     assert alike > 0.6 * sum(COUNTS)
     off = [distances(logits_of(output), expected_of(hf_model, output)) for output in (*played, *eager)]
     assert median(chain.from_iterable(off)) < ROUNDING
-
-
-def distances(ours: Tensor, theirs: Tensor) -> list[float]:
-    """Of the worst logit of each step, in deviations."""
-    apart: list[float] = ((ours - theirs).abs().amax(-1) / theirs.std(-1)).tolist()
-    return apart
 
 
 def num_alike(played: RequestOutput, eager: RequestOutput, *, strict: bool) -> int:

@@ -1,17 +1,16 @@
 """Weights in fp8: checkpoints of every layout and plain ones that are narrowed, against float32."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import load_tiny, make_tiny, random_prompts, run_paged
-from safetensors.torch import load_file, save_file
+from formats import SIZES, STORED
+from oracle import load_tiny, make_tiny
+from requantized import error_of, requantize
 from torch import Tensor
 
 from quire.config.keys import Keys
-from quire.config.model import read_checkpoint
 from quire.config.quant import ONLINE, read_quant
 from quire.config.quant.schemes import Fp8
 from quire.errors import ConfigError
@@ -23,79 +22,18 @@ from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}
-MOE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "tensor": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-    "channel": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
-    "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
-
-
-def narrow(weight: Tensor, kind: str) -> tuple[Scaled, dict[str, Tensor]]:
-    """A weight of a checkpoint, and its scales as they are stored."""
-    data, scale = narrowed(weight)
-    if kind == "channel":
-        return Scaled(data, scale), {"weight_scale": scale[:, None]}
-    if kind == "tensor":
-        scale = scale.amax()
-        data = (weight / scale).to(E4M3)
-        return Scaled(data, scale.expand(len(weight))), {"weight_scale": scale, "input_scale": torch.ones(())}
-    rows, columns = weight.shape
-    blocks = weight.view(rows // 128, 128, columns // 128, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    data = (blocks / scales[:, None, :, None]).view_as(weight).to(E4M3)
-    return Scaled(data, scales), {"weight_scale_inv": scales}
-
-
-def rewrite(path: Path, into: Path, kind: str) -> tuple[Path, Path]:
-    """The checkpoint at `path` in fp8, and with the same weights in float32."""
-    config = json.loads((path / "config.json").read_text())
-    stored, wide = {}, {}
-    for name, weight in load_file(path / "model.safetensors").items():
-        stored[name] = wide[name] = weight.contiguous()
-        if name.endswith("_proj.weight"):
-            made, scales = narrow(weight, kind)
-            stored[name], wide[name] = made.data, widened(made, torch.float32)
-            stored |= {f"{name.removesuffix('weight')}{suffix}": scale for suffix, scale in scales.items()}
-    for where, tensors, said in ((into / "fp8", stored, {"quantization_config": CONFIGS[kind]}),
-                                 (into / "wide", wide, {})):  # fmt: skip
-        where.mkdir()
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, where / "model.safetensors")
-        (where / "config.json").write_text(json.dumps(config | said))
-    return into / "fp8", into / "wide"
 
 
 def apart(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_moe", MOE)])
-def test_logits_are_those_of_the_widened_weights(
-    family: str, more: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
-    """A scale of another part, expert or block; a layer that was left out."""
-    path, _ = make_tiny(family, tmp_path, **SIZES, **more)
-    narrow_path, wide_path = rewrite(path, tmp_path, kind)
-    prompts, quant = random_prompts(7), read_checkpoint(narrow_path).quant
-    model = load_tiny(narrow_path, quant=quant)
-    narrow_layers = [module for module in model.modules() if isinstance(module, Fp8Weight | Fp8Experts)]
-    assert len(narrow_layers) == (8 if family == "llama" else 6)
-    ours, expected = (run_paged(each, prompts, [[7]])[0] for each in (model, load_tiny(wide_path)))
-    assert apart(ours, expected) < 1e-3
-
-
-@pytest.mark.parametrize(("family", "more"), [("llama", {}), ("qwen3_moe", MOE)])
-def test_a_plain_checkpoint_is_narrowed_while_it_is_loaded(
-    family: str, more: dict[str, Any], tmp_path: Path
-) -> None:
-    path, _ = make_tiny(family, tmp_path, **SIZES, **more)
-    _, wide_path = rewrite(path, tmp_path, "channel")
-    prompts = random_prompts(7)
-    models = load_tiny(path, quant=ONLINE["fp8"]), load_tiny(wide_path), load_tiny(path)
-    ours, expected, plain = (run_paged(each, prompts, [[7]])[0] for each in models)
-    assert apart(ours, expected) < 1e-3 < apart(ours, plain)
+@pytest.mark.parametrize("family", SIZES)
+def test_a_plain_checkpoint_is_narrowed_while_it_is_loaded(family: str, tmp_path: Path) -> None:
+    path, plain = make_tiny(family, tmp_path / "plain", **SIZES[family])
+    _, twin = requantize(family, tmp_path / "narrow", *STORED["fp8 channel"], **SIZES[family])
+    model = load_tiny(path, quant=ONLINE["fp8"])
+    assert error_of(model, twin) < 1e-3 < error_of(model, plain)
 
 
 def test_the_wide_weight_is_there_only_while_it_is_filled() -> None:
@@ -178,7 +116,7 @@ def read(**said: Any) -> Fp8 | None:
 def test_what_configurations_say() -> None:
     assert read(quant_method="fp8", activation_scheme="static") == Fp8("tensor", "static")
     assert read(quant_method="fp8") == Fp8("tensor", "token")
-    assert read(**CONFIGS["block"]) == Fp8("block", "group", scale_name="weight_scale_inv")
+    assert read(**STORED["fp8 block"].config) == Fp8("block", "group", scale_name="weight_scale_inv")
     assert read(quant_method="fbgemm_fp8") == Fp8("channel", "token")
     assert read(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]) == Fp8("tensor", "static")
     assert read(quant_method="modelopt", quant_algo="FP8", exclude_modules=["model.layers.0*"]) is None

@@ -1,14 +1,11 @@
 """gpt-oss with experts in MXFP4, as it is published, against transformers with the numbers they stand for."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from oracle import load_tiny, make_tiny, random_prompts, run_hf, run_paged
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from formats import E2M1, gpt_oss
+from oracle import load_tiny, random_prompts, run_hf, run_paged
 
 from quire.config.model import read_checkpoint
 from quire.config.quant.schemes import Mxfp4
@@ -20,37 +17,7 @@ from quire.quant.mxfp4 import Mxfp4Experts, Mxfp4Format
 from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
 
-VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-QUANT = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def narrowed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[experts, inputs, outputs] of a plain checkpoint -> blocks, scales, and what they stand for, in its
-    order. Neighbours share a byte, the first in its low half."""
-    rows = weight.transpose(1, 2).unflatten(-1, (-1, 32))
-    exponent = rows.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().floor() - 2
-    codes = (rows[..., None] / 2 ** exponent[..., None] - VALUES).abs().argmin(-1)
-    numbers = (VALUES[codes] * 2**exponent).flatten(-2).transpose(1, 2).contiguous()
-    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    return blocks, (exponent[..., 0] + 127).to(torch.uint8), numbers
-
-
-def published(tmp_path: Path) -> tuple[Path, Any]:
-    """A tiny gpt-oss with packed experts, and its twin with their numbers."""
-    path, hf_model = make_tiny("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
-    tensors, state = load_file(path / "model.safetensors"), hf_model.state_dict()
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        blocks, scales, numbers = narrowed(tensors.pop(name))
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        state[name].copy_(numbers)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": QUANT}
-    (path / "config.json").write_text(json.dumps(config))
-    return path, hf_model
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["native", "torch"])
@@ -62,7 +29,7 @@ def test_logits_are_those_of_the_numbers(
         pytest.skip("the native kernels do not compile here")
     if not kernels:
         monkeypatch.setattr("quire.quant.mxfp4.native.library", lambda: None)
-    path, hf_model = published(tmp_path)
+    path, hf_model = gpt_oss(tmp_path)
     model = load_tiny(path, quant=read_checkpoint(path).quant)
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     packed = sum(p.nbytes for each in experts for p in each.parameters() if p.dtype == torch.uint8)
@@ -100,7 +67,7 @@ def test_the_numbers_of_every_code() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
     ours = unpack(in_halves(blocks), torch.tensor([[127 + i % 3 for i in range(16)]], dtype=torch.uint8))
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(2).long()
-    expected = VALUES[codes] * torch.tensor([2.0 ** (i % 3) for i in range(16)])[:, None]
+    expected = E2M1[codes] * torch.tensor([2.0 ** (i % 3) for i in range(16)])[:, None]
     assert torch.equal(ours, expected.flatten(1))
 
 
