@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from formats import SIZES, STORED
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from requantized import requantize
 from torch import Tensor
 
 from quire.cli import main
+from quire.config.model import read_checkpoint
+from quire.config.quant import ONLINE
 from quire.errors import ConfigError
 from quire.loader import sharded
 from quire.loader.shards import STATE
@@ -41,6 +45,28 @@ def test_a_saved_state_computes_the_same(
     expected = logits(path)
     for load_format in ("sharded_state", "auto"):
         assert torch.equal(logits(out, load_format=load_format), expected)
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("name", ["fp8 tensor", "fp8 block", "int8 channel", "nf4"])
+def test_quantized_weights_are_saved_as_they_are_kept(name: str, family: str, tmp_path: Path) -> None:
+    path, _ = requantize(family, tmp_path, *STORED[name], **SIZES[family])
+    assert save(path, tmp_path / "state") == 0
+    quant = read_checkpoint(path).quant
+    assert torch.equal(logits(tmp_path / "state", quant=quant), logits(path, quant=quant))
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_narrowed_weights_are_saved_narrow(method: str, tmp_path: Path) -> None:
+    path, _ = make_tiny("llama", tmp_path, **SIZES["llama"])
+    assert save(path, tmp_path / "state", "--quantization", method) == 0
+    narrow, wide = (
+        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in (tmp_path / "state", path)
+    )
+    assert narrow < 0.75 * wide
+    quant = ONLINE[method]
+    assert torch.equal(logits(tmp_path / "state", quant=quant), logits(path, quant=quant))
 
 
 class Turned(Plain):
