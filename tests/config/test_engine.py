@@ -20,6 +20,7 @@ from quire.config.generation import default_sampling
 from quire.config.layout import CacheSpec
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
+from quire.config.quant.facts import QuantFacts
 from quire.config.sections import SECTIONS, options
 from quire.errors import ConfigError
 from quire.logs import warn_once
@@ -218,6 +219,14 @@ def test_packed_weights_stay_packed() -> None:
     assert make({}, checkpoint=packed).model.quantization == "gguf"
     assert make({"quantization": "none"}, checkpoint=packed).model.quantization == "none"
     assert make({}, checkpoint=packed, machine=cuda(80, "A100", (8, 0))).model.quantization == "gguf"
+
+
+def test_a_checkpoint_says_how_wide_its_keys_are() -> None:
+    narrow = checkpoint(quant=QuantFacts("compressed-tensors", (), "fp8_e4m3"))
+    assert make({}, checkpoint=narrow).cache.kv_cache_dtype == "fp8_e4m3"
+    assert make({"kv_cache_dtype": "fp8_e5m2"}, checkpoint=narrow).cache.kv_cache_dtype == "fp8_e5m2"
+    wide = make().model.dtype
+    assert make({"kv_cache_dtype": wide}, checkpoint=narrow).cache.kv_cache_dtype == wide
 
 
 def test_none_means_not_given_for_every_field() -> None:

@@ -90,6 +90,14 @@ def test_targets_and_what_is_ignored() -> None:
         assert facts.scheme(name) is None
 
 
+def test_keys_and_values() -> None:
+    scales = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert read(group(FP8), kv_cache_scheme=scales).cache == "fp8_e4m3"
+    assert read(group(FP8), kv_cache_scheme=None).cache is None
+    with pytest.raises(ConfigError, match="int keys and values of 8 bits; float of 8 bits are supported"):
+        read(group(FP8), kv_cache_scheme=scales | {"type": "int"})
+
+
 NVFP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group"}
 
 

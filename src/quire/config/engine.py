@@ -97,7 +97,7 @@ def resolve(
     )
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
-    cache = _cache(values, model.dtype, machine, env, checkpoint.facts)
+    cache = _cache(values, model.dtype, machine, env, checkpoint)
     values = _with_room_for_states(values, cache, machine, checkpoint.facts, usage)
     return EngineConfig(
         model=model,
@@ -215,7 +215,7 @@ def _dtype(asked: str, stored: str, machine: Machine, *, pools: bool) -> Any:
 
 
 def _cache(
-    values: Mapping[str, Any], dtype: str, machine: Machine, env: Env, facts: ArchFacts
+    values: Mapping[str, Any], dtype: str, machine: Machine, env: Env, checkpoint: Checkpoint
 ) -> CacheSection:
     own = _of("cache", values)
     block_size = own.get("block_size", 16)
@@ -224,7 +224,7 @@ def _cache(
     if own.get("prefix_caching_hash_algo") == "sha256_cbor":
         warn_once(logger, "prefix_caching_hash_algo='sha256_cbor' is read as 'sha256'")
         own["prefix_caching_hash_algo"] = "sha256"
-    if own.get("enable_prefix_caching", True) and has_states(cache_specs(facts)):
+    if own.get("enable_prefix_caching", True) and has_states(cache_specs(checkpoint.facts)):
         warn_once(
             logger, "Prefix caching is off: this model has layers whose state cannot be cut at a prefix"
         )
@@ -233,10 +233,11 @@ def _cache(
     if kv_dtype == "fp8":
         kv_dtype = "fp8_e4m3"
     known = ("auto", dtype, "fp8", "fp8_e4m3", "fp8_e5m2")
+    auto = (checkpoint.quant and checkpoint.quant.cache) or dtype
     if kv_dtype not in known:
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} is not supported on this {machine.device}; "
-            f"known: {', '.join(known)} ('auto' is {dtype!r} here)"
+            f"known: {', '.join(known)} ('auto' is {auto!r} here)"
         )
     sized = {"gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"} & own.keys()
     if machine.device == "cpu" and not sized:
@@ -247,7 +248,7 @@ def _cache(
             )
         own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
     own.setdefault("gpu_memory_utilization", 0.92)
-    return CacheSection(**{**own, "kv_cache_dtype": dtype if kv_dtype == "auto" else kv_dtype})
+    return CacheSection(**{**own, "kv_cache_dtype": auto if kv_dtype == "auto" else kv_dtype})
 
 
 def _attention(values: Mapping[str, Any], env: Env) -> AttentionSection:

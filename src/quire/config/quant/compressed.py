@@ -46,7 +46,22 @@ def read_compressed(said: Keys) -> QuantFacts:
                 )
             else:
                 by_name.append(Rule(_pattern(target), scheme))
-    return QuantFacts(METHOD, (*rules, *by_name, *by_class))
+    return QuantFacts(METHOD, (*rules, *by_name, *by_class), _cache(said))
+
+
+def _cache(said: Keys) -> str | None:
+    """The type that `kv_cache_scheme` says."""
+    scheme = said.get("kv_cache_scheme")
+    if scheme is None:
+        return None
+    if not isinstance(scheme, dict):
+        raise said.wrong("kv_cache_scheme", "an object")
+    if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+        raise ConfigError(
+            f"{said.source}: kv_cache_scheme says {scheme.get('type')} keys and values of"
+            f" {scheme.get('num_bits')} bits; float of 8 bits are supported"
+        )
+    return "fp8_e4m3"
 
 
 def _groups(said: Keys) -> dict[str, Keys]:

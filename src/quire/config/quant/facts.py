@@ -23,6 +23,8 @@ class QuantFacts:
     """As the checkpoint calls it."""
     rules: tuple[Rule, ...]
     """The first that matches decides; without one a layer is plain."""
+    cache: str | None = None
+    """The type of keys and values that its scales were made for."""
 
     def scheme(self, name: str) -> Scheme | None:
         return next((rule.scheme for rule in self.rules if re.search(rule.pattern, name)), None)

@@ -305,7 +305,7 @@ def _dot(
     FORM: tl.constexpr,
     UNITS: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` [R, NUM] and the products of rows n with units at.. of rows of x, which points to their first 8."""
+    """`acc` [R, NUM] and the products of rows n with units at.. of rows of x, a pointer to their first 8."""
     u, k = at + tl.arange(0, UNITS), at + tl.arange(0, UNITS * _EIGHT) // _EIGHT
     words, high, scale, low = _held(bits, n, u, inside[:, None] & (u < units)[None, :], units, FORM)
     held = real[:, None] & (k < units)[None, :]
@@ -334,7 +334,7 @@ def _pairs(
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of a tile of pairs with one expert: they, outputs, which pairs are real, the first row of the expert."""
+    """Of a tile of pairs with one expert: they, outputs, which pairs are real, the expert's first row."""
     stripes = tl.cdiv(size_out, ROWS)
     piece, n = tile // stripes, tile % stripes * ROWS + tl.arange(0, ROWS)
     there, at = piece < tl.load(work), work + 4 + 4 * piece
@@ -368,8 +368,8 @@ def tiles(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py, whose parts and arrivals are in
-    `splits`. With an activation the rows of up are behind those of the gate. If TOP > 0 rows of out are pairs,
-    sorted by `sort` of experts.py, of tokens pair / TOP."""
+    `splits`. With an activation the rows of up are behind those of the gate. If TOP > 0 rows of out are
+    pairs, sorted by `sort` of experts.py, of tokens pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)
