@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from quire.config.keys import Keys, read_json
@@ -15,7 +14,7 @@ from quire.errors import ConfigError
 from quire.kernels import native
 from quire.layers.scope import Equips, Target
 from quire.loader.safetensors import SafetensorsSource
-from quire.loader.shards import STATE, write_json
+from quire.loader.shards import STATE, write_json, write_tensors
 from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
 
@@ -52,12 +51,12 @@ def save_state(model: nn.Module, kept: Kept, stored: Mapping[str, tuple[int, ...
     num_parts = num_bytes = waiting_bytes = 0
     for name, parameter in model.named_parameters():
         if waiting and waiting_bytes + parameter.nbytes > _PART_BYTES:
-            save_file(waiting, folder / PART.format(rank=0, part=num_parts))
+            write_tensors(folder / PART.format(rank=0, part=num_parts), waiting)
             num_parts, waiting, waiting_bytes = num_parts + 1, {}, 0
         waiting[name] = parameter.detach().cpu().contiguous()
         waiting_bytes += parameter.nbytes
         num_bytes += parameter.nbytes
-    save_file(waiting, folder / PART.format(rank=0, part=num_parts))
+    write_tensors(folder / PART.format(rank=0, part=num_parts), waiting)
     shapes = {name: list(shape) for name, shape in stored.items()}
     write_json(folder / STATE, asdict(kept) | {"stored": shapes})
     return num_bytes

@@ -1,9 +1,13 @@
 """Which weight files a model directory has, and which others."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from quire.config.keys import read_json
 from quire.errors import ConfigError
@@ -15,6 +19,18 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """For everybody who may read what is beside it: safetensors by itself writes for the owner alone."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(_mode_of_new_files())
+
+
+def _mode_of_new_files() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def copy_around(path: Path, to: Path) -> None:

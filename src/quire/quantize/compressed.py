@@ -4,11 +4,10 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.loader.shards import write_json
+from quire.loader.shards import write_json, write_tensors
 from quire.logs import get_logger
 from quire.quantize.schemes import Scheme
 from quire.quantize.stored import Stored
@@ -105,7 +104,7 @@ class Files:
 
     def _write(self) -> None:
         file = self.folder / f"part-{len(self._written)}.safetensors"
-        save_file(self._waiting, file, metadata={"format": "pt"})
+        write_tensors(file, self._waiting)
         self.num_bytes += sum(tensor.nbytes for tensor in self._waiting.values())
         self._written.append(list(self._waiting))
         self._waiting = {}

@@ -1,5 +1,6 @@
 """Writing a GGUF file: from another with all that its header says, or from a directory of a known family."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from quire.quantize.stored import Stored
 from quire.quantize.vocab import gguf_vocab
 from quire.text.tokenizer import load_tokenizer
 
+_TYPE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.I)
+"""The type in the name of a file."""
 GGUF_KINDS = {
     "gguf-q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
@@ -75,7 +78,8 @@ def write_gguf(stored: Stored, to: str, folder: Path, progress: Callable[[], obj
     """One file in `folder`; returns the number of bytes of its tensors."""
     kind, file_type = GGUF_KINDS[to]
     source = stored.checkpoint.path
-    path = folder / f"{source.stem if stored.is_gguf else source.name}-{kind.name}.gguf"
+    name = _TYPE.sub("", source.stem) if stored.is_gguf else source.name
+    path = folder / f"{name}-{kind.name}.gguf"
     if stored.is_gguf:
         metadata = GGUFFile(source).metadata
         out = _Writer(path, metadata["general.architecture"], kind)
