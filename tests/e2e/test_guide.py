@@ -164,7 +164,6 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
         ({"speculative_model": "small", "num_speculative_tokens": 5}, "speculative_config"),
         ({"quantization": "awq"}, "awq"),
         ({"quantization": "gptq"}, "gptq"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}, "enable_lora"),
         ({"cpu_offload_gb": 10}, "cpu_offload_gb"),
     ],

@@ -81,6 +81,7 @@ class SafetensorsSource:
     def format(self, plain: Format) -> Format:
         return plain
 
+    @torch.inference_mode()  # a thread of a pool does not know in which mode the tensors were made
     def fill(self, target: Target) -> None:
         entry, into = self.entries[target.name], target.tensor
         check_type(entry.dtype, target)

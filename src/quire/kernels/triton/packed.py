@@ -367,9 +367,8 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS); see `_tiles` of matmul.py, whose parts and arrivals are in
-    `splits`. With an activation the rows of up are behind those of the gate. If TOP > 0 rows of out are
-    pairs, sorted by `sort` of experts.py, of tokens pair / TOP."""
+    """Grid (num / NUM * size_out / ROWS, SPLITS): `_tiles` of matmul.py; parts and arrivals are `splits`.
+    Rows of up are behind the gate's. If TOP > 0 rows of out are sorted pairs, of tokens pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)
