@@ -18,6 +18,7 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.triton import experts as kernels
 from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import compiling, overlap
+from quire.kernels.triton.pairs import add
 
 EXPERTS, TOP, HIDDEN, INNER, LAYERS = 128, 8, 2048, 768, 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192, 16384)
@@ -66,15 +67,17 @@ def parts(of: list[Layer], plan: Plan) -> Iterator[tuple[str, Callable[[], objec
         yield (
             "up",
             lambda: [
-                multiply(between, at.x, at.experts, pair, activation="silu")
+                multiply(between, at.x, pair, experts=at.experts, activation="silu")
                 for at, pair in zip(of, pairs, strict=True)
             ],
         )
         yield (
             "down",
-            lambda: [multiply(apart, between, at.experts, pair) for at, pair in zip(of, pairs, strict=True)],
+            lambda: [
+                multiply(apart, between, pair, experts=at.experts) for at, pair in zip(of, pairs, strict=True)
+            ],
         )
-        yield "sum", each(lambda layer: kernels.add(out, apart, layer.weights, ahead=ahead))
+        yield "sum", each(lambda layer: add(out, apart, layer.weights, ahead=ahead))
     mixed = functools.partial(kernels.mixed, activation="silu", plan=plan)
     yield "mix", each(lambda at: mixed(at.x, at.ids, at.weights, at.experts))
 

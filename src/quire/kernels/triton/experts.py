@@ -22,15 +22,10 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.fp8 import along_x, plus, quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import LONGEST, empty, has_room, tiled, times, upright
-from quire.kernels.triton.pairs import most_tiles, sort
+from quire.kernels.triton.pairs import Sorted, most_tiles, sort, sorted_mix
 from quire.kernels.triton.routing import choose, route
 
 __all__ = ["choose", "mix", "most_tiles", "route", "sort"]
-
-_SUMMED = 1024
-"""Numbers of a token that a program sums."""
-_MOST_AHEAD = 256
-"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
 
 
 class Rows(NamedTuple):
@@ -319,28 +314,6 @@ def _stretch(at: tl.tensor, exist: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
         return tl.load(at, mask=exist[None, :], other=0.0)
 
 
-@triton.jit
-def _sum(
-    out: tl.tensor,
-    x: tl.tensor,
-    weights: tl.tensor,
-    size: tl.tensor,
-    TOP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Grid (tokens, size / BLOCK). `EXPERTS` >= TOP is a power of two."""
-    token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
-    at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
-    follow(OVERLAP)
-    exist = (rank < TOP)[:, None] & (at < size)[None, :]
-    values = tl.load(x + pair[:, None] * size + at[None, :], mask=exist, other=0.0).to(tl.float32)
-    share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
-    total = tl.sum(values * share[:, None], 0)
-    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)
-
-
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
     """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
     if not len(x):
@@ -356,21 +329,16 @@ def mixed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str, plan: Plan
 ) -> Tensor:
     """`mix` by a plan."""
-    num, hidden = x.shape
-    top, inner = ids.shape[1], experts.down.shape[2]
-    ahead = num <= _MOST_AHEAD and overlap(1)
-    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    num_experts, _, inner = experts.down.shape
     if isinstance(plan, Rows):
+        between = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
         up_rows(between, x, ids, experts, activation, plan)
         down_rows(out, between, ids, weights, experts, plan)
         return out
-    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
-    pairs = sort(ids, len(experts.down), plan.num, ahead=ahead)
-    multiply(between, x, experts, pairs, plan, top, activation, ahead=ahead)
-    multiply(apart, between, experts, pairs, plan, top, ahead=ahead)
-    add(out, apart, weights, ahead=ahead)
-    return out
+    by_plan = functools.partial(multiply, experts=experts, plan=plan, top=ids.shape[1])
+    up = functools.partial(by_plan, activation=activation)
+    return sorted_mix(x, ids, weights, up, by_plan, sizes=(num_experts, inner), height=plan.num)
 
 
 def up_rows(out: Tensor, x: Tensor, ids: Tensor, experts: ExpertWeights, activation: str, plan: Rows) -> None:
@@ -397,24 +365,15 @@ def down_rows(
     )  # fmt: skip
 
 
-def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
-    num, hidden = out.shape
-    top = weights.shape[1]
-    launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
-        out, x, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
-        launch_pdl=ahead,
-    )  # fmt: skip
-
-
 def multiply(
     out: Tensor,
     x: Tensor,
+    pairs: Sorted,
+    *,
     experts: ExpertWeights,
-    pairs: tuple[Tensor, Tensor],
     plan: Tiles,
     top: int,
     activation: str = "",
-    *,
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""

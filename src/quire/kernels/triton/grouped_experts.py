@@ -1,6 +1,7 @@
 """Mixtures of experts whose weights are in groups of 4 or 8 bits: `kernels/triton/experts.py`, with the codes
 of a weight spread on their way to the tensor cores."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.experts import add, most_tiles, sort
 from quire.kernels.triton.grouped import GroupedWeight, spread
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
-
-_MOST_AHEAD = 256
-"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
+from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
 
 
 class Tile(NamedTuple):
@@ -140,29 +138,24 @@ def mix(
     """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
     if not len(x):
         return torch.empty_like(x)
+    sizes, top = (len(down.heads), down.size_in), ids.shape[1]
     tile = plan_of(ids.numel() / len(down.heads))
-    (num, hidden), top, inner = x.shape, ids.shape[1], down.size_in
-    ahead = num <= _MOST_AHEAD and overlap(1)
-    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
-    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
-    pairs = sort(ids, len(down.heads), tile.num, ahead=ahead)
-    multiply(between, x, gate_up, biases[0], pairs, tile, top, activation, ahead=ahead)
-    multiply(apart, between, down, biases[1], pairs, tile, top, ahead=ahead)
-    add(out, apart, weights, ahead=ahead)
-    return out
+    by_tile = functools.partial(multiply, tile=tile, top=top)
+    first = functools.partial(by_tile, weight=gate_up, bias=biases[0], activation=activation)
+    last = functools.partial(by_tile, weight=down, bias=biases[1])
+    return sorted_mix(x, ids, weights, first, last, sizes=sizes, height=tile.num)
 
 
 def multiply(
     out: Tensor,
     x: Tensor,
+    pairs: Sorted,
+    *,
     weight: GroupedWeight,
     bias: Tensor | None,
-    pairs: tuple[Tensor, Tensor],
     tile: Tile,
     top: int,
     activation: str = "",
-    *,
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""

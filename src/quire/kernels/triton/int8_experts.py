@@ -14,13 +14,10 @@ from torch import Tensor
 
 from quire.kernels.int8 import Codes
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.experts import add, most_tiles, sort
 from quire.kernels.triton.int8 import Tiles
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import has_room, tiled
-
-_MOST_AHEAD = 256
-"""As in experts.py."""
+from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
 
 
 class ExpertCodes(NamedTuple):
@@ -116,30 +113,24 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertCodes, activatio
     """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
     if not len(x):
         return torch.empty_like(x)
-    num_experts, hidden, inner = experts.down.codes.shape
-    num, top = ids.shape
+    num_experts, _, inner = experts.down.codes.shape
     plan = plan_of(ids.numel(), num_experts)
-    ahead = num <= _MOST_AHEAD and overlap(1)
-    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
-    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
-    pairs = sort(ids, num_experts, plan.num, ahead=ahead)
-    multiply(between, x, experts.gate_up, experts.gate_up_bias, pairs, plan, top, activation, ahead=ahead)
-    multiply(apart, between, experts.down, experts.down_bias, pairs, plan, top, ahead=ahead)
-    add(out, apart, weights, ahead=ahead)
-    return out
+    by_plan = functools.partial(multiply, plan=plan, top=ids.shape[1])
+    up = functools.partial(by_plan, weight=experts.gate_up, bias=experts.gate_up_bias, activation=activation)
+    down = functools.partial(by_plan, weight=experts.down, bias=experts.down_bias)
+    return sorted_mix(x, ids, weights, up, down, sizes=(num_experts, inner), height=plan.num)
 
 
 def multiply(
     out: Tensor,
     x: Tensor,
+    pairs: Sorted,
+    *,
     weight: Codes,
     bias: Tensor | None,
-    pairs: tuple[Tensor, Tensor],
     plan: Tiles,
     top: int,
     activation: str = "",
-    *,
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""

@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles, add, most_tiles, sort
+from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import follow, launch, overlap
 from quire.kernels.triton.matmul import empty, times, upright
+from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
 
-_MOST_AHEAD = 256
-"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
 _HALF_WAY = tl.constexpr(2.0**63)
 _BLOCKS = tl.constexpr(32)
 """Of a row that a program unpacks at a time, where it holds rows."""
@@ -238,11 +237,11 @@ def mixed(
 ) -> Tensor:
     """`mix` by a plan."""
     (num, hidden), top, inner = x.shape, ids.shape[1], 32 * experts.down.shape[2]
-    ahead = num <= _MOST_AHEAD and overlap(1)
-    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
     up, down = experts[:2], experts[2:4]
     if isinstance(plan, Rows):
+        ahead = overlap(1)
+        between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
         launch(_up_rows, num * top * triton.cdiv(inner, plan.up))(
             between, x, *up, experts.gate_up_bias, ids, hidden // 32, inner, x.stride(0), TOP=top,
             ACTIVATION=activation, ROWS=plan.up, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
@@ -252,28 +251,27 @@ def mixed(
             ROWS=plan.down, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
         )  # fmt: skip
         return out
-    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
-    pairs = sort(ids, len(experts.down), plan.num, ahead=ahead)
-    _multiply(between, x, *up, experts.gate_up_bias, pairs, plan, top, activation, ahead=ahead)
-    _multiply(apart, between, *down, experts.down_bias, pairs, plan, top, "", ahead=ahead)
-    add(out, apart, weights, ahead=ahead)
-    return out
+    by_plan = functools.partial(_multiply, plan=plan, top=top)
+    first = functools.partial(by_plan, weight=up, bias=experts.gate_up_bias, activation=activation)
+    last = functools.partial(by_plan, weight=down, bias=experts.down_bias, activation="")
+    sizes = len(experts.down), inner
+    return sorted_mix(x, ids, weights, first, last, sizes=sizes, height=plan.num)
 
 
 def _multiply(
     out: Tensor,
     x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
+    pairs: Sorted,
+    *,
+    weight: tuple[Tensor, Tensor],
     bias: Tensor | None,
-    pairs: tuple[Tensor, Tensor],
     plan: Tiles,
     top: int,
     activation: str,
-    *,
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""
+    codes, scales = weight
     (num, size_out), tile = out.shape, plan.up if activation else plan.down
     launch(_tiles, most_tiles(num, len(codes), plan.num) * triton.cdiv(size_out, tile.rows))(
         out, x, codes, scales, bias, *pairs, codes.shape[2], size_out, x.stride(0), TOP=top,

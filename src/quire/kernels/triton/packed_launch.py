@@ -1,7 +1,7 @@
 """Launches of products with packed weights (`packed.py`): linear layers, experts, rows of a table."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,9 +10,9 @@ from torch import Tensor
 from quire.kernels.triton import packed
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
-from quire.kernels.triton.experts import add, most_tiles, sort
 from quire.kernels.triton.launch import launch, overlap
 from quire.kernels.triton.matmul import arrivals_of
+from quire.kernels.triton.pairs import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.planes import KINDS, TILE, Planes
 
 _SCRATCH_WEIGHTS = 1 << 26
@@ -103,25 +103,29 @@ def mix(
     if not num:
         return torch.empty_like(x)
     num_experts = gate_up.rows // (2 * inner)
-    hidden, ahead = down.rows // num_experts, overlap(num, x.shape[1])
-    between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
-    apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
-    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    hidden = down.rows // num_experts
     plan = choose_experts(num * top, num_experts)
     if isinstance(plan, Rows):
+        ahead = overlap(num, hidden)
+        between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
+        apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x)
         _launch_rows(between, x, gate_up, gate_up_bias, plan, activation, ids=ids, top=top, ahead=ahead)
         _launch_rows(apart, between, down, down_bias, plan, ids=ids, top=1, ahead=ahead)
-    else:
-        pairs = sort(ids, num_experts, plan.num, ahead=ahead)
-        most = most_tiles(num * top, num_experts, plan.num)
-        shared: dict[str, Any] = {"pairs": pairs, "ahead": ahead}
-        up_tiles, down_tiles = (most * triton.cdiv(size, plan.rows) for size in (inner, hidden))
-        _launch_tiles(
-            between, x, gate_up, gate_up_bias, plan, activation, num_tiles=up_tiles, top=top, **shared
-        )
-        _launch_tiles(apart, between, down, down_bias, plan, num_tiles=down_tiles, top=1, **shared)
-    add(out, apart, weights, ahead=ahead)
-    return out
+        add(out, apart, weights, ahead=ahead)
+        return out
+    most = most_tiles(num * top, num_experts, plan.num)
+
+    def up(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
+        tiles = most * triton.cdiv(inner, plan.rows)
+        of = gate_up, gate_up_bias, plan, activation
+        _launch_tiles(out, x, *of, num_tiles=tiles, top=top, pairs=pairs, ahead=ahead)
+
+    def last(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
+        tiles = most * triton.cdiv(hidden, plan.rows)
+        _launch_tiles(out, x, down, down_bias, plan, num_tiles=tiles, top=1, pairs=pairs, ahead=ahead)
+
+    return sorted_mix(x, ids, weights, up, last, sizes=(num_experts, inner), height=plan.num)
 
 
 def _launch_rows(

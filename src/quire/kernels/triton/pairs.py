@@ -1,11 +1,20 @@
-"""Pairs of a token and one of its experts, sorted by expert and cut into tiles."""
+"""Pairs of a token and one of its experts, sorted by expert and cut into tiles; what experts make of them."""
+
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import follow, launch
+from quire.kernels.triton.launch import follow, launch, overlap
+
+Sorted = tuple[Tensor, Tensor]
+"""What `sort` gives."""
+_SUMMED = 1024
+"""Numbers of a token that a program sums."""
+_MOST_AHEAD = 256
+"""Up to so many tokens a kernel is launched ahead of the end of the one before."""
 
 _CHUNKS = 128, 512, 2048, 4096
 """Pairs that a program sorts at a time: as many as there are, or the most."""
@@ -74,7 +83,7 @@ def _sort(
             tl.store(work, tl.sum(tiles, 0))
 
 
-def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> tuple[Tensor, Tensor]:
+def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
     """Pairs by expert [pairs]; how many tiles of up to `height` pairs of one expert there are, and from 4 on
     the expert of each, its first pair, its end, and nothing."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
@@ -98,3 +107,65 @@ def most_tiles(num_pairs: int, num_experts: int, height: int) -> int:
     """However the pairs fall."""
     touched = min(num_pairs, num_experts)
     return touched + (num_pairs - touched) // height
+
+
+class Multiplies(Protocol):
+    """Fills a row for each pair from rows of tokens, or of sorted pairs."""
+
+    def __call__(self, out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None: ...
+
+
+def sorted_mix(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Multiplies,
+    down: Multiplies,
+    *,
+    sizes: tuple[int, int],
+    height: int,
+) -> Tensor:
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token, in tiles of
+    `height` pairs; `sizes` are the number of experts and what is between `up` and `down`."""
+    (num, hidden), (num_experts, inner) = x.shape, sizes
+    ahead = num <= _MOST_AHEAD and overlap(1)
+    between = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+    apart = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
+    out = torch.empty(num, hidden, dtype=x.dtype, device=x.device)
+    pairs = sort(ids, num_experts, height, ahead=ahead)
+    up(between, x, pairs, ahead=ahead)
+    down(apart, between, pairs, ahead=ahead)
+    add(out, apart, weights, ahead=ahead)
+    return out
+
+
+def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
+    """The rows of each token's pairs, weighed."""
+    num, hidden = out.shape
+    top = weights.shape[1]
+    launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
+        out, x, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
+        launch_pdl=ahead,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum(
+    out: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    size: tl.tensor,
+    TOP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens, size / BLOCK). `EXPERTS` >= TOP is a power of two."""
+    token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
+    at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
+    follow(OVERLAP)
+    exist = (rank < TOP)[:, None] & (at < size)[None, :]
+    values = tl.load(x + pair[:, None] * size + at[None, :], mask=exist, other=0.0).to(tl.float32)
+    share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
+    total = tl.sum(values * share[:, None], 0)
+    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)
