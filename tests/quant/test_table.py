@@ -3,14 +3,17 @@
 The same on a GPU: tests/gpu/test_formats.py. GGUF files are in test_gguf.py, MXFP4 is in test_mxfp4.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 from formats import SIZES, STORED
 from requantized import error_of, loaded, requantize
+from safetensors.torch import load_file, save_file
 
 from quire.config.quant import METHODS
 from quire.config.quant.schemes import Scheme
+from quire.errors import ConfigError
 from quire.quant.plain import Plain, PlainExperts
 
 ELSEWHERE = {"modelopt": "test_fp8.py", "mxfp4": "test_mxfp4.py"}
@@ -27,6 +30,28 @@ def test_logits(name: str, family: str, tmp_path: Path) -> None:
     unpacked = {"nf4", "fp4", "gptq act-order"}
     assert all("proj" not in each for each in plain) or name in unpacked, plain
     assert error_of(model, twin) < 5e-3
+
+
+def test_a_quantized_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    path, _ = requantize("llama", tmp_path, *STORED["gptq"], **SIZES["llama"])
+    file = path / "model.safetensors"
+    words = load_file(file)
+    words["model.layers.0.mlp.extra_proj.qweight"] = words["model.layers.0.mlp.up_proj.qweight"].clone()
+    save_file(words, file)
+    with pytest.raises(ConfigError, match=r"1 quantized weights .* not have.*extra_proj.qweight"):
+        loaded(path)
+
+
+def test_weights_that_are_not_what_the_configuration_says_are_named(tmp_path: Path) -> None:
+    path, _ = requantize("llama", tmp_path, *STORED["int8 channel"], **SIZES["llama"])
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps(said | {"quantization_config": STORED["fp8 channel"].config})
+    )
+    with pytest.raises(
+        ConfigError, match=r"_proj.weight is stored as torch.int8, but .* torch.float8_e4m3fn"
+    ):
+        loaded(path)
 
 
 def test_nothing_is_left_out() -> None:
