@@ -1,10 +1,11 @@
 """`python packed_speed.py`: us of products with packed weights in CUDA graphs, and the share of the floor.
 
-Not a test. Layers of Llama-3.1-8B, each product with a weight of its own, so that no cache helps. The floor is
-the bytes of the planes over 4.8 TB/s.
+Not a test. Layers of Llama-3.1-8B, each product with a weight of its own, so that no cache helps. The floor
+is the bytes of the planes over 4.8 TB/s.
 """
 
 import argparse
+from itertools import product as product_of
 
 import torch
 from layer_speed import graph_us, random
@@ -39,41 +40,36 @@ def planes(kind: str, rows: int, columns: int) -> Planes:
     return made
 
 
+def timed(weights: list[Planes], x: torch.Tensor, plan: Rows | Tiles | None, activation: str) -> str:
+    def run() -> None:
+        for weight in weights:
+            if plan is None:
+                product(x, weight)
+            else:
+                multiply(x, weight, None, plan, activation)
+
+    us, floor = graph_us(run) / len(weights), weights[0].data.numel() / TB_S
+    return f"{len(x)} {tuple(map(int, plan or ()))}: {us:.1f} us {100 * floor / us:.0f}%"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kinds", default="Q4_K,Q8_0,Q6_K")
     parser.add_argument("--tokens", default="1,2,8,16,32,64,128,256")
     parser.add_argument("--sweep", action="store_true", help="other plans, too")
     args = parser.parse_args()
-    for kind in args.kinds.split(","):
-        for shape, (size_out, size_in, activation) in SHAPES.items():
-            first = planes(kind, size_out, size_in)
-            num = max(3, min(40, int(ENOUGH_BYTES // first.data.numel())))
-            weights, floor = [first, *(planes(kind, size_out, size_in) for _ in range(num - 1))], []
-            floor_us = first.data.numel() / TB_S
-            for tokens in map(int, args.tokens.split(",")):
-                x = random(tokens, size_in)
-                chosen = choose(tokens, size_out, size_in, 2 if activation else 1)
-                plans = [chosen, *(SWEEP.get(tokens, []) if args.sweep else [])]
-                with compiling():
-                    for plan in plans:
-                        if plan is not None:
-                            multiply(x, first, None, plan, activation)
-                for plan in plans:
-                    of = plan
-
-                    def run(plan: Rows | Tiles | None = of, x: torch.Tensor = x) -> None:
-                        for weight in weights:
-                            if plan is None:
-                                product(x, weight)
-                            else:
-                                multiply(x, weight, None, plan, activation)
-
-                    us = graph_us(run) / num
-                    floor.append(
-                        f"{tokens} {tuple(map(int, plan or ()))}: {us:.1f} us {100 * floor_us / us:.0f}%"
-                    )
-            print(f"{kind} {shape} (floor {floor_us:.1f} us):", "; ".join(floor), flush=True)
+    for kind, (shape, (size_out, size_in, activation)) in product_of(args.kinds.split(","), SHAPES.items()):
+        first = planes(kind, size_out, size_in)
+        num = max(3, min(40, int(ENOUGH_BYTES // first.data.numel())))
+        weights, said = [first, *(planes(kind, size_out, size_in) for _ in range(num - 1))], []
+        for x in (random(int(tokens), size_in) for tokens in args.tokens.split(",")):
+            chosen = choose(len(x), size_out, size_in, 2 if activation else 1)
+            plans = [chosen, *(SWEEP.get(len(x), []) if args.sweep else [])]
+            with compiling():
+                for plan in filter(None, plans):
+                    multiply(x, first, None, plan, activation)
+            said += [timed(weights, x, plan, activation) for plan in plans]
+        print(f"{kind} {shape} (floor {first.data.numel() / TB_S:.1f} us):", "; ".join(said), flush=True)
 
 
 if __name__ == "__main__":
