@@ -164,6 +164,8 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
     have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta."""
+    if name in stored:
+        return name
     body, _, rest = name.partition(".")
     known = [name, rest, f"{body}.language_model.{rest}", f"language_model.{name}"]
     for today, before in _BEFORE.items():
