@@ -14,7 +14,7 @@ FLOORS = [
     ["unbuilt"],
     ["config", "data", "registry"],
     ["hub", "capacity", "dist", "sched", "text", "metrics", "grammar", "remote"],
-    ["kernels", "multimodal", "prepare"],
+    ["comm", "kernels", "multimodal", "prepare"],
     ["attention", "quant", "frontend"],
     ["layers", "sampling", "spec", "server"],
     ["models", "lora"],

@@ -14,7 +14,7 @@ IGNORED_SWITCHES = frozenset(
     """
     aggregate-engine-logging allow-deprecated-quantization calculate-kv-scales cudagraph-metrics
     dcp-q-replicate disable-async-output-proc disable-cascade-attn disable-chunked-mm-input
-    disable-custom-all-reduce disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
+    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
     disable-log-requests disable-nccl-for-dp-synchronization enable-bf16x3-router-gemm
     enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-fault-tolerance
     enable-flashinfer-autotune enable-layerwise-nvtx-tracing enable-log-requests
@@ -28,17 +28,17 @@ IGNORED_SWITCHES = frozenset(
 )
 IGNORED_VALUES = frozenset(
     """
-    additional-config all2all-backend allowed-local-media-path allowed-media-domains code-revision
+    additional-config allowed-local-media-path allowed-media-domains code-revision
     collect-detailed-traces cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
     cuda-graph-sizes cudagraph-capture-sizes data-parallel-address data-parallel-backend
     data-parallel-rpc-port dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend
-    dcp-kv-cache-interleave-size default-mm-loras diffusion-config distributed-timeout-seconds
-    ec-manager-config eplb-config expert-placement-strategy fault-tolerance-config gdn-prefill-backend
+    dcp-kv-cache-interleave-size default-mm-loras diffusion-config
+    ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
     kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend limit-mm-per-prompt
     linear-backend lora-dtype lora-extra-vocab-size lora-target-modules mamba-backend mamba-block-size
     mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
-    master-addr master-port max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills
+    max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills
     max-lora-rank max-loras max-num-partial-prefills max-parallel-loading-workers media-io-kwargs
     mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
     mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm
@@ -57,7 +57,7 @@ IGNORED_VALUES = frozenset(
 
 LISTS = frozenset(
     """
-    cuda-graph-sizes cudagraph-capture-sizes device-ids ignore-patterns kv-cache-dtype-skip-layers
+    cuda-graph-sizes cudagraph-capture-sizes ignore-patterns kv-cache-dtype-skip-layers
     logits-processors lora-target-modules numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
@@ -77,9 +77,6 @@ SHORT = {
     "data_parallel_start_rank": "-dpr",
     "decode_context_parallel_size": "-dcp",
     "diffusion_config": "-dc",
-    "enable_expert_parallel": "-ep",
-    "nnodes": "-n",
-    "node_rank": "-r",
     "optimization_level": "-O",
     "prefill_context_parallel_size": "-pcp",
     "speculative_config": "-sc",

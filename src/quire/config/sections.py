@@ -205,6 +205,32 @@ class ParallelSection:
     """Copies of the engine behind one address."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
     """How workers are started; one device always runs in the engine's process."""
+    pp_layer_partition: str = ""
+    """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or as even as can be."""
+    enable_expert_parallel: Annotated[bool, Rule(short="-ep")] = False
+    """Each device has some of the experts of a layer, in place of some of each expert."""
+    all2all_backend: str = "allgather_reducescatter"
+    """How tokens reach the experts of other devices, and what these made of them comes back."""
+    expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
+    """Which experts a device has: neighbours, or every n-th."""
+    enable_eplb: bool = False
+    """Move experts between devices as their load changes."""
+    eplb_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of how: window_size, step_interval, num_redundant_experts."""
+    nnodes: Annotated[int, Rule(at_least=1, short="-n")] = 1
+    """Machines that the workers of an engine are on."""
+    node_rank: Annotated[int, Rule(at_least=0, short="-r")] = 0
+    """Which of them this is."""
+    master_addr: str = "127.0.0.1"
+    """Address of the first machine."""
+    master_port: Annotated[int, Rule(at_least=0, at_most=65535)] = 29501
+    """Its port where the workers meet."""
+    device_ids: tuple[str, ...] = ()
+    """The GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them."""
+    disable_custom_all_reduce: bool = False
+    """Sum between GPUs by NCCL alone."""
+    distributed_timeout_seconds: Annotated[int, Rule(at_least=1)] = 600
+    """How long workers wait for each other before they give up."""
     cpu_threads: Annotated[int, Rule(at_least=1)]
     """Threads that compute on a CPU. Default: one for each core that this process may use."""
 

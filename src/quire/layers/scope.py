@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.comm.group import ALONE, Group
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
 from quire.quant.experts import ExpertShape, StoredExperts
@@ -15,19 +16,6 @@ from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape, Weight
 
 _PLAIN = PlainFormat()
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The devices that share each layer, and which of them this is."""
-
-    rank: int = 0
-    size: int = 1
-
-    def share(self, size: int) -> int:
-        """How much of a size is this device's."""
-        assert size % self.size == 0
-        return size // self.size
 
 
 def _unknown(name: str) -> bool:
@@ -50,8 +38,8 @@ class Scope:
     """Makes the weight of the layer that is made of the parts of the checkpoint with these names."""
     experts: Callable[[tuple[str, ...], ExpertShape], StoredExperts] = _PLAIN.experts
     """The same for a layer's experts."""
-    group: Group = Group()
-    """Whom layers ask for their share of a size."""
+    group: Group = ALONE
+    """Who share each layer: asked for the share of a size, and told what is to be added up."""
     is_stored: Callable[[str], bool] = _unknown
     """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
     across: bool = False

@@ -50,8 +50,8 @@ def stored(size_out: int, size_in: int, *, blocked: bool) -> Scaled:
 
 
 def close(ours: Tensor, expected: Tensor, most: float = 6e-3) -> None:
-    """Sums in another order are rounded to another bfloat16, and what is narrowed to another e4m3: on an H200 up
-    to 5e-3."""
+    """Sums in another order are rounded to another bfloat16, and what is narrowed to another e4m3: by up to
+    5e-3 on an H200."""
     assert ours.dtype == DTYPE and ours.shape == expected.shape
     error = (ours.double() - expected.double()).norm() / expected.double().norm()
     assert error < most, error

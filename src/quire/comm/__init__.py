@@ -1,0 +1,1 @@
+"""Between devices: groups of them, and what they tell each other while they compute."""
