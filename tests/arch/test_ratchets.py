@@ -14,7 +14,7 @@ SIZES = {
     # file: (class, lines of the file, methods, attributes set in __init__)
     "worker/runner.py": ("Runner", 60, 2, 7),
     "sched/scheduler.py": ("Scheduler", 280, 20, 14),
-    "core/engine_core.py": ("EngineCore", 110, 10, 2),
+    "core/engine_core.py": ("EngineCore", 115, 11, 2),
 }
 
 

@@ -72,6 +72,11 @@ class EngineCore:
         scheduler.abort(list(scheduler.requests))
         scheduler.reset_prefix_cache()
 
+    def close(self) -> None:
+        """End the workers."""
+        self.pipeline.clear()
+        self.executor.close()
+
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
     """Start the executor, then a scheduler over the blocks that it found room for."""

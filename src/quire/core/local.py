@@ -111,3 +111,7 @@ class LocalEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the workers; no request can be run afterwards."""
+        self.core.close()

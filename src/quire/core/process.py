@@ -49,7 +49,10 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
-    server.run()
+    try:
+        server.run()
+    finally:
+        core.close()
 
 
 class CoreServer:

@@ -16,6 +16,12 @@ class Executor(Protocol):
         """Launch a step; it may still run when this returns. Plans take effect in the order of submission,
         and what this raises is the failure of the step."""
 
+    def watch(self) -> None:
+        """Raise EngineDead if a worker is gone."""
+
+    def close(self) -> None:
+        """End all workers."""
+
 
 __all__ = ["EXECUTORS", "Executor", "Pending"]
 

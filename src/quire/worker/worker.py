@@ -1,16 +1,16 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.capacity import CacheSize, human, size_cache
+from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs, layout
+from quire.config.pooling import PoolingFacts
 from quire.data.plan import Pending, StepPlan
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
@@ -29,6 +29,8 @@ from quire.worker.runner import Runner
 
 log = get_logger(__name__)
 
+_ALONE = World()
+
 _KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Types of a cache that no model computes in."""
 
@@ -36,8 +38,9 @@ _KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 class Worker:
     """One device, from loading its model to running its steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, world: World = _ALONE) -> None:
         self.config = config
+        self.world = world
         self.device = torch.device(config.machine.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.parallel.cpu_threads)
@@ -47,6 +50,10 @@ class Worker:
         self.kept_as = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
         """The type of the cache."""
         self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
+        self.backend = self._backend()
+        self.model: Any = None
+        self._needs: Needs | None = None
+        """None of a model without a cache."""
         self._runner: Runner | PoolingRunner | None = None
 
     def _backend(self) -> AttentionBackend:
@@ -56,14 +63,24 @@ class Worker:
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
         return choose(None if asked == "AUTO" else asked, spec, config.machine)
 
-    def load(self, backend: AttentionBackend | None = None) -> Any:
+    # ---- the phases of a start, in their order
+
+    def start(self) -> CacheSize:
+        """All of them, of a worker that is alone."""
+        self.load()
+        size = self.measure()
+        self.allocate(size)
+        self.warm_up()
+        return size
+
+    def load(self) -> None:
         """The model with its weights, without a cache."""
-        config = self.config
-        return load_model(
+        config, started = self.config, time.monotonic()
+        self.model = load_model(
             config.checkpoint,
             dtype=self.dtype,
             device=self.device,
-            backend=backend or self._backend(),
+            backend=self.backend,
             max_model_len=config.model.max_model_len,
             load_format=config.load.load_format,
             show_progress=config.load.use_tqdm_on_load,
@@ -72,17 +89,17 @@ class Worker:
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
         )
+        log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
-    def start(self) -> CacheSize:
-        """Load the weights, give the cache what memory is left, and be ready to run."""
+    @property
+    def _weights(self) -> int:
+        """Bytes."""
+        parameters = {parameter.data_ptr(): parameter for parameter in self.model.parameters()}
+        return sum(parameter.nbytes for parameter in parameters.values())
+
+    def measure(self) -> CacheSize:
+        """How large a cache fits beside the model; the layers have a small one by then."""
         config, facts = self.config, self.config.checkpoint.facts
-        backend = self._backend()
-        started = time.monotonic()
-        model = self.load(backend)
-        weights = sum(
-            parameter.nbytes for parameter in {p.data_ptr(): p for p in model.parameters()}.values()
-        )
-        log.info("Loaded %s of weights in %.2f s", human(weights), time.monotonic() - started)
         all_rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
@@ -90,35 +107,70 @@ class Worker:
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
             num_groups=len(self.layout.groups),
         )
+        weights = self._weights
+        if facts.encoder is None:
+            self._bind(num_blocks=1)
         if config.pooling is not None:
-            model.settle()
-            plan = None if facts.encoder else backend.plan
-            pooler = PoolingRunner(model, plan, all_rows, config.pooling, self.device)
-            self._runner = pooler
+            pooler = self._pooler(config.pooling, all_rows)
             if facts.encoder is not None:
                 return pooler.empty_cache(config, weights)
-            return self._make_cache(model, lambda: pooler.needs(config, weights))
-        device = open_device(Model(model, model.logits, backend), all_rows, self.device)
-        counts = None
-        if self.device.type == "cuda":
-            counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
-        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        size = self._make_cache(model, lambda: device.needs(config, weights, sampler))
-        device.warm_up(config)
-        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
-        self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
-        return size
+            self._needs = pooler.needs(config, weights)
+        else:
+            runner = self._generator(all_rows)
+            self._needs = runner.device.needs(config, weights, runner.sampler)
+        return self._cache_size(self._needs)
+
+    def allocate(self, size: CacheSize) -> None:
+        """Make the cache: as large as was measured, or smaller where another worker found less room."""
+        if self._needs is None:
+            return
+        longest = self.config.model.max_model_len
+        if size.max_model_len < longest:
+            log.info(
+                "Auto-fit max_model_len: reduced from %d to %d to fit the KV cache",
+                longest,
+                size.max_model_len,
+            )
+        self._bind(size.num_blocks)
+        log.info("%s", table(self._needs, size))
+
+    def warm_up(self) -> None:
+        if isinstance(self._runner, Runner):
+            self._runner.device.warm_up(self.config)
+
+    # ---- steps
 
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures():
             return self._runner.submit(plan)
 
-    def _make_cache(self, model: nn.Module, needed: Callable[[], Needs]) -> CacheSize:
+    def close(self) -> None:
+        """Let go of model and cache."""
+        self.model = self._runner = None
+
+    # ---- what they are made of
+
+    def _generator(self, all_rows: Rows) -> Runner:
+        config, facts, model = self.config, self.config.checkpoint.facts, self.model
+        device = open_device(Model(model, model.logits, self.backend), all_rows, self.device)
+        counts = None
+        if self.device.type == "cuda":
+            counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
+        sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
+        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
+        self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
+        return self._runner
+
+    def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
+        self.model.settle()
+        plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
+        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, self.device)
+        return self._runner
+
+    def _cache_size(self, needs: Needs) -> CacheSize:
         config = self.config
-        self._bind(model, num_blocks=1)
-        needs = needed()
-        size = size_cache(
+        return size_cache(
             self.layout,
             kv_dtype=config.cache.kv_cache_dtype,
             block_size=config.cache.block_size,
@@ -128,20 +180,11 @@ class Worker:
             auto_fit=config.model.auto_fit,
             room=cache_room(config.cache, config.machine, other_bytes=needs.total),
         )
-        if size.max_model_len < config.model.max_model_len:
-            log.info(
-                "Auto-fit max_model_len: reduced from %d to %d to fit the KV cache",
-                config.model.max_model_len,
-                size.max_model_len,
-            )
-        self._bind(model, size.num_blocks)
-        log.info("%s", table(needs, size))
-        return size
 
-    def _bind(self, model: nn.Module, num_blocks: int) -> None:
+    def _bind(self, num_blocks: int) -> None:
         """Give every layer a cache of this many blocks."""
         bind(
-            caching_layers(model.modules()),
+            caching_layers(self.model.modules()),
             self.layout,
             num_blocks=num_blocks,
             num_rows=self.config.scheduler.max_num_seqs,
