@@ -63,8 +63,9 @@ def _kinds(parts: list[Stored]) -> tuple[str, ...]:
 
 
 def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
-    on_cpu = set(TYPES) if native.library() is not None else set()
-    known = {"cpu": on_cpu, "cuda": set(KINDS)}.get(device.type, set())
+    known = set(KINDS) if device.type == "cuda" else set()
+    if device.type == "cpu" and native.library() is not None:
+        known = set(TYPES)
     if not parts or any(len(shape) != num_dims for _, *shape in parts):
         return False
     missing = [kind for kind in _kinds(parts) if kind not in known]
