@@ -78,19 +78,19 @@ def scales_of(
     EACH: tl.constexpr = 2 if FORM.lows else 1
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
-    at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (EACH * _TILE) + r
+    at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (EACH * _TILE) + r * EACH
     scale = tl.load(at, mask=exist, other=0.0).to(tl.float32)
     low = scale
     if FORM.lows:
-        low = tl.load(at + _TILE, mask=exist, other=0.0).to(tl.float32)
+        low = tl.load(at + 1, mask=exist, other=0.0).to(tl.float32)
     if FORM.subs == "nibbles":
         sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0).to(tl.int32)
         return scale * (sub & 15).to(tl.float32), low * (sub >> 4 & 15).to(tl.float32)
     elif FORM.subs == "bytes":
-        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r
+        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r * EACH
         scale *= tl.load(at_sub, mask=exist, other=0).to(tl.float32)
         if FORM.lows:
-            low *= tl.load(at_sub + _TILE, mask=exist, other=0).to(tl.float32)
+            low *= tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)
         return scale, low
     else:
         return scale, low

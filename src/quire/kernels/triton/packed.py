@@ -8,13 +8,19 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.codes import high_of, number_of, scales_of, words_of
+from quire.kernels.triton.codes import Form, high_of, number_of, scales_of, words_of
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.planes import TILE
 
 _EIGHT = tl.constexpr(8)
 """Numbers of x that a thread reads at once."""
 _TILE = tl.constexpr(TILE)
+
+
+@triton.constexpr_function
+def _first_of(q: int, form: Form) -> int:
+    """Which code of a word is the first of columns 8 q.. of a unit: `planes._placed`."""
+    return q % 2 * 2 ** (form.unit == 32) + q // 2 if form.words == 4 else q * (8 // form.words)
 
 
 @triton.jit
@@ -49,11 +55,11 @@ def _times_eight(
 ) -> tuple[tl.tensor, tl.tensor]:
     """The same with numbers 8 Q.. of units of x, [U, 8]."""
     U: tl.constexpr = x.shape[0]
-    S: tl.constexpr = Q * (8 // FORM.words)
+    S: tl.constexpr = _first_of(Q, FORM)
     if FORM.words == 4:
         a, b = tl.split(tl.reshape(x, [U, 4, 2]))
         sums, much = _times_one(sums, much, words, high, powers, a, S, FORM)
-        sums, much = _times_one(sums, much, words, high, powers, b, S + 1, FORM)
+        sums, much = _times_one(sums, much, words, high, powers, b, S + 16 // FORM.low, FORM)
     elif FORM.words == 2:
         even, odd = tl.split(tl.reshape(x, [U, 2, 2, 2]))
         a, c = tl.split(even)
@@ -222,10 +228,10 @@ def _eight(
     """Numbers 8 Q.. of units: [R, U * 8]."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
-    S: tl.constexpr = Q * (8 // FORM.words)
+    S: tl.constexpr = _first_of(Q, FORM)
     if FORM.words == 4:
         a = _value(words, high, powers, scale, low, S, FORM).to(kind)
-        b = _value(words, high, powers, scale, low, S + 1, FORM).to(kind)
+        b = _value(words, high, powers, scale, low, S + 16 // FORM.low, FORM).to(kind)
         all = tl.join(a, b)
     elif FORM.words == 2:
         a = _value(words, high, powers, scale, low, S, FORM).to(kind)

@@ -80,9 +80,9 @@ class Planes(NamedTuple):
     high: Tensor
     """[rows / TILE, units, TILE]: int32, or int16 for 16 bits"""
     subs: Tensor
-    """[rows / TILE, units, 1 or 2, TILE] int8"""
+    """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
-    """[rows / TILE, columns / 32 or 256, 1 or 2, TILE]"""
+    """[rows / TILE, columns / 32 or 256, TILE, 1 or 2]"""
     data: Tensor
     powers: Tensor
     """[4] float32: powers of 2^low"""
@@ -120,10 +120,10 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
             torch.int16 if form.unit * form.high == 16 else torch.int32,
         ),
         "subs": (
-            (tiles, units, each if form.subs == "bytes" else 1, TILE) if form.subs else (0,),
+            (tiles, units, TILE, each if form.subs == "bytes" else 1) if form.subs else (0,),
             torch.int8,
         ),
-        "scales": ((tiles, columns // form.stored_columns, each, TILE), wide),
+        "scales": ((tiles, columns // form.stored_columns, TILE, each), wide),
     }
     sizes = [-(-torch.Size(s).numel() * t.itemsize // _ALIGNMENT) * _ALIGNMENT for s, t in shapes.values()]
     data = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -148,13 +148,19 @@ def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
     if form.high:
         planes.high[tile] = _tiled(_bits(codes >> form.low, form.high).flatten(2).view(planes.high.dtype))
     if blocks.subs is not None:
-        planes.subs[tile] = _tiled(blocks.subs).unflatten(1, planes.subs.shape[1:3])
-    planes.scales[tile] = _tiled(blocks.scales).unflatten(1, planes.scales.shape[1:3])
+        planes.subs[tile] = _tiled(blocks.subs).unflatten(1, blocks.subs.shape[1:]).transpose(2, 3)
+    planes.scales[tile] = _tiled(blocks.scales).unflatten(1, blocks.scales.shape[1:]).transpose(2, 3)
 
 
 def _placed(codes: Tensor, form: Kind) -> Tensor:
     """[rows, columns] -> [rows, units, words, codes of a word]: of every 8 columns of a unit each word has
-    some, so that a thread reads 8 numbers of x at once."""
+    some, so that a thread reads 8 numbers of x at once.
+
+    Of 4 words, each half has a code of each 8 columns; the lower ones of its bytes are of the first 16.
+    """
+    if form.words == 4:
+        eights = codes.view(len(codes), -1, form.unit // 16, 2, 4, 2)
+        return eights.permute(0, 1, 4, 5, 3, 2).flatten(3)
     together = 8 // form.words
     apart: Tensor = codes.view(len(codes), -1, form.unit // 8, form.words, together)
     return apart.transpose(2, 3).flatten(3)
