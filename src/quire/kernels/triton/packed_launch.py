@@ -6,12 +6,13 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton import packed
+from quire.kernels.triton import packed, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
 from quire.kernels.triton.launch import launch, overlap
-from quire.kernels.triton.matmul import arrivals_of
+from quire.kernels.triton.matmul import arrivals_of, tiled
 from quire.kernels.triton.pairs import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.planes import KINDS, TILE, Planes
 
@@ -163,11 +164,14 @@ def _launch_tiles(
     ahead: bool,
 ) -> None:
     form, (num, size_out), parts = form_of(planes), out.shape, out
-    splits = 1 if activation or pairs is not None else plan.splits
+    spread = packed_tiles.takes(form)
+    splits = 1 if pairs is not None or activation and not spread else plan.splits
     if splits > 1:
-        parts = torch.empty(splits * num * size_out, dtype=torch.float32, device=x.device)
-    launch(packed.tiles, num_tiles, splits)(
-        out, x, bits_of(planes), out if bias is None else bias, (parts, arrivals_of(x.device)),
+        size = (2 if activation else 1) * splits * num * size_out
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    kernel, bits = (packed_tiles.tiles, _halves_of(planes, plan)) if spread else (packed.tiles, (bits_of(planes),))
+    launch(kernel, num_tiles, splits)(
+        out, x, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
         FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
         UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
@@ -223,6 +227,15 @@ def _form_of(name: str) -> Form:
     kind = KINDS[name]
     sizes = kind.low, kind.high, kind.unit, kind.words, kind.zero
     return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low])
+
+
+def _halves_of(planes: Planes, plan: Tiles) -> tuple[TensorDescriptor, tuple[Tensor, Tensor]]:
+    """Of words, as a descriptor; subs and scales, those of which there are two as one."""
+    form = form_of(planes)
+    halves = planes.low.view(torch.int16).flatten(1)
+    subs = planes.subs.view(torch.int16) if form.subs else planes.subs
+    scales = planes.scales.view(torch.int32 if form.lows else torch.int16)
+    return tiled(halves, plan.rows, plan.length // form.unit * 8), (subs, scales)
 
 
 def bits_of(planes: Planes) -> Bits:

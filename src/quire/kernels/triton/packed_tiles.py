@@ -1,0 +1,231 @@
+"""Products of some rows with packed weights (`planes.py`) of whole codes: the tensor cores take the weight as
+their first factor, out of registers, where a code becomes a number in pairs."""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.codes import Form
+from quire.kernels.triton.launch import follow
+from quire.kernels.triton.packed import _all, _pairs, _with
+from quire.kernels.triton.planes import TILE
+
+_EIGHT = tl.constexpr(8)
+_TILE = tl.constexpr(TILE)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def takes(form: Form) -> bool:
+    """Whether these kernels know it."""
+    return form.words == 4 and form.high == 0 and form.book == ""
+
+
+@triton.constexpr_function
+def _kind(is_half: bool) -> tuple[str, int]:
+    """Of two numbers in a register, and the bits of one under which a code is put, to be added to it."""
+    return ("f16x2", 0x6400) if is_half else ("bf16x2", 0x4300)
+
+
+@triton.constexpr_function
+def _spreading(form: Form, at: int, is_half: bool) -> str:
+    """Assembly: of two halves of words the codes from bit `at` on as two numbers, by the pair of each."""
+    kind, under = _kind(is_half)
+    above = f"0x{under:x}{under:x}"
+    if form.low == 8 and not is_half:  # 7 bits fit; the last says which number to take away
+        code = (
+            f"lop3.b32 u, t, 0x00800080, 0x43804380, 0x6a; lop3.b32 t, t, 0x007f007f, {above}, 0xea;"
+            f"sub.{kind} t, t, u;"
+        )
+    else:
+        mask, zero = ("0x00ff00ff" if form.low == 8 else "0x000f000f"), under + form.zero
+        code = f"lop3.b32 t, t, {mask}, {above}, 0xea; mov.b32 u, 0x{zero:x}{zero:x}; sub.{kind} t, t, u;"
+    last = f"mul.{kind} $0, t, $2;"
+    if form.lows:
+        last = f"prmt.b32 u, $2, $2, 0x1010; prmt.b32 v, $2, $2, 0x3232; fma.rn.{kind} $0, t, u, v;"
+    return f"{{ .reg .b32 t, u, v; shr.b32 t, $1, {at}; {code} {last} }}"
+
+
+@triton.constexpr_function
+def _scaling(is_half: bool) -> str:
+    """Assembly: two whole numbers in bytes times two numbers."""
+    kind, under = _kind(is_half)
+    above, mixed = f"0x{under:x}{under:x}", f"0x{under >> 8:x}"
+    return (
+        f"{{ .reg .b32 t, u; mov.b32 u, {mixed}; prmt.b32 t, $1, u, 0x4140; mov.b32 u, {above};"
+        f"sub.{kind} t, t, u; mul.{kind} $0, t, $2; }}"
+    )
+
+
+@triton.constexpr_function
+def _rounding(lows: bool, is_half: bool) -> str:
+    """Assembly: a scale in float16 twice, or a scale and a low as a pair: the one, and less the other."""
+    if is_half:
+        return "xor.b32 $0, $1, 0x80000000;" if lows else "prmt.b32 $0, $1, $1, 0x1010;"
+    both = "mov.b32 {a, b}, $1; cvt.f32.f16 x, a;"
+    last = "cvt.f32.f16 y, b; neg.f32 y, y;" if lows else "mov.f32 y, x;"
+    return f"{{ .reg .b16 a, b; .reg .f32 x, y; {both} {last} cvt.rn.bf16x2.f32 $0, y, x; }}"
+
+
+@triton.jit
+def _pair(heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """Of scales, and lows above them, in float16: what `_spread` multiplies with and adds, in this type."""
+    if _INTERPRETED:
+        scale = heads.to(tl.int16).to(tl.float16, bitcast=True)
+        low = (heads >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return _joined(scale, -low if FORM.lows else scale, KIND)
+    else:
+        ASM: tl.constexpr = _rounding(FORM.lows, tl.float16 == KIND)
+        return tl.inline_asm_elementwise(ASM, "=r,r", [heads], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _joined(first: tl.tensor, second: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    low = first.to(tl.float32).to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (second.to(tl.float32).to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _pairs_of(
+    bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor,
+    FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Of `UNITS` from `at` on of rows n, for each half of a word: [R, UNITS * 8]."""
+    u, tile, r = at + tl.arange(0, UNITS), n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
+    exist = inside[:, None] & (u < units)[None, :]
+    WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
+    stored = tile * (units // WIDTH)
+    if FORM.subs == "":
+        heads = tl.load(bits[1] + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exist, other=0)
+        pair = _pair(heads.to(tl.int32), FORM, KIND)
+    else:
+        subs = tl.load(bits[0] + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+        heads = tl.load(bits[1] + (stored + at // WIDTH) * _TILE + r, mask=inside[:, None], other=0)
+        heads = tl.broadcast_to(_pair(heads, FORM, KIND), subs.shape)
+        pair = _scaled(subs.to(tl.int32), heads, KIND)
+    R: tl.constexpr = pair.shape[0]
+    return tl.reshape(tl.broadcast_to(pair[:, :, None], [R, UNITS, _EIGHT]), [R, UNITS * _EIGHT])
+
+
+@triton.jit
+def _number(pair: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    return pair.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scaled(subs: tl.tensor, heads: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    if _INTERPRETED:
+        scale = (subs & 0xFF).to(tl.float32) * _number(heads, KIND)
+        return _joined(scale, (subs >> 8).to(tl.float32) * _number(heads >> 16, KIND), KIND)
+    else:
+        ASM: tl.constexpr = _scaling(tl.float16 == KIND)
+        return tl.inline_asm_elementwise(ASM, "=r,r,r", [subs, heads], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _spread(
+    words: tl.tensor, pair: tl.tensor, Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
+    """Columns 8 Q.. of units, of halves of words and pairs [R, U * 8]."""
+    AT: tl.constexpr = FORM.low * (Q % 2 * (FORM.unit // 16) + Q // 2)
+    if _INTERPRETED:
+        code = (words.to(tl.int32) >> AT & ((1 << FORM.low) - 1)).to(tl.float32) - FORM.zero
+        number = code * _number(pair, KIND)
+        return (number + _number(pair >> 16, KIND) if FORM.lows else number).to(KIND)
+    else:
+        ASM: tl.constexpr = _spreading(FORM, AT, tl.float16 == KIND)
+        pairs = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, pair], dtype=tl.int16, is_pure=True, pack=2)
+        return pairs.to(KIND, bitcast=True)
+
+
+@triton.jit
+def _sums(
+    x: tl.tensor, weight: tl.tensor, bits: tl.tuple, where: tl.tuple, steps: tl.tuple,
+    KIND: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x points to rows."""
+    row, size_out, inside, real, units = where
+    n, k = row + tl.arange(0, ROWS), tl.arange(0, UNITS * _EIGHT)
+    x += (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
+    acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
+    for step in range(steps[0], steps[1]):
+        at = step * UNITS
+        words = weight.load([row, at * _EIGHT])
+        pair = _pairs_of(bits, n, at, inside, units, FORM, KIND, UNITS)
+        if GATED:
+            up_words = weight.load([row + size_out, at * _EIGHT])
+            up_pair = _pairs_of(bits, n + size_out, at, inside, units, FORM, KIND, UNITS)
+        held = real[:, None] & (at + k // _EIGHT < units)[None, :]
+        for q in tl.static_range(FORM.unit // _EIGHT):
+            a = tl.trans(tl.load(x + (at * FORM.unit + q * _EIGHT), mask=held, other=0.0))
+            acc = tl.dot(_spread(words, pair, q, FORM, KIND), a, acc, input_precision="ieee")
+            if GATED:
+                up = tl.dot(_spread(up_words, up_pair, q, FORM, KIND), a, up, input_precision="ieee")
+    return acc, up
+
+
+@triton.jit(do_not_specialize=["num"])
+def tiles(
+    out: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    splits: tl.tuple,
+    pairs: tl.tuple,
+    num: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `bits` are subs and scales, those
+    of which there are two as one."""
+    GATED: tl.constexpr = ACTIVATION != ""
+    KIND: tl.constexpr = out.dtype.element_ty
+    tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
+    follow(OVERLAP)
+    if TOP > 0:
+        m, n, real, row = _pairs(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
+        source, row = m // TOP, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
+    else:
+        m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
+        real, source, row = m < num, m, tile // stripes * ROWS
+    units = columns // FORM.unit
+    share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS)
+    first = tl.program_id(1) * share
+    stop = tl.minimum(first + share, tl.cdiv(units, UNITS))
+    if TOP > 0:
+        stop = tl.where(tl.max(real.to(tl.int32), 0) > 0, stop, first)
+    where = (row, size_out, n < size_out, real, units)
+    x += source.to(tl.int64)[:, None] * x_stride
+    acc, up = _sums(x, weight, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS)
+    place, inside = m[None, :] * size_out + n[:, None], real[None, :] & (n < size_out)[:, None]
+    if SPLITS > 1:
+        size = num * size_out
+        own = splits[0] + tl.program_id(1) * size + place
+        tl.store(own, acc, mask=inside)
+        if GATED:
+            tl.store(own + SPLITS * size, up, mask=inside)
+        tl.debug_barrier()
+        if tl.atomic_add(splits[1] + tile, 1) < SPLITS - 1:
+            return
+        tl.store(splits[1] + tile, 0)
+        acc = _all(splits[0] + place, inside, size, SPLITS)
+        if GATED:
+            up = _all(splits[0] + SPLITS * size + place, inside, size, SPLITS)
+    offsets = bias + (row + tl.arange(0, ROWS))
+    y = tl.trans(_with(tl.trans(acc), offsets, n < size_out, BIASED)).to(KIND)
+    if GATED:
+        up = tl.trans(_with(tl.trans(up), offsets + size_out, n < size_out, BIASED))
+        y = gate_times(y, up.to(KIND), ACTIVATION)
+    tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], y, mask=inside)
