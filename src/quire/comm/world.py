@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from quire.comm.group import ALONE, Group, TorchGroup
+from quire.comm.symmetric import with_quick_sums
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
 
@@ -44,9 +45,10 @@ def join(
     )
 
     places = [Rank(*place) for place in itertools.product(range(dp_size), range(pp_size), range(tp_size))]
+    tp = _own_group(places, own, parallel, lambda place: (place.dp, place.pp))
     return World(
         rank,
-        tp=_own_group(places, own, parallel, lambda place: (place.dp, place.pp)),
+        tp=tp if parallel.disable_custom_all_reduce else with_quick_sums(tp, device),
         pp=_own_group(places, own, parallel, lambda place: (place.dp, place.tp)),
         ep=_own_group(places, own, parallel, lambda place: (place.pp,))
         if parallel.enable_expert_parallel
