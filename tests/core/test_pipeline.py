@@ -21,6 +21,9 @@ class Step:
     outcome: Any
     waited: bool = False
 
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         self.waited = True
         if isinstance(self.outcome, Exception):

@@ -174,6 +174,9 @@ class Done:
     def __init__(self, result: StepResult) -> None:
         self.result = result
 
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self.result
 
@@ -185,6 +188,9 @@ class Late:
         self.device, self.plan = device, plan
         self.outcome: StepResult | Exception | None = None
         self.is_behind_a_failure = False
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         while self.outcome is None:
@@ -210,6 +216,12 @@ class Device:
 
     def start(self) -> Any:
         raise AssertionError("never called")
+
+    def watch(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def submit(self, plan: StepPlan) -> Pending:
         try:

@@ -1,5 +1,6 @@
 """What the user asked for meets what the machine offers: `resolve()` is the one place that makes defaults."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,8 +150,33 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
         raise ConfigError(
             f"device={asked!r} was asked for, but the engine runs on {machine.device} ({machine.name})"
         )
-    own = {"cpu_threads": machine.num_cores, **_of("parallel", values)}
-    return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": "uni"})
+    own = _of("parallel", values)
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    world, nnodes = math.prod(own.get(name, 1) for name in sizes), own.get("nnodes", 1)
+    backend = own.get("distributed_executor_backend") or ("uni" if world == 1 else "mp")
+    tp, pp = own.get("tensor_parallel_size", 1), own.get("pipeline_parallel_size", 1)
+    if backend == "uni" and tp * pp > 1:
+        raise ConfigError(
+            f"distributed_executor_backend='uni' runs one device, and {tp} x {pp} are asked for; use 'mp'"
+        )
+    _check_nodes(own, backend, machine, world, nnodes)
+    own.setdefault("cpu_threads", max(machine.num_cores * nnodes // world, 1))
+    return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": backend})
+
+
+def _check_nodes(own: Mapping[str, Any], backend: str, machine: Machine, world: int, nnodes: int) -> None:
+    node_rank = own.get("node_rank", 0)
+    if node_rank >= nnodes:
+        raise ConfigError(f"node_rank={node_rank} must be below nnodes ({nnodes}): the first machine is 0")
+    if world % nnodes:
+        raise ConfigError(f"{world} workers cannot be divided evenly over nnodes={nnodes} machines")
+    there = len(own.get("device_ids", ())) or machine.num_devices
+    shared = machine.device == "cpu" or os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
+    if world // nnodes > there and backend != "ray" and not shared:
+        raise ConfigError(
+            f"{world // nnodes} workers on this machine need as many GPUs, and there are {there}: for more"
+            " machines use --distributed-executor-backend ray, or --nnodes with --node-rank and --master-addr"
+        )
 
 
 def _quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:

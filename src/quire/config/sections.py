@@ -204,7 +204,8 @@ class ParallelSection:
     data_parallel_size: Annotated[int, Rule(at_least=1, short="-dp")] = 1
     """Copies of the engine behind one address."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
-    """How workers are started; one device always runs in the engine's process."""
+    """How workers are started: in the engine's process (uni), a process each (mp), or by ray. Default: uni
+    for one, mp for more."""
     pp_layer_partition: str = ""
     """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or as even as can be."""
     enable_expert_parallel: Annotated[bool, Rule(short="-ep")] = False

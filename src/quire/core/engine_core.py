@@ -36,12 +36,12 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
         return self.scheduler.abort(request_ids)
 
-    def step(self) -> StepOutput | None:
+    def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
-        none can be planned."""
+        none can be planned, or if it is not done in time."""
         while self.pipeline.has_room and (plan := self.scheduler.plan()) is not None:
             self.pipeline.submit(plan)
-        if not len(self.pipeline):
+        if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
         plan, result = self.pipeline.next()
         if result is None:

@@ -16,6 +16,9 @@ class Refused:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         raise self._error
 
@@ -51,6 +54,10 @@ class Pipeline:
             raise
         except Exception as error:
             return Refused(error)
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait for the oldest step up to so long; whether it is done."""
+        return self._steps[0][1].ready(timeout_s)
 
     def next(self) -> tuple[StepPlan, StepResult | None]:
         """The oldest step, when it is done. If it failed there is no result, and none of those behind it."""

@@ -18,7 +18,7 @@ from quire.data.plan import StepOutput
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, ToCore
 from quire.dist.process import adopt, calm_collector
-from quire.errors import QuireError
+from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
 
@@ -51,6 +51,9 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
     parent.send(None)
     try:
         server.run()
+    except EngineDead as error:
+        log.error("The engine ends: %s", error)
+        sys.exit(1)
     finally:
         core.close()
 
@@ -127,8 +130,8 @@ class CoreServer:
 
     def _step(self) -> None:
         began = time.monotonic()
-        step = self.core.step()
-        self._is_stuck = step is None and self.core.has_work
+        step = self.core.step(BEAT_S)
+        self._is_stuck = step is None and self.core.has_work and not len(self.core.pipeline)
         if step is None:
             return
         self._progress_at = time.monotonic()
@@ -147,6 +150,7 @@ class CoreServer:
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S
+        self.core.executor.watch()
         stats = StepStats()
         self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
         self.stats_log.tick(stats)

@@ -95,6 +95,9 @@ class StepResult(msgspec.Struct):
 class Pending(Protocol):
     """A step that was launched."""
 
+    def ready(self, timeout_s: float) -> bool:
+        """Wait for it up to so long; whether it is done."""
+
     def wait(self) -> StepResult:
         """Blocks until the step is done; raises what the step raised."""
 

@@ -25,4 +25,10 @@ class Executor(Protocol):
 
 __all__ = ["EXECUTORS", "Executor", "Pending"]
 
-EXECUTORS = LazyTable("distributed_executor_backend", {"uni": "quire.executor.inprocess:InProcessExecutor"})
+EXECUTORS = LazyTable(
+    "distributed_executor_backend",
+    {
+        "uni": "quire.executor.inprocess:InProcessExecutor",
+        "mp": "quire.executor.multiprocess:MultiprocessExecutor",
+    },
+)

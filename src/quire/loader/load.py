@@ -60,12 +60,14 @@ def load_model(
     packed: bool = False,
     quant: QuantFacts | None = None,
     build: Callable[[ArchFacts, Scope], Any] | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
-    `quant` is how those of other files are stored, or are to be kept.
+    `quant` is how those of other files are stored, or are to be kept. The share of the weights
+    that is there is told to `tell` as it grows.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
@@ -91,7 +93,7 @@ def load_model(
         is_stored=is_stored,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
-    bar = tqdm(desc="Loading weights", disable=not show_progress or not sys.stderr.isatty())
+    bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())
     with torch.no_grad(), bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
@@ -100,7 +102,34 @@ def load_model(
     return model.eval()
 
 
-def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, progress: "tqdm[Any]") -> None:
+class Progress:
+    """How much is loaded: as a bar, and told to who asked."""
+
+    def __init__(self, tell: Callable[[float], None] | None, *, disable: bool) -> None:
+        self._bar = tqdm(desc="Loading weights", disable=disable)
+        self._tell = tell
+        self._count = self._total = self._percent = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def reset(self, total: int) -> None:
+        self._total = total
+        self._bar.reset(total)
+
+    def update(self) -> None:
+        self._count += 1
+        self._bar.update()
+        percent = 100 * self._count // self._total
+        if self._tell is not None and percent > self._percent:
+            self._percent = percent
+            self._tell(percent / 100)
+
+
+def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, progress: "Progress") -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
@@ -116,7 +145,7 @@ def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, progress: "t
         progress.update()
 
 
-def _restore(source: ShardedSource, model: nn.Module, progress: "tqdm[Any]") -> None:
+def _restore(source: ShardedSource, model: nn.Module, progress: "Progress") -> None:
     targets = source.targets(model)
     progress.reset(len(targets))
     for _ in _filled(source, (targets[name] for name in source.order(targets))):

@@ -206,10 +206,15 @@ class Landing:
         self._new = new
         self._all_rows = all_rows
 
-    def wait(self) -> StepResult:
+    def ready(self, timeout_s: float) -> bool:
+        """However long it takes: steps of a device are short, or it has failed."""
         if self._landed is not None:
             with device_failures():
                 self._landed.synchronize()
+        return True
+
+    def wait(self) -> StepResult:
+        self.ready(0.0)
         token_ids = self._tokens.numpy().astype(np.int32)
         self._all_rows.learn(*self._new, token_ids)
         return self._sampled.result(token_ids)

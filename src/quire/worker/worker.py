@@ -1,6 +1,7 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ class Worker:
         self.warm_up()
         return size
 
-    def load(self) -> None:
-        """The model with its weights, without a cache."""
+    def load(self, tell: Callable[[float], None] | None = None) -> None:
+        """The model with its weights, without a cache; the share of them that is there is told."""
         config, started = self.config, time.monotonic()
         self.model = load_model(
             config.checkpoint,
@@ -88,6 +89,7 @@ class Worker:
             packed=config.model.quantization != "none",
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
+            tell=tell,
         )
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 

@@ -1,0 +1,269 @@
+"""The executor over ranks: brings them up together, hands them plans, and knows when one is gone."""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from queue import Empty
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from quire.capacity import CacheSize
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.config.ranks import Rank
+from quire.data.codec import decode_outcome, encode_plan
+from quire.data.plan import StepPlan, StepResult
+from quire.dist.scratch import Scratch
+from quire.errors import ConfigError, EngineDead, EngineError
+from quire.executor.crew import Crew, LocalCrew
+from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, encode
+from quire.executor.rank import Place, world_size
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+SLICE_S = 0.25
+"""How often a wait for a step looks whether all ranks are there."""
+ALIKE_S = 5.0
+"""For all ranks to say that a step failed, when one has."""
+CAUSE_S = 1.0
+"""For the rank whose error is the cause, when another was cut off by its end."""
+REPORT_S = 5.0
+
+
+class RankedExecutor:
+    """Ranks that are reached through a crew."""
+
+    def __init__(self, config: EngineConfig, muster: Callable[[], Crew]) -> None:
+        self.config = config
+        self._muster = muster
+        env = Env.read(os.environ)
+        self._start_s, self._step_s = env.engine_ready_timeout_s, env.execute_model_timeout_seconds
+        self._failed: dict[int, dict[int, Failed]] = {}
+        """By step, then by rank."""
+        self._failed_at = 0.0
+        self._dead: str | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    # ---- start
+
+    def start(self) -> CacheSize:
+        deadline = time.monotonic() + self._start_s
+        self.crew = self._muster()
+        self._end = weakref.finalize(self, self.crew.end)
+        try:
+            with Report(self.crew.names) as report:
+                self._all("load", report, deadline)
+                measured = self._all("measure", report, deadline)
+                size = min((did.size for did in measured if did.size), key=lambda size: size.num_blocks)
+                self._all("allocate", report, deadline, size)
+                self._all("warm_up", report, deadline)
+                self._all("run", report, deadline)
+        except BaseException:
+            self.close()
+            raise
+        return size
+
+    def _all(
+        self, phase: Phase, report: "Report", deadline: float, size: CacheSize | None = None
+    ) -> list[Did]:
+        """Have every rank do it; what they said when it was done."""
+        self.crew.tell(encode(Order(phase, size)))
+        done: dict[int, Did] = {}
+        while len(done) < len(self.crew.names):
+            try:
+                index, word = self.crew.heard.get(timeout=min(SLICE_S, max(deadline - time.monotonic(), 0)))
+            except Empty:
+                report.tick()
+                if time.monotonic() > deadline:
+                    raise EngineDead(self._late(report, done)) from None
+                continue
+            match word:
+                case Doing():
+                    report.note(index, str(word))
+                case Did():
+                    report.note(index, f"{phase.replace('_', ' ')} done")
+                    done[index] = word
+                case Failed() | Gone():
+                    raise ConfigError(self._cause(index, word))
+        return [done[index] for index in sorted(done)]
+
+    def _late(self, report: "Report", done: dict[int, Did]) -> str:
+        missing = [str(index) for index in range(len(self.crew.names)) if index not in done]
+        return (
+            f"the engine was not ready within {self._start_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): "
+            f"waiting for rank {', '.join(missing)}; {report.text}"
+        )
+
+    def _cause(self, index: int, word: Failed | Gone) -> str:
+        """Why the start failed, by the rank whose fault it is: others only say that it went away."""
+        deadline = time.monotonic() + CAUSE_S
+        while isinstance(word, Gone) or not word.is_cause:
+            try:
+                other, heard = self.crew.heard.get(timeout=max(deadline - time.monotonic(), 0))
+            except Empty:
+                break
+            if isinstance(heard, Failed) and (heard.is_cause or isinstance(word, Gone)):
+                index, word = other, heard
+        name = self.crew.names[index]
+        if isinstance(word, Gone):
+            return f"rank {index} ({name}) ended while it was starting: {word.why}; the log may say more"
+        return f"rank {index} ({name}) cannot start: {word.error}"
+
+    # ---- steps
+
+    def submit(self, plan: StepPlan) -> "Remote":
+        self.watch()
+        try:
+            self.crew.send(encode_plan(plan), self._step_s)
+        except TimeoutError as error:
+            self._die(f"the ranks take no more plans: {error}")
+        return Remote(self, plan.step, time.monotonic() + self._step_s)
+
+    def outcome(self, step: int, timeout_s: float) -> StepResult | None:
+        """Of this step, if it comes in time. What the ranks say of those before it, nobody waits for."""
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) >= 0:
+            data = self.crew.receive(min(left, SLICE_S))
+            self.watch()
+            if data is None:
+                continue
+            outcome = decode_outcome(data)
+            if outcome.step == step:
+                if outcome.result is None:
+                    self._fail(step, outcome.error)
+                return outcome.result
+        return None
+
+    def _fail(self, step: int, error: str) -> NoReturn:
+        """Raise what a step failed with, once it is known whether all ranks stand where they did before."""
+        until = time.monotonic() + ALIKE_S
+        while len(self._failed.get(step, ())) < len(self.crew.names) and time.monotonic() < until:
+            time.sleep(0.005)
+            self.watch(failures_count=False)
+        failed = self._failed.pop(step, {})
+        if len(failed) < len(self.crew.names):
+            names = ", ".join(self.crew.names[index] for index in sorted(failed))
+            self._die(f"step {step} failed on {names} only: {error}")
+        raise EngineError(error)
+
+    def watch(self, failures_count: bool = True) -> None:
+        """Raise EngineDead if a rank is gone, or has failed alone."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        while not self.crew.heard.empty():
+            index, word = self.crew.heard.get()
+            name = self.crew.names[index]
+            if isinstance(word, Gone):
+                self._die(f"{name} is gone: {word.why}")
+            if isinstance(word, Failed) and (word.is_fatal or word.step is None):
+                self._die(f"{name} failed: {word.error}")
+            if isinstance(word, Failed) and word.step is not None:
+                self._failed.setdefault(word.step, {})[index] = word
+                self._failed_at = time.monotonic()
+        if failures_count and self._failed and time.monotonic() - self._failed_at > ALIKE_S:
+            step, failed = next(iter(self._failed.items()))
+            if len(failed) < len(self.crew.names):
+                index, first = next(iter(failed.items()))
+                self._die(f"step {step} failed on {self.crew.names[index]}: {first.error}")
+            self._failed.clear()  # of steps that nobody waits for any more
+
+    def give_up(self, step: int) -> NoReturn:
+        limit = f"{self._step_s:g} s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)"
+        self._die(f"step {step} did not end within {limit}: a rank hangs")
+
+    def _die(self, why: str) -> NoReturn:
+        self._dead = why
+        raise EngineDead(why)
+
+    def close(self) -> None:
+        self._end()
+
+
+class Remote:
+    """A step that the ranks have."""
+
+    def __init__(self, executor: RankedExecutor, step: int, deadline: float) -> None:
+        self._executor = executor
+        self._step = step
+        self._deadline = deadline
+        self._result: StepResult | None = None
+        self._error: EngineError | None = None
+
+    def ready(self, timeout_s: float) -> bool:
+        if self._result is None and self._error is None:
+            try:
+                self._result = self._executor.outcome(self._step, timeout_s)
+            except EngineDead:
+                raise
+            except EngineError as error:
+                self._error = error
+        is_done = self._result is not None or self._error is not None
+        if not is_done and time.monotonic() > self._deadline:
+            self._executor.give_up(self._step)
+        return is_done
+
+    def wait(self) -> StepResult:
+        while not self.ready(SLICE_S):
+            pass
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class Report:
+    """How far the ranks have come: one line that is rewritten on a terminal, or a line now and then."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._doing = ["starting"] * len(names)
+        self._said = ""
+        self._next = time.monotonic() + REPORT_S
+        self._bar = tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False)
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    @property
+    def text(self) -> str:
+        return ", ".join(f"rank {index}: {what}" for index, what in enumerate(self._doing))
+
+    def note(self, index: int, what: str) -> None:
+        self._doing[index] = what
+        self.tick()
+
+    def tick(self) -> None:
+        if not self._bar.disable:
+            self._bar.set_description_str(self.text)
+        elif time.monotonic() > self._next and self.text != self._said:
+            self._next, self._said = time.monotonic() + REPORT_S, self.text
+            log.info("%s", self.text)
+
+
+class MultiprocessExecutor(RankedExecutor):
+    """Each rank is a process of this machine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, lambda: ScratchCrew(config))
+
+
+class ScratchCrew(LocalCrew):
+    """All ranks of an engine on this machine; they meet in a file."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._scratch = Scratch()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        meeting, count = f"file://{self._scratch.path}/meeting", world_size(config.parallel)
+        super().__init__(
+            [Place(config, Rank.of(index, config.parallel), index, meeting) for index in range(count)]
+        )
+
+    def end(self) -> None:
+        super().end()
+        self._scratch.remove()

@@ -1,0 +1,60 @@
+"""What an executor and its ranks say to each other beside plans and results: structs in msgpack."""
+
+from typing import Literal
+
+import msgspec
+
+from quire.capacity import CacheSize
+
+Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
+
+
+class Order(msgspec.Struct):
+    """To a rank: the next phase."""
+
+    phase: Phase
+    size: CacheSize | None = None
+    """Of the cache to allocate."""
+
+
+class Doing(msgspec.Struct, tag="doing"):
+    """From a rank: where it is."""
+
+    what: str
+    share: float | None = None
+    """How much of it is done, where that is known."""
+
+    def __str__(self) -> str:
+        return self.what if self.share is None else f"{self.what} {self.share:.0%}"
+
+
+class Did(msgspec.Struct, tag="did"):
+    """From a rank: the phase is over."""
+
+    size: CacheSize | None = None
+    """Of the cache that it could have, if it measured."""
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """From a rank: it could not."""
+
+    error: str
+    is_cause: bool = True
+    """Whether the error is its own, rather than the end of somebody it waited for."""
+    step: int | None = None
+    """The step that failed; None for a phase, after which the rank ends."""
+    is_fatal: bool = False
+    """Whether the device is lost with the step."""
+
+
+class Gone(msgspec.Struct, tag="gone"):
+    """Of a rank, by those who watch over it: it has ended."""
+
+    why: str
+
+
+Word = Doing | Did | Failed | Gone
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_word = msgspec.msgpack.Decoder(Word).decode

@@ -1,0 +1,251 @@
+"""A rank: one worker in a process of its own, from its first order to its last plan."""
+
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from quire.config.engine import EngineConfig
+from quire.config.ranks import Rank
+from quire.config.sections import ParallelSection
+from quire.data.codec import Outcome, decode_plan, encode_outcome
+from quire.data.plan import Pending, StepPlan
+from quire.dist.process import adopt
+from quire.dist.shm import SPIN_S, Reader, Writer
+from quire.errors import EngineDead, QuireError
+from quire.executor.orders import Did, Doing, Failed, Order, Word, decode_order, encode
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+STEPS_UNDER_WAY = 2
+"""On a device that nobody waits for: its buffers are made for so many."""
+_LONG_S = 3600.0
+_CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
+"""What a rank says that waited for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands, and where it meets the others."""
+
+    config: EngineConfig
+    rank: Rank
+    local: int
+    """Which device of its machine it has."""
+    meeting: str
+    """A URL."""
+
+    @property
+    def name(self) -> str:
+        """As vLLM names the process: what is not divided is left out."""
+        parallel, rank = self.config.parallel, self.rank
+        parts = (
+            ("DP", rank.dp, parallel.data_parallel_size),
+            ("PP", rank.pp, parallel.pipeline_parallel_size),
+            ("TP", rank.tp, parallel.tensor_parallel_size),
+        )
+        return "_".join(["Worker", *(f"{word}{number}" for word, number, size in parts if size > 1)])
+
+    @property
+    def answers(self) -> bool:
+        """Whether this is the rank whose results count."""
+        return self.rank.tp == 0 and self.rank.pp == self.config.parallel.pipeline_parallel_size - 1
+
+
+def world_size(parallel: ParallelSection) -> int:
+    """Ranks of one core."""
+    return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+
+
+class Port(Protocol):
+    """A rank's way to its executor."""
+
+    def order(self) -> Order:
+        """The next one, when it comes."""
+
+    def say(self, word: Word) -> None: ...
+
+    def plan(self) -> bytes:
+        """The next one, when it comes."""
+
+    def answer(self, outcome: bytes) -> None: ...
+
+
+def serve(place: Place, port: Port) -> None:
+    """All that a rank does, in whatever process. Returns when it could not do something."""
+    try:
+        worker = _join(place, port)
+        phases: dict[str, Callable[[Order], Any]] = {
+            "load": lambda order: worker.load(lambda share: port.say(Doing("loading", share))),
+            "measure": lambda order: worker.measure(),
+            "allocate": lambda order: worker.allocate(order.size),
+            "warm_up": lambda order: worker.warm_up(),
+        }
+        while (order := port.order()).phase != "run":
+            if order.phase != "load":
+                port.say(Doing(order.phase.replace("_", " ")))
+            made = phases[order.phase](order)
+            port.say(Did(made if order.phase == "measure" else None))
+    except QuireError as error:
+        port.say(Failed(str(error)))
+        return
+    except Exception as error:
+        is_cause = not any(sign in str(error) for sign in _CUT_OFF)
+        (log.exception if is_cause else log.debug)("%s cannot start", place.name)
+        port.say(Failed(one_line(error), is_cause))
+        return
+    port.say(Did())
+    Steps(worker, place, port).run()
+
+
+def _join(place: Place, port: Port) -> Any:
+    """The worker, once all ranks have met."""
+    port.say(Doing("starting"))
+    config, parallel = place.config, place.config.parallel
+    import torch
+
+    from quire.comm.world import World, join
+    from quire.worker.worker import Worker
+
+    device = torch.device(config.machine.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if world_size(parallel) == 1:
+        return Worker(config, World(place.rank))
+    port.say(Doing("waiting for the others"))
+    return Worker(
+        config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
+    )
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+class Steps:
+    """Plans through a worker, in their order. On a GPU a second thread waits for what comes of them."""
+
+    def __init__(self, worker: Any, place: Place, port: Port) -> None:
+        self.worker = worker
+        self.place = place
+        self.port = port
+        self._rows = threading.Lock()
+        """Held by who reads or writes the worker's rows."""
+        self._under_way = threading.Semaphore(STEPS_UNDER_WAY)
+        self._launched: queue.SimpleQueue[tuple[int, Pending]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the process is ended."""
+        waits = self.place.config.machine.device != "cpu"
+        if waits:
+            threading.Thread(target=self._land_all, name="quire-land", daemon=True).start()
+        while True:
+            plan = decode_plan(self.port.plan())
+            if waits:
+                self._under_way.acquire()
+            pending = self._launch(plan)
+            if waits:
+                self._launched.put((plan.step, pending))
+            else:
+                self._land(plan.step, pending)
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        try:
+            with self._rows:
+                launched: Pending = self.worker.submit(plan)
+                return launched
+        except Exception as error:
+            return _Failure(error)
+
+    def _land_all(self) -> None:
+        while True:
+            self._land(*self._launched.get())
+            self._under_way.release()
+
+    def _land(self, step: int, pending: Pending) -> None:
+        try:
+            pending.ready(_LONG_S)
+            with self._rows:
+                result = pending.wait()
+        except Exception as error:
+            log.error("Step %d failed", step, exc_info=error)
+            is_fatal = isinstance(error, EngineDead)
+            self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
+            if self.place.answers:
+                self.port.answer(encode_outcome(Outcome(step, error=one_line(error))))
+        else:
+            if self.place.answers:
+                self.port.answer(encode_outcome(Outcome(step, result)))
+
+
+class _Failure:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        raise self._error
+
+
+# ---- as a child of the executor
+
+
+class PipePort:
+    """A pipe for orders, rings for plans and results. The end of the pipe is the end of the process."""
+
+    def __init__(self, pipe: Connection, plans: Reader, outcomes: Writer | None) -> None:
+        self._pipe = pipe
+        self._plans = plans
+        self._outcomes = outcomes
+        self._saying = threading.Lock()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="quire-orders", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._orders.put(decode_order(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def order(self) -> Order:
+        return self._orders.get()
+
+    def say(self, word: Word) -> None:
+        with self._saying:
+            self._pipe.send_bytes(encode(word))
+
+    def plan(self) -> bytes:
+        while (data := self._plans.receive(_LONG_S)) is None:
+            pass
+        return data
+
+    def answer(self, outcome: bytes) -> None:
+        assert self._outcomes is not None
+        self._outcomes.send(outcome, _LONG_S)
+
+
+def main() -> None:
+    """Entry of the process: file descriptors of the pipe and the rings, and which reader of plans it is."""
+    pipe_fd, plans_fd, outcomes_fd, reader = map(int, sys.argv[1:])
+    pipe = Connection(pipe_fd)
+    try:
+        place: Place = pickle.loads(pipe.recv_bytes())  # of the parent, who made the pipe
+    except EOFError:
+        sys.exit(1)
+    adopt(place.name)
+    is_cpu = place.config.machine.device == "cpu"
+    plans = Reader(plans_fd, reader, spin_s=0.0 if is_cpu else SPIN_S)
+    serve(place, PipePort(pipe, plans, Writer(outcomes_fd) if place.answers else None))
+    sys.exit(1)
