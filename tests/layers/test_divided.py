@@ -4,16 +4,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from quire.config.facts import MoeFacts, Routing
+from quire.comm.group import Group
+from quire.config.facts import MoeFacts, Routing, StateFacts
+from quire.errors import ConfigError
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import ColumnLinear, GateUpLinear, Linear, QKVLinear, RowLinear
 from quire.layers.moe import NAMES, Experts
 from quire.layers.norm import RMSNorm
-from quire.layers.scope import Group, Loads, Scope
+from quire.layers.scope import Loads, Scope, Target
+from quire.layers.state import GatedDelta, Mamba2
+from quire.loader.source import put
+from quire.quant.shares import Run, check_units, of_heads, padded
 
 MOE = MoeFacts(experts=3, intermediate=8, routing=Routing(2))
+STATE = StateFacts(heads=8, head_dim=2, state=4, groups=2, conv=3)
 
 
 def experts(names: str) -> Callable[[Scope], nn.Module]:
@@ -33,6 +40,8 @@ LAYERS: dict[str, Callable[[Scope], nn.Module]] = {
     "norm": lambda scope: RMSNorm(6, 1e-5, scope),
     "embedding": lambda scope: Embedding(10, 6, scope),
     "head": lambda scope: Head(10, 6, scope, bias=True).table,
+    "mamba": lambda scope: Mamba2(6, STATE, 1e-5, scope),
+    "delta": lambda scope: GatedDelta(6, STATE, 1e-5, scope, grouped=True).into,
     **{f"experts {names}": experts(names) for names in NAMES},
 }
 WHOLE = {
@@ -42,24 +51,36 @@ WHOLE = {
 }
 
 
+def targets_of(kind: str, scope: Scope, group: Group) -> dict[str, Target]:
+    layer = LAYERS[kind](replace(scope, group=group))
+    assert isinstance(layer, Loads)
+    return {target.name: target for target in layer.targets()}
+
+
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_share_is_smaller_along_its_axis_alone(kind: str, across: bool, scope: Scope) -> None:
-    """An axis of the tensor before it was turned round, or of all experts for one; a bias added twice."""
-    scope = replace(scope / "layer", across=across)
-    alone, shared = (LAYERS[kind](replace(scope, group=Group(0, size))) for size in (1, 2))
-    assert isinstance(alone, Loads) and isinstance(shared, Loads)
+def test_shares_are_all_of_what_is_stored(kind: str, across: bool, scope: Scope) -> None:
+    """An axis of the tensor before it was turned round, or of all experts for one; a part in no share, or in
+    two; half of query, key and value taken for half of the queries."""
+    scope = replace(scope / "layer", across=across and "mamba" not in kind)
+    alone = targets_of(kind, scope, Group())
+    shared = [targets_of(kind, scope, Group(rank, 2)) for rank in range(2)]
     whole = []
-    for target, share in zip(alone.targets(), shared.targets(), strict=True):
-        assert (target.name, target.axis) == (share.name, share.axis)
-        shape = list(target.tensor.shape)
-        if target.axis is None:
-            assert not target.stacked
-            whole.append(target.name)
-        else:
-            shape[target.axis] //= 2
-            assert not share.stacked or sum(share.stacked) == shape[target.axis]
-        assert list(share.tensor.shape) == shape
+    for name, target in alone.items():
+        assert target.is_whole
+        numbers = torch.arange(float(target.tensor.numel())).view(target.shape)
+        seen: list[Tensor] = []
+        for each in shared:
+            share = each[name]
+            assert share.shape == target.shape
+            share.tensor.fill_(torch.nan)
+            put(numbers, share)
+            seen.append(share.tensor.flatten())
+        if all(each[name].is_whole for each in shared):
+            whole.append(name)
+        elif kind != "embedding" and kind != "head":
+            assert all(len(part) == numbers.numel() // 2 for part in seen)
+            assert sorted(torch.cat(seen).tolist()) == numbers.flatten().tolist()
     if not kind.startswith("experts"):
         assert whole == WHOLE.get(kind, [])
     else:
@@ -67,21 +88,53 @@ def test_a_share_is_smaller_along_its_axis_alone(kind: str, across: bool, scope:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stacked"),
+    ("kind", "spans"),
     [
-        ("qkv", ()),
-        ("qkv in one", (32, 16, 16)),
-        ("qkv by head", ()),
-        ("gate_up in one", (8, 8)),
-        ("experts granite", (8, 8)),
-        ("experts llama4", (8, 8)),
-        ("experts gpt_oss", ()),
+        ("qkv", [(16, 32)]),
+        ("qkv in one", [(16, 32), (40, 48), (56, 64)]),
+        ("qkv by head", [(48, 96)]),
+        ("gate_up in one", [(4, 8), (12, 16)]),
+        ("experts granite", [(4, 8), (12, 16)]),
+        ("experts llama4", [(4, 8), (12, 16)]),
+        ("experts gpt_oss", [(8, 16)]),
     ],
 )
 def test_what_is_stored_as_one_is_divided_for_itself(
-    kind: str, stacked: tuple[int, ...], scope: Scope
+    kind: str, spans: list[tuple[int, int]], scope: Scope
 ) -> None:
-    """Half of query, key and value taken for half of the queries; what lies in turns taken for stacked."""
-    layer = LAYERS[kind](scope / "layer")
-    assert isinstance(layer, Loads)
-    assert next(layer.targets()).stacked == stacked
+    """What lies in turns taken for what lies behind each other."""
+    first = next(iter(targets_of(kind, scope / "layer", Group(1, 2)).values()))
+    assert [(span.start, span.stop) for span, _ in first.spans()] == spans
+
+
+def test_fewer_heads_than_devices_are_had_by_neighbours() -> None:
+    assert [of_heads(Group(rank, 4), 2, 8).start for rank in range(4)] == [0, 0, 8, 8]
+    assert of_heads(Group(3, 4), 2, 8) == Run(8, 8, 16)
+    assert of_heads(Group(1, 2), 4, 8) == Run(16, 16, 32)
+
+
+def test_a_group_of_heads_may_be_shared(scope: Scope) -> None:
+    """Four devices, two groups of key heads: queries and keys of one, half of its values and gates."""
+    targets = targets_of("delta", scope / "layer", Group(3, 4))
+    spans = [(span.start, span.stop) for span, _ in targets["layer.in_proj_qkvz.weight"].spans()]
+    # A group: 4 of q, 4 of k, 8 of v, 8 of z.
+    assert [span for span in spans if span[0] < span[1]] == [(24, 28), (28, 32), (36, 40), (44, 48)]
+
+
+def test_the_last_share_of_a_vocabulary_is_filled_up(scope: Scope) -> None:
+    assert [padded(Group(rank, 4), 10) for rank in range(4)] == [
+        Run(3, 0, 10),
+        Run(3, 3, 10),
+        Run(3, 6, 10),
+        Run(3, 9, 10),
+    ]
+    (target,) = targets_of("embedding", scope, Group(3, 4)).values()
+    target.tensor.fill_(torch.nan)
+    put(torch.ones(10, 6), target)
+    assert target.tensor[:, 0].tolist() == [1, 0, 0]
+
+
+def test_what_is_stored_as_one_is_not_cut() -> None:
+    check_units("a", [Run(128, 128, 256), Run(5), Run(64, 0, 64)], 128, "blocks")
+    with pytest.raises(ConfigError, match=r"^a: blocks of 128 do not fit.* 192 out of 768.* 1, 2, 3 or 6,"):
+        check_units("a", [Run(192, 192, 768)], 128, "blocks")

@@ -14,6 +14,7 @@ from quire.kernels.ops import Entry, HeadNorms
 from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
+from quire.quant.shares import divided
 
 
 @runtime_checkable
@@ -46,6 +47,7 @@ class PagedAttention(nn.Module):
         self.backend = scope.backend
         self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
+        self.own_heads = divided(scope.group, spec.heads * scope.group.size)
         self.scales = KVScales(scope.name, scope)
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
@@ -80,7 +82,7 @@ class PagedAttention(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:
-            yield Target(self.sinks_name, self.sinks)
+            yield Target(self.sinks_name, self.sinks, 0, (self.own_heads,))
 
     def finish(self) -> None:
         """Sinks are used as they were loaded."""

@@ -6,30 +6,40 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
-from quire.layers.scope import Scope, Target
-from quire.quant.weight import LinearShape, Text
+from quire.layers.scope import Scope, Target, target_of
+from quire.quant.shares import Run, padded
+from quire.quant.weight import LinearShape
 
 
 class _Table(nn.Module):
-    """A vector for each token of the vocabulary."""
+    """A vector for each token of the vocabulary, of which each device of a group has some."""
 
     multiply: Callable[[Tensor], Tensor]
     """[T, hidden] -> [T, vocab]; there after `finish`."""
+    rows: Callable[[Tensor], Tensor]
+    """[T] ids -> [T, hidden]; there after `finish`, unless no format of embeddings."""
 
     def __init__(self, vocab: int, hidden: int, scope: Scope, *, bias: bool = False) -> None:
         super().__init__()
         self.name = scope.name
+        self.group = scope.group
+        self.own = padded(scope.group, vocab)
         shape = LinearShape(
-            hidden, (scope.group.share(vocab),), bias, scope.dtype, scope.device, narrows=False
+            hidden,
+            (self.own.size,),
+            bias,
+            scope.dtype,
+            scope.device,
+            narrows=False,
+            outputs=((self.own,),),
+            inputs=Run(hidden),
         )
         self.weight = scope.linear((scope.name,), shape)
 
     def targets(self) -> Iterator[Target]:
         (part,) = self.weight.parts()
         for suffix, piece in part.items():
-            yield Target(
-                f"{self.name}.{suffix}", piece.tensor, piece.outputs, is_text=isinstance(piece, Text)
-            )
+            yield target_of(f"{self.name}.{suffix}", piece, (self.own,))
 
     def begin(self) -> None:
         self.weight.begin()
@@ -39,19 +49,31 @@ class _Table(nn.Module):
         self.equip()
 
     def equip(self) -> None:
-        self.multiply = self.weight.product
+        is_alone = self.group.size == 1
+        self.multiply = self.weight.product if is_alone else self._gathered
+        if self.weight.rows is not None:
+            self.rows = self.weight.rows if is_alone else self._summed
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """What the devices have beyond the vocabulary is left out."""
+        logits = self.group.gather(self.weight.product(x))
+        return logits if logits.shape[1] == self.own.all else logits[:, : self.own.all].contiguous()
+
+    def _summed(self, token_ids: Tensor) -> Tensor:
+        """Each token's vector is that of one device, and zero on the others."""
+        assert self.weight.rows is not None
+        own = token_ids - self.own.start
+        is_elsewhere = (own < 0) | (own >= self.own.size)
+        rows = self.weight.rows(own.masked_fill_(is_elsewhere, 0))
+        return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
 
 class Embedding(_Table):
     """The vectors of token ids."""
 
-    rows: Callable[[Tensor], Tensor]
-    """There after `finish`."""
-
     def equip(self) -> None:
         super().equip()
         assert self.weight.rows is not None, "a format without rows is not one for embeddings"
-        self.rows = self.weight.rows
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.rows(token_ids)
@@ -96,6 +118,5 @@ class Head(nn.Module):
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[len(token_ids), hidden]: the weights of these tokens."""
-        weight = self.table.weight
-        assert weight.rows is not None
-        return weight.rows(torch.tensor(token_ids, device=weight.shape.device))
+        device = self.table.weight.shape.device
+        return self.table.rows(torch.tensor(token_ids, device=device))

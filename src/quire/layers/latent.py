@@ -13,10 +13,12 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
+from quire.quant.shares import divided
 
 
 class LatentAttention(nn.Module):
-    """What a token leaves in the cache, and the product that makes keys and values of it."""
+    """What a token leaves in the cache, and the product that makes keys and values of it. The heads are those
+    of this device, the latents those of all."""
 
     def __init__(self, spec: LatentSpec, rope: Rope, norm: RMSNorm, scope: Scope) -> None:
         super().__init__()
@@ -29,6 +31,7 @@ class LatentAttention(nn.Module):
         # Used by heads and both ways round, so in no packed format.
         weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.own = divided(scope.group, len(weight) * scope.group.size)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
@@ -60,7 +63,7 @@ class LatentAttention(nn.Module):
         return self.latent.attend(queries, weight, cache, batch, spec).flatten(1)
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.name}.weight", self.weight)
+        yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))
 
     def finish(self) -> None:
         """The weight is used as it was loaded."""

@@ -1,56 +1,79 @@
 """Linear layers. A fused one names the parts of the checkpoint that it is made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import Entry, HeadNorms
+from quire.layers.norm import norm_shares
 from quire.layers.rope import halved
-from quire.layers.scope import Scope, Target
-from quire.quant.weight import LinearShape, Text
+from quire.layers.scope import Scope, Target, once, target_of
+from quire.quant.shares import Run, Runs, divided, of_heads
+from quire.quant.weight import LinearShape
 
 _LEAST_OUTPUTS = 16
 """Of a weight that is worth narrowing."""
 
 
 class Linear(nn.Module):
-    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) one after the other."""
+    """x W^T + b, with the outputs of `parts` (checkpoint name -> size) one after the other. A part of which a
+    device of a group has some only says which, unless all are `divided` alike."""
 
     divided: ClassVar[Literal["outputs", "inputs"] | None] = None
-    """What each device of a group has some of."""
+    """What each device of a group has an equal share of."""
+    is_summed: ClassVar[bool] = False
+    """Whether the devices' results are added up, so that a bias counts on one of them."""
     narrows: ClassVar[bool] = True
     """Whether its weight may be kept in fewer bits than it is stored in."""
     multiply: Callable[[Tensor], Tensor]
     """[T, size_in] -> [T, outputs of all parts]; there after `finish`."""
 
-    def __init__(self, size_in: int, parts: dict[str, int], scope: Scope, *, bias: bool = False) -> None:
+    def __init__(
+        self, size_in: int, parts: Mapping[str, int | Runs], scope: Scope, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        share = scope.group.share
-        outputs = map(share, parts.values()) if self.divided == "outputs" else parts.values()
-        inputs = share(size_in) if self.divided == "inputs" else size_in
-        self.part_names, self.sizes_out = tuple(parts), tuple(outputs)
+        self.group = scope.group
+        self.part_names = tuple(parts)
+        self.outputs = tuple(self._runs(part) for part in parts.values())
+        self.inputs = divided(scope.group, size_in) if self.divided == "inputs" else Run(size_in)
+        self.sizes_out = tuple(sum(run.size for run in runs) for runs in self.outputs)
         self.across = scope.across
-        self.stacked: tuple[int, ...] = ()
-        """Sizes of what the one part is made of, where it is more than one thing."""
-        narrows = self.narrows and sum(self.sizes_out) >= _LEAST_OUTPUTS
-        shape = LinearShape(inputs, self.sizes_out, bias, scope.dtype, scope.device, narrows)
+        shape = LinearShape(
+            self.inputs.size,
+            self.sizes_out,
+            bias,
+            scope.dtype,
+            scope.device,
+            narrows=self.narrows and sum(self.sizes_out) >= _LEAST_OUTPUTS,
+            outputs=self.outputs,
+            inputs=self.inputs,
+        )
         self.weight = scope.linear(self.part_names, shape)
 
+    def _runs(self, part: int | Runs) -> Runs:
+        if not isinstance(part, int):
+            return part
+        return (divided(self.group, part) if self.divided == "outputs" else Run(part),)
+
     def targets(self) -> Iterator[Target]:
-        for name, part in zip(self.part_names, self.weight.parts(), strict=True):
+        by_inputs = self.divided == "inputs"
+        for name, part, outputs in zip(self.part_names, self.weight.parts(), self.outputs, strict=True):
+            runs = (self.inputs,) if by_inputs else outputs
             for suffix, piece in part.items():
-                tensor, axis = piece.tensor, piece.along(self.divided)
-                if self.across:
-                    tensor, axis = tensor.t(), None if axis is None else tensor.ndim - 1 - axis
-                stacked = () if axis is None else self.stacked
-                yield Target(f"{name}.{suffix}", tensor, axis, stacked, isinstance(piece, Text))
+                target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=by_inputs)
+                yield target.turned() if self.across else target
 
     def begin(self) -> None:
         self.weight.begin()
 
     def finish(self) -> None:
+        if self.is_summed:
+            for part in self.weight.parts():
+                if "bias" in part:
+                    once(self.group, part["bias"].tensor)
         self.weight.finish()
         self.equip()
 
@@ -59,28 +82,52 @@ class Linear(nn.Module):
         self.multiply = self.weight.product
 
 
-class ColumnLinear(Linear):
+class OneLinear(Linear):
+    """A linear layer of one part."""
+
+    def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
+        super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x)
+
+
+class WholeLinear(OneLinear):
+    """Not divided: each device of a group computes all of it."""
+
+
+class ColumnLinear(OneLinear):
     """Divided by its outputs: each device of a group computes some of them."""
 
     divided = "outputs"
 
-    def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
-        super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
-
-
-class RowLinear(Linear):
-    """Divided by its inputs, which a column-divided layer made: the devices' results are summed."""
+class RowLinear(OneLinear):
+    """Divided by its inputs, which a column-divided layer made: the devices' results are summed, unless
+    something is added to them first (`sums`)."""
 
     divided = "inputs"
+    is_summed = True
+    of_gates: Callable[[Tensor], Tensor] | None = None
+    """The weight's own product of what is not gated yet."""
 
-    def __init__(self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False) -> None:
-        super().__init__(size_in, {scope.name: size_out}, scope, bias=bias)
+    def __init__(
+        self, size_in: int, size_out: int, scope: Scope, *, bias: bool = False, sums: bool = True
+    ) -> None:
+        super().__init__(size_in, size_out, scope, bias=bias)
+        self.sums = sums and scope.group.size > 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+    def equip(self) -> None:
+        super().equip()
+        self.of_gates = self.weight.of_gates
+        if self.sums:
+            self.multiply = partial(_summed, self.multiply, self.group.all_reduce)
+            if self.of_gates is not None:
+                self.of_gates = partial(_summed, self.of_gates, self.group.all_reduce)
+
+
+def _summed(product: Callable[[Tensor], Tensor], sum: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return sum(product(x))
 
 
 class QKVLinear(Linear):
@@ -102,20 +149,23 @@ class QKVLinear(Linear):
         paired_dim: int = 0,
         by_head: bool = False,
     ) -> None:
-        sizes = [num_heads * head_dim for num_heads in (heads, kv_heads, kv_heads)]
-        parts = dict(zip(names, sizes if len(names) > 1 else [sum(sizes)], strict=True))
-        super().__init__(
-            size_in, {scope.beside(name): size for name, size in parts.items()}, scope, bias=bias
-        )
-        self.heads, self.kv_heads = scope.group.share(heads), scope.group.share(kv_heads)
-        if len(names) == 1 and not by_head:
-            self.stacked = tuple(map(scope.group.share, sizes))
+        group = scope.group
+        q, kv = divided(group, heads * head_dim), of_heads(group, kv_heads, head_dim)
+        parts = [(q,), (kv,), (kv,)] if len(names) > 1 else [(q, kv, kv)]
+        if by_head:
+            parts = [(divided(group, 3 * heads * head_dim),)]
+        named = {scope.beside(name): runs for name, runs in zip(names, parts, strict=True)}
+        super().__init__(size_in, named, scope, bias=bias)
+        self.heads, self.kv_heads = q.size // head_dim, kv.size // head_dim
         self.head_dim = head_dim
         self.paired_dim = paired_dim
         self.by_head = by_head
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
         """Where queries and keys have norms over all heads."""
+        self.norm_parts = scope.ops.norm_parts
+        if group.size > 1:
+            self.norm_parts = partial(norm_shares, group=group)
         self.entered: Callable[[Tensor, Entry], Tensor | None] | None = None
         """The weight's own way into the cache."""
 
@@ -138,7 +188,7 @@ class QKVLinear(Linear):
     def forward(self, x: Tensor, entry: Entry) -> Tensor:
         """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
         if self.norms is not None:
-            qkv = self.ops.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
+            qkv = self.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv, entry)
         q = None if self.entered is None else self.entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
@@ -160,10 +210,9 @@ class GateUpLinear(Linear):
         activation: str = "silu",
         names: tuple[str, ...] = ("gate_proj", "up_proj"),
     ) -> None:
-        parts = {scope.beside(name): 2 * size_out // len(names) for name in names}
+        own = divided(scope.group, size_out)
+        parts = {scope.beside(name): (own,) * (2 // len(names)) for name in names}
         super().__init__(size_in, parts, scope, bias=bias)
-        if len(names) == 1:
-            self.stacked = (scope.group.share(size_out),) * 2
         self.ops = scope.ops
         self.activation = activation
         self.gated: Callable[[Tensor], Tensor] | None = None

@@ -11,7 +11,7 @@ _MANY = 256
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)). `names` are those of the checkpoint, `down` last."""
+    """down(act(gate(x)) * up(x)). `names` are those of the checkpoint, `down` last; `sums`: RowLinear's."""
 
     def __init__(
         self,
@@ -20,6 +20,7 @@ class MLP(nn.Module):
         *,
         intermediate: int = 0,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        sums: bool = True,
     ) -> None:
         super().__init__()
         inner = intermediate or facts.intermediate
@@ -32,10 +33,10 @@ class MLP(nn.Module):
             activation=facts.activation,
             names=tuple(gate_up),
         )
-        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias)
+        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias, sums=sums)
 
     def forward(self, x: Tensor) -> Tensor:
-        of_gates = self.down.weight.of_gates
+        of_gates = self.down.of_gates
         if of_gates is not None and len(x) > _MANY and self.gate_up.activation == "silu":
             return of_gates(self.gate_up.multiply(x))
         out: Tensor = self.down(self.gate_up(x))
@@ -43,10 +44,16 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(act(up(x))); `names` are those of the checkpoint."""
+    """down(act(up(x))); `names` are those of the checkpoint, `sums` as in RowLinear."""
 
     def __init__(
-        self, facts: ArchFacts, scope: Scope, *, names: tuple[str, ...], intermediate: int = 0
+        self,
+        facts: ArchFacts,
+        scope: Scope,
+        *,
+        names: tuple[str, ...],
+        intermediate: int = 0,
+        sums: bool = True,
     ) -> None:
         super().__init__()
         up, down = names
@@ -54,7 +61,7 @@ class PlainMLP(nn.Module):
         self.ops = scope.ops
         self.activation = facts.activation
         self.up = ColumnLinear(facts.hidden, inner, scope / up, bias=facts.mlp_bias)
-        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias)
+        self.down = RowLinear(inner, facts.hidden, scope / down, bias=facts.mlp_bias, sums=sums)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.ops.activate(self.up(x), self.activation))

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts, MoeFacts
-from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.linear import Linear, WholeLinear
 from quire.layers.mlp import MLP, PlainMLP
-from quire.layers.scope import Scope, Target
+from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.experts import ExpertShape
-from quire.quant.weight import Chooses, Piece, Text
+from quire.quant.shares import Run, Runs, divided
+from quire.quant.weight import Chooses, Piece
 
 _FEW = 1024
 """Tokens of a step that is taped or captured, at most."""
@@ -105,14 +106,17 @@ class Experts(nn.Module):
         self.names = _as_stored(NAMES[moe.names], scope)
         self.plain = moe.plain
         self.scope_name = scope.name
+        self.group = scope.group
+        self.own = divided(scope.group, moe.intermediate)
         shape = ExpertShape(
             experts=moe.experts,
             hidden=hidden,
-            intermediate=scope.group.share(moe.intermediate),
+            intermediate=self.own.size,
             activation=_FACTORS[activation] if moe.plain else activation,
             bias=moe.expert_bias,
             dtype=scope.dtype,
             device=scope.device,
+            inner=self.own,
         )
         self.weights = scope.experts(tuple(name for name, _ in self._stored_names()), shape)
 
@@ -128,36 +132,38 @@ class Experts(nn.Module):
             yield from self._biases(biases)
 
     def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
-        tensor, axis = piece.tensor, piece.along("inputs" if part == "down" else "outputs")
-        stacked = self._stacked() if part == "gate_up" and axis is not None else ()
+        runs = self._both() if part == "gate_up" else (self.own,)
+        target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=part == "down")
         if self.names.stored == "each":
             where, _, last = name.rpartition(".")
-            of_one = None if axis is None else axis - 1
-            for i, expert in enumerate(tensor):
-                yield Target(f"{where}.{i}.{last}.{suffix}", expert, of_one, is_text=isinstance(piece, Text))
+            of_one = None if target.axis is None else target.axis - 1
+            for i, expert in enumerate(piece.tensor):
+                yield target._replace(name=f"{where}.{i}.{last}.{suffix}", tensor=expert, axis=of_one)
         elif suffix.startswith("_"):
-            yield Target(f"{name}{suffix}", tensor, axis, stacked)
+            yield target._replace(name=f"{name}{suffix}")
         elif self.names.stored in ("across", "in_turns") and suffix == "weight":
-            yield Target(name, tensor.transpose(1, 2), None if axis is None else 3 - axis, stacked)
+            axis = None if target.axis is None else 3 - target.axis
+            yield target._replace(name=name, tensor=piece.tensor.transpose(1, 2), axis=axis)
         else:
             bare = self.names.stored == "bare" and suffix == "weight"
-            yield Target(name if bare else f"{name}.{suffix}", tensor, axis, stacked)
+            yield target._replace(name=name) if bare else target
 
     def _biases(self, parts: dict[str, Piece]) -> Iterator[Target]:
         where = ".".join((self.scope_name, self.names.experts[0]))
-        (gate_up, axis, _), down = parts["gate_up"], parts["down"].tensor
+        (gate_up, axis, *_), down = parts["gate_up"], parts["down"].tensor
         if self.names.stored != "apart":
-            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self._stacked())
+            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self._both())
             yield Target(f"{where}.down_proj_bias", down)
             return
         gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
         for name, bias in zip((gate, up), gate_up.chunk(2, dim=1), strict=True):
-            yield Target(name, bias, axis)
+            yield Target(name, bias, axis, (self.own,))
         yield Target(last, down)
 
-    def _stacked(self) -> tuple[int, ...]:
-        """Sizes of gate and up in one tensor, unless in turns."""
-        return () if self.names.stored == "in_turns" else (self.weights.shape.intermediate,) * 2
+    def _both(self) -> Runs:
+        """Gate and up in one tensor: one behind the other, or in turns."""
+        size, start, whole = self.own
+        return (Run(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.own,) * 2
 
     def _stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""
@@ -178,6 +184,8 @@ class Experts(nn.Module):
         if self.names.stored == "in_turns":
             outputs = 2 * self.weights.shape.intermediate
             self.weights.reorder(torch.arange(outputs).view(-1, 2).t().flatten())
+        if "down" in (biases := self.weights.bias_parts()):
+            once(self.group, biases["down"].tensor)
         self.weights.finish()
         self.equip()
 
@@ -208,6 +216,12 @@ class Router(Linear):
         return self.ops.route(self.multiply(x), self.routing, bias)
 
 
+class Back(WholeLinear):
+    """Out of the width that experts see."""
+
+    is_summed = True
+
+
 class MoE(nn.Module):
     """The feed-forward half of a layer, by the experts that the router chooses for each token. The scope is
     the layer's."""
@@ -231,18 +245,23 @@ class MoE(nn.Module):
         self.router = Router(facts.hidden, moe, scope / names.router)
         self.into = self.back = None
         if moe.latent:
-            self.into = ColumnLinear(facts.hidden, moe.latent, scope / "fc1_latent_proj", bias=facts.mlp_bias)
-            self.back = RowLinear(moe.latent, facts.hidden, scope / "fc2_latent_proj", bias=facts.mlp_bias)
+            self.into = WholeLinear(facts.hidden, moe.latent, scope / "fc1_latent_proj", bias=facts.mlp_bias)
+            self.back = Back(moe.latent, facts.hidden, scope / "fc2_latent_proj", bias=facts.mlp_bias)
         seen = moe.latent or facts.hidden
         self.experts = Experts(moe, seen, moe.activation or facts.activation, scope)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
             kind = PlainMLP if moe.plain else MLP
             self.shared = kind(
-                facts, layer / names.shared, intermediate=moe.shared_intermediate, names=names.shared_parts
+                facts,
+                layer / names.shared,
+                intermediate=moe.shared_intermediate,
+                names=names.shared_parts,
+                sums=False,
             )
             if moe.shared_gate:
-                self.shared_gate = ColumnLinear(facts.hidden, 1, scope / names.shared_gate)
+                self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
+        self.sum = scope.group.all_reduce if scope.group.size > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is changed where weights are its factors."""
@@ -255,10 +274,10 @@ class MoE(nn.Module):
         out: Tensor = self.experts(seen, ids, weights)
         if self.back is not None:
             out = self.back(out)
-        if shared is None:
-            return out
-        out = self.ops.add(out, shared)
-        return self.ops.scale(out, 0.5) if self.shared_mean else out
+        if shared is not None:
+            out = self.ops.add(out, shared)
+            out = self.ops.scale(out, 0.5) if self.shared_mean else out
+        return out if self.sum is None else self.sum(out)
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None

@@ -5,20 +5,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from quire.comm.group import Group
 from quire.config.facts import ArchFacts
 from quire.kernels.ops import HeadNorms
 from quire.layers.scope import Scope, Target
+from quire.quant.shares import Run
 
 
 class Norm(nn.Module):
     """What all norms share: a weight, and the residual that is added in where there is one."""
 
-    def __init__(self, size: int, eps: float, scope: Scope, dtype: torch.dtype) -> None:
+    def __init__(self, size: int | Run, eps: float, scope: Scope, dtype: torch.dtype) -> None:
         super().__init__()
+        self.run = Run(size) if isinstance(size, int) else size
+        """What this device has of its weight."""
         self.name = scope.name
         self.ops = scope.ops
         self.eps = eps
-        weight = torch.empty(size, dtype=dtype, device=scope.device)
+        weight = torch.empty(self.run.size, dtype=dtype, device=scope.device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -36,7 +40,7 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.name}.weight", self.weight)
+        yield Target(f"{self.name}.weight", self.weight, 0, (self.run,))
 
     def finish(self) -> None:
         """The weight is used as it was loaded."""
@@ -46,7 +50,7 @@ class RMSNorm(Norm):
     """RMS norm. With `plus_one` a weight of 0 multiplies by 1; then it is kept in float32, since little of it
     is left beside the 1 in a narrower type."""
 
-    def __init__(self, size: int, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
+    def __init__(self, size: int | Run, eps: float, scope: Scope, *, plus_one: bool = False) -> None:
         super().__init__(size, eps, scope, torch.float32 if plus_one else scope.dtype)
         self.plus_one = plus_one
 
@@ -65,11 +69,11 @@ class LayerNorm(Norm):
     """Mean and spread taken out, weight and bias put in."""
 
     def __init__(
-        self, size: int, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
+        self, size: int | Run, eps: float, scope: Scope, *, bias: bool = True, plus_one: bool = False
     ) -> None:
         super().__init__(size, eps, scope, scope.dtype)
         self.plus_one = plus_one
-        self.bias = nn.Parameter(scope.empty(size), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(scope.empty(self.run.size), requires_grad=False) if bias else None
 
     def alone(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
@@ -80,14 +84,14 @@ class LayerNorm(Norm):
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
         if self.bias is not None:
-            yield Target(f"{self.name}.bias", self.bias)
+            yield Target(f"{self.name}.bias", self.bias, 0, (self.run,))
 
     def finish(self) -> None:
         if self.plus_one:
             self.weight.add_(1)
 
 
-def norm_of(facts: ArchFacts, scope: Scope, size: int = 0) -> Norm:
+def norm_of(facts: ArchFacts, scope: Scope, size: int | Run = 0) -> Norm:
     """The norm that a model has everywhere; of its hidden size, unless another is given."""
     size = size or facts.hidden
     plus_one = facts.norm.endswith("_plus_one")
@@ -102,3 +106,15 @@ def head_norms(norms: Sequence[Norm]) -> HeadNorms | None:
         return None
     q_norm, k_norm = norms
     return HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+
+
+def norm_shares(x: Tensor, weights: tuple[Tensor, ...], eps: float, *, group: Group) -> Tensor:
+    """`Ops.norm_parts` of parts of which each device has a share."""
+    parts = x.split([*map(len, weights), x.shape[1] - sum(map(len, weights))], 1)
+    wide = [part.float() for part in parts[: len(weights)]]
+    squares = group.all_reduce(torch.stack([part.square().sum(-1) for part in wide], 1))
+    for i, weight in enumerate(weights):
+        mean = squares[:, i : i + 1] / (group.size * len(weight))  # heads that several have count so often
+        scaled = wide[i] * torch.rsqrt(mean + eps)
+        parts[i].copy_(weight * scaled.to(weight.dtype))
+    return x

@@ -13,7 +13,8 @@ from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.plain import PlainFormat
-from quire.quant.weight import LinearShape, Weight
+from quire.quant.shares import Runs
+from quire.quant.weight import LinearShape, Piece, Text, Weight
 
 _PLAIN = PlainFormat()
 
@@ -67,10 +68,49 @@ class Target(NamedTuple):
     tensor: Tensor
     axis: int | None = None
     """Along which a group divides it; None: each device has all of it."""
-    stacked: tuple[int, ...] = ()
-    """Sizes of what lies one after the other along that axis, if more than one thing: each is divided."""
+    runs: Runs = ()
+    """What lies one after the other along that axis in the checkpoint, and what of it the tensor takes."""
+    is_flat: bool = False
+    """Whether the checkpoint has all of it in one row or column."""
     is_text: bool = False
     """Room for the bytes of a text, of which the checkpoint may have fewer."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.axis is None or all(run.is_whole for run in self.runs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all that the checkpoint has."""
+        if self.is_whole:
+            return tuple(self.tensor.shape)
+        assert self.axis is not None
+        size = sum(run.all for run in self.runs)
+        return (*self.tensor.shape[: self.axis], size, *self.tensor.shape[self.axis + 1 :])
+
+    def turned(self) -> "Target":
+        """The same of a checkpoint that has the other axis first."""
+        axis = None if self.axis is None else self.tensor.ndim - 1 - self.axis
+        return self._replace(tensor=self.tensor.t(), axis=axis)
+
+    def spans(self) -> Iterator[tuple[slice, int]]:
+        """What is taken of the stored axis, part by part, and how many zeros come behind each."""
+        first = 0
+        for run in self.runs:
+            size = min(run.size, run.all - run.start)
+            yield slice(first + run.start, first + run.start + size), run.size - size
+            first += run.all
+
+    def slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which part of the stored axis goes where; the rest is set to zero."""
+        assert self.axis is not None
+        at = 0
+        for span, num_zeros in self.spans():
+            size = span.stop - span.start
+            self.tensor.narrow(self.axis, at + size, num_zeros).zero_()
+            if size:
+                yield span, self.tensor.narrow(self.axis, at, size)
+            at += size + num_zeros
 
 
 @runtime_checkable
@@ -98,3 +138,16 @@ class Loads(Protocol):
     def finish(self) -> None:
         """Called once after loading."""
         ...
+
+
+def target_of(name: str, piece: Piece, runs: Runs, *, by_inputs: bool = False) -> Target:
+    """A piece of a weight of which this device has these outputs, or inputs."""
+    axis, unit = (piece.inputs, piece.per_input) if by_inputs else (piece.outputs, piece.per_output)
+    own = () if axis is None else tuple(run.per(unit) for run in runs)
+    return Target(name, piece.tensor, axis, own, piece.is_flat, isinstance(piece, Text))
+
+
+def once(group: Group, bias: Tensor) -> None:
+    """Let the bias of results that are summed over a group be that of its first device alone."""
+    if group.rank:
+        bias.zero_()

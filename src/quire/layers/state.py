@@ -1,18 +1,22 @@
 """Mixers that keep a state instead of keys and values: Mamba-2 and the gated delta rule."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from quire.attention.batch import Batch
+from quire.comm.group import Group
 from quire.config.facts import StateFacts
 from quire.config.layout import CacheSpec
 from quire.kernels.state import Rates, Seqs, choose
-from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.linear import Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
+from quire.quant.shares import Run, Runs, divided, of_heads
 
 
 class StateMixer(nn.Module):
@@ -20,15 +24,18 @@ class StateMixer(nn.Module):
     are no product."""
 
     def __init__(
-        self, channels: int, kernel: int, state: tuple[int, int, int], scope: Scope, *, conv_bias: bool
+        self, channels: Runs, kernel: int, state: tuple[int, int, int], scope: Scope, *, conv_bias: bool
     ) -> None:
         super().__init__()
         self.name = scope.name
+        self.own_channels = channels
+        self.own_heads = divided(scope.group, state[0] * scope.group.size)
+        num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
-        self.state_shapes = (((channels, kernel - 1), scope.dtype), (state, torch.float32))
+        self.state_shapes = (((num_channels, kernel - 1), scope.dtype), (state, torch.float32))
         """The shape and type of what a row takes: the inputs, the state."""
-        self.conv_weight = _parameter(scope.empty(channels, kernel))
-        self.conv_bias = _parameter(scope.empty(channels)) if conv_bias else None
+        self.conv_weight = _parameter(scope.empty(num_channels, kernel))
+        self.conv_bias = _parameter(scope.empty(num_channels)) if conv_bias else None
         self.rate = _parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
         self.dt_bias = _parameter(torch.empty_like(self.rate))
         self.conv_state: Tensor | None = None
@@ -61,11 +68,11 @@ class StateMixer(nn.Module):
         return Rates(self.rate, self.dt_bias)
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.name}.conv1d.weight", self.conv_weight.unsqueeze(1))
+        yield Target(f"{self.name}.conv1d.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
         if self.conv_bias is not None:
-            yield Target(f"{self.name}.conv1d.bias", self.conv_bias)
-        yield Target(f"{self.name}.A_log", self.rate)
-        yield Target(f"{self.name}.dt_bias", self.dt_bias)
+            yield Target(f"{self.name}.conv1d.bias", self.conv_bias, 0, self.own_channels)
+        yield Target(f"{self.name}.A_log", self.rate, 0, (self.own_heads,))
+        yield Target(f"{self.name}.dt_bias", self.dt_bias, 0, (self.own_heads,))
 
     def finish(self) -> None:
         self.rate.copy_(-self.rate.exp())
@@ -75,36 +82,53 @@ class Mamba2(StateMixer):
     """Mamba-2: a convolution, a selective scan, a gated norm."""
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
-        inner = facts.heads * facts.head_dim
-        channels = inner + 2 * facts.groups * facts.state
-        shape = (facts.heads, facts.head_dim, facts.state)
+        group, heads = scope.group, divided(scope.group, facts.heads)
+        inner = divided(group, facts.heads * facts.head_dim)
+        shared = of_heads(group, facts.groups, facts.state)
+        channels = (inner, shared, shared)
+        shape = (heads.size, facts.head_dim, facts.state)
         super().__init__(channels, facts.conv, shape, scope, conv_bias=facts.conv_bias)
         self.skip = _parameter(torch.empty_like(self.rate))
-        self.split = (inner, channels, facts.heads)
-        self.into = ColumnLinear(hidden, sum(self.split), scope / "in_proj", bias=facts.proj_bias)
+        self.split = (inner.size, len(self.conv_weight), heads.size)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
         self.norm = RMSNorm(inner, eps, scope / "norm")
-        self.unit = (
-            None if facts.norm_groups == 1 else torch.ones_like(self.norm.weight[:: facts.norm_groups])
-        )
+        norms = facts.norm_groups // group.size
+        self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
         """Where parts have a norm each, the weight comes after it."""
-        self.out = RowLinear(inner, hidden, scope / "out_proj", bias=facts.proj_bias)
+        self.gated_norm = self.ops.gated_norm
+        if not norms:
+            self.gated_norm = partial(_gated_norm_of_shares, group=group, norms=facts.norm_groups)
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[Target]:
         yield from super().targets()
-        yield Target(f"{self.name}.D", self.skip)
+        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         (conv_state, state), seqs = self.bound, seqs_of(batch)
-        gate, xbc, dt = self.into(x).split(self.split, 1)
+        gate, xbc, dt = self.into.multiply(x).split(self.split, 1)
         xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
         y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
         weight = self.norm.weight if self.unit is None else self.unit
-        y = self.ops.gated_norm(y, gate, weight, self.norm.eps, gate_first=True)
+        y = self.gated_norm(y, gate, weight, self.norm.eps, gate_first=True)
         if self.unit is not None:
             y = self.norm.ops.scale_columns(y, self.norm.weight)
         out: Tensor = self.out(y)
         return out
+
+
+def _gated_norm_of_shares(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
+) -> Tensor:
+    """`StateOps.gated_norm` of a part that several devices share, the gate first: so many parts in all."""
+    assert gate_first
+    wide = x.float() * F.silu(gate.float())
+    squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
+    own = group.rank * norms // group.size
+    mean = squares[:, own : own + 1] * norms / (group.size * x.shape[1])
+    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
 
 
 class GatedDelta(StateMixer):
@@ -115,20 +139,24 @@ class GatedDelta(StateMixer):
     """
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope, *, grouped: bool) -> None:
-        inner, keys = facts.heads * facts.head_dim, facts.groups * facts.state
-        channels = 2 * keys + inner
-        shape = (facts.heads, facts.state, facts.head_dim)
+        group, heads = scope.group, divided(scope.group, facts.heads)
+        inner = divided(group, facts.heads * facts.head_dim)
+        keys = of_heads(group, facts.groups, facts.state)
+        channels, shape = (keys, keys, inner), (heads.size, facts.state, facts.head_dim)
         super().__init__(channels, facts.conv, shape, scope, conv_bias=False)
-        self.split = (channels, inner, facts.heads, facts.heads)
+        self.split = (len(self.conv_weight), inner.size, heads.size, heads.size)
         if grouped:
-            parts = {"in_proj_qkvz": channels + inner, "in_proj_ba": 2 * facts.heads}
-            orders = [apart(facts.groups, keys, keys, inner, inner), apart(facts.groups, *self.split[2:])]
+            both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
+            own_groups = keys.size // facts.state
+            orders = [apart(own_groups, *(run.size for run in runs)) for runs in both.values()]
+            parts = {name: by_group(group, facts.groups, runs) for name, runs in both.items()}
         else:
             names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-            parts, orders = dict(zip(names, self.split, strict=True)), []
+            own: tuple[Runs, ...] = (channels, (inner,), (heads,), (heads,))
+            parts, orders = dict(zip(names, own, strict=True)), []
         self.into = OrderedLinear(hidden, parts, scope, orders=orders)
         self.norm = RMSNorm(facts.head_dim, eps, scope / "norm")
-        self.out = RowLinear(inner, hidden, scope / "out_proj")
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -148,7 +176,7 @@ class OrderedLinear(Linear):
     def __init__(
         self,
         size_in: int,
-        parts: dict[str, int],
+        parts: Mapping[str, int | Runs],
         scope: Scope,
         *,
         orders: list[Tensor],
@@ -172,6 +200,18 @@ def apart(groups: int, *sizes: int) -> Tensor:
     are those of all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
+
+
+def by_group(group: Group, num: int, runs: Runs) -> Runs:
+    """Runs of all groups of heads as they lie in the checkpoint if each group of them lies together: whole
+    groups, or of one group what the device has of it."""
+    whole = sum(run.all for run in runs)
+    if num % group.size == 0:
+        return (divided(group, whole),)
+    own = group.rank * num // group.size
+    ends = whole // num
+    inside = [Run(run.size, run.start - own * (run.all // num), run.all // num) for run in runs]
+    return (Run(0, 0, own * ends), *inside, Run(0, 0, whole - (own + 1) * ends))
 
 
 def seqs_of(batch: Batch) -> Seqs:

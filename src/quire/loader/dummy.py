@@ -5,9 +5,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from quire.config.model import Checkpoint
 from quire.layers.scope import Target
+from quire.loader.source import put
 from quire.quant.format import Format
 
 _SPREAD = 0.02
@@ -26,7 +28,7 @@ class DummySource:
         self._seed = seed
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(target.tensor.shape) for name, target in targets.items()}
+        return {name: target.shape for name, target in targets.items()}
 
     def order(self, targets: Mapping[str, Target]) -> Iterable[str]:
         return targets
@@ -36,8 +38,14 @@ class DummySource:
 
     def fill(self, target: Target) -> None:
         """Norms are 1, all else is uniform around 0; a function of the seed and the name alone. Of what is
-        quantized the bits are, and scales are alike."""
+        quantized the bits are, and scales are alike. A share is made out of the whole, so that a model is the
+        same however it is divided."""
         name, into = target.name, target.tensor
+        if not target.is_whole:
+            whole = Target(name, _alike(into, target.shape))
+            self.fill(whole)
+            put(whole.tensor, target)
+            return
         if _NORM.search(name):
             into.fill_(1.0)
             return
@@ -54,3 +62,10 @@ class DummySource:
             into.copy_(torch.empty_like(into, dtype=torch.float16).uniform_(-1, 1, generator=generator))
         else:
             into.uniform_(-_SPREAD, _SPREAD, generator=generator)
+
+
+def _alike(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Unfilled, with axes in the same order of memory."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    made = torch.empty([shape[axis] for axis in order], dtype=tensor.dtype, device=tensor.device)
+    return made.permute(*(order.index(axis) for axis in range(tensor.ndim)))

@@ -16,7 +16,7 @@ from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.layers.scope import Target
 from quire.quant.format import Format
-from quire.quant.gguf import GGUFFormat, Stored
+from quire.quant.gguf import BLOCKS, GGUFFormat, Stored
 
 _NAMES = {
     "blk": "model.layers",
@@ -135,32 +135,68 @@ class GGUFSource:
             self._num_read = 0
             self._file.forget()
         if not _takes_bytes(target):
-            return self._unpack(name, into)
-        packed, rows = self._packed(name), row_order(name, len(into), self._facts)
+            return self._unpack(target)
         with warnings.catch_warnings(action="ignore"):  # it cannot be written to, and will not be
-            into.data = torch.from_numpy(packed if rows is None else packed[rows])
+            into.data = torch.from_numpy(self._own_bytes(target))
 
-    def _unpack(self, name: str, into: Tensor) -> None:
+    def _own_bytes(self, target: Target) -> NDArray[np.uint8]:
+        """What the target takes of a tensor's bytes: rows as they lie in the file, columns put together."""
+        packed, axis = self._packed(target.name), target.axis
+        order = row_order(target.name, len(packed), self._facts)
+        if axis is None or target.is_whole:
+            return packed if order is None else packed[order]
+        parts = []
+        for span, num_zeros in target.spans():
+            parts.append(_taken(packed, span, axis, order))
+            if num_zeros:
+                shape = (*packed.shape[:axis], num_zeros, *packed.shape[axis + 1 :])
+                parts.append(np.zeros(shape, np.uint8))
+        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis)
+
+    def _unpack(self, target: Target) -> None:
+        """Some rows at a time; of columns the blocks that they lie in."""
+        tensor, into, axis = self._tensors[target.name], target.tensor, target.axis
+        packed = self._packed(target.name)
+        order = row_order(target.name, len(packed), self._facts)
+        if axis is None or target.is_whole:
+            self._unpack_rows(tensor, packed if order is None else packed[order], slice(None), into)
+        elif axis < len(tensor.shape) - 1 or axis == 0:
+            for span, own in target.slices():
+                self._unpack_rows(tensor, _taken(packed, span, axis, order), slice(None), own)
+        else:
+            columns, num_bytes = BLOCKS[tensor.type]
+            for span, own in target.slices():
+                first, last = span.start // columns, -(-span.stop // columns)
+                blocks = packed[..., first * num_bytes : last * num_bytes]
+                inside = slice(span.start - first * columns, span.stop - first * columns)
+                self._unpack_rows(tensor, blocks if order is None else blocks[order], inside, own)
+
+    def _unpack_rows(
+        self, tensor: GGUFTensor, packed: NDArray[np.uint8], columns: slice, into: Tensor
+    ) -> None:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        tensor = self._tensors[name]
-        kind = GGMLQuantizationType[tensor.type]
-        num_rows = into.shape[0]
-        packed = self._packed(name)
-        rows = row_order(name, num_rows, self._facts)
         step = max(1, _CHUNK_WEIGHTS // max(1, into[0].numel()))
-        for start in range(0, num_rows, step):
-            chunk = packed[start : start + step] if rows is None else packed[rows[start : start + step]]
+        for start in range(0, len(into), step):
             try:
-                values = dequantize(chunk, kind)
+                values = dequantize(packed[start : start + step], GGMLQuantizationType[tensor.type])
             except NotImplementedError as error:
                 raise ConfigError(
                     f"{self._file.path}: {tensor.name} is {tensor.type}, which cannot be unpacked yet; "
                     "use a file in another quantization, such as Q8_0 or Q4_K_M"
                 ) from error
-            piece = into[start : start + step]
+            piece, values = into[start : start + step], values[..., columns]
             piece.copy_(torch.from_numpy(np.require(values, requirements=["C", "W"])).view(piece.shape))
+
+
+def _taken(
+    packed: NDArray[np.uint8], span: slice, axis: int, order: NDArray[np.intp] | None
+) -> NDArray[np.uint8]:
+    """A part of a tensor, of which rows come in this order."""
+    if order is not None and axis == 0:
+        return packed[order[span]]
+    return (packed if order is None else packed[order])[(slice(None),) * axis + (span,)]
 
 
 def _takes_bytes(target: Target | None) -> bool:

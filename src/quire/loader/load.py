@@ -13,6 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
+from quire.comm.world import World
 from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
 from quire.config.quant.facts import QuantFacts
@@ -37,6 +38,7 @@ _MARKS = tuple(
 Found = tuple[Target, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
+_ALONE = World()
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
@@ -61,18 +63,21 @@ def load_model(
     quant: QuantFacts | None = None,
     build: Callable[[ArchFacts, Scope], Any] | None = None,
     tell: Callable[[float], None] | None = None,
+    world: World = _ALONE,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
-    what `build` makes.
+    what `build` makes; in a `world` of several workers, what this one has of it.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
     that is there is told to `tell` as it grows.
     """
+    group = world.tp
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
         method = None if quant is None else quant.method
-        source.check(Kept.of(checkpoint.facts.architecture, dtype, device, method))
+        source.check(Kept.of(checkpoint.facts.architecture, dtype, device, method, group.size))
+        source.open(group.rank)
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
 
@@ -91,6 +96,7 @@ def load_model(
         linear=format.linear,
         experts=format.experts,
         is_stored=is_stored,
+        group=group,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())
@@ -226,7 +232,7 @@ def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -
         if not _fits(shapes[name], target):
             raise ConfigError(
                 f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
-                f"{tuple(target.tensor.shape)}"
+                f"{target.shape}"
             )
     extra = [name for name in shapes if name not in targets and not _is_harmless(name, checkpoint)]
     if odd := [name for name in extra if name.endswith(_MARKS)]:
@@ -240,7 +246,9 @@ def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -
 
 def _fits(shape: tuple[int, ...], target: Target) -> bool:
     """A single number may be stored as a vector, too."""
-    return shape == tuple(target.tensor.shape) or math.prod(shape) == target.tensor.numel() == 1
+    whole = target.shape
+    as_row = target.is_flat or math.prod(whole) == 1
+    return shape == whole or (as_row and math.prod(shape) == math.prod(whole))
 
 
 def _some(names: list[str]) -> str:

@@ -6,11 +6,12 @@ import json
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Mapping
-from io import RawIOBase
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -53,6 +54,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     """Of its first byte, from the start of the file."""
+    row_bytes: int = 0
+    """From one row to the next, where other bytes lie between them."""
 
 
 class SafetensorsSource:
@@ -88,26 +91,52 @@ class SafetensorsSource:
         _ask_for_large_pages(into)
         try:
             with entry.path.open("rb", buffering=0) as file:
-                file.seek(entry.offset)
-                if into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous():
-                    _read(file, into)
-                else:
-                    self._read_in_pieces(file, entry, into)
+                for stored, own in _pieces(entry, target):
+                    self._fill(file, stored, own)
         except OSError as error:
             raise ConfigError(
                 f"cannot read {target.name} from {entry.path}: {error}; download the file again"
             ) from error
 
-    def _read_in_pieces(self, file: RawIOBase, entry: Entry, into: Tensor) -> None:
-        """Through memory of this thread, some rows at a time: another type, another device."""
+    def _fill(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+        if entry.row_bytes:
+            self._read_columns(file, entry, into)
+            return
+        file.seek(entry.offset)
+        if into.device.type == "cpu" and into.dtype == entry.dtype and into.is_contiguous():
+            _read(file, into)
+        else:
+            self._read_in_pieces(file, entry, into)
+
+    def _read_columns(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+        """Row by row out of mapped memory, of which only the pages with these columns are read."""
+        rows, *row = entry.shape
+        size = math.prod(row) * entry.dtype.itemsize
+        start = entry.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        skipped, length = entry.offset - start, (rows - 1) * entry.row_bytes + size
+        mapped = mmap.mmap(file.fileno(), skipped + length, access=mmap.ACCESS_READ, offset=start)
+        stored = np.ndarray((rows, size), np.uint8, mapped, skipped, (entry.row_bytes, 1))
+        step = max(1, _CHUNK_BYTES // size)
+        for first in range(0, rows, step):
+            piece, stage = into[first : first + step], self._stage(into.device)
+            values = stage.empty((len(piece), *row), entry.dtype)
+            values.view(len(piece), -1).view(torch.uint8).numpy()[:] = stored[first : first + step]
+            stage.copy(values, piece)
+
+    def _stage(self, device: torch.device) -> "_Stage":
         if not hasattr(self._own, "stages"):
-            self._own.stages = itertools.cycle([_Stage(into.device), _Stage(into.device)])
+            self._own.stages = itertools.cycle([_Stage(device), _Stage(device)])
+        stage: _Stage = next(self._own.stages)
+        return stage
+
+    def _read_in_pieces(self, file: FileIO, entry: Entry, into: Tensor) -> None:
+        """Through memory of this thread, some rows at a time: another type, another device."""
         rows, *row = entry.shape or (1,)
         step = max(1, _CHUNK_BYTES // max(1, math.prod(row) * entry.dtype.itemsize))
         into = into if into.shape == entry.shape and into.ndim else into.view(entry.shape or 1)
         for start in range(0, rows, step):
             piece = into[start : start + step]
-            stage: _Stage = next(self._own.stages)
+            stage = self._stage(into.device)
             values = stage.empty((min(step, rows - start), *row), entry.dtype)
             _read(file, values)
             stage.copy(values, piece)
@@ -158,6 +187,29 @@ def entries_of(path: Path) -> dict[str, Entry]:
         name: Entry(path, DTYPES[each["dtype"]], tuple(each["shape"]), 8 + size + each["data_offsets"][0])
         for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     }
+
+
+def _pieces(entry: Entry, target: Target) -> Iterator[tuple[Entry, Tensor]]:
+    """What the target takes of a tensor: where each part of it lies, and where it goes."""
+    if target.is_whole:
+        yield entry, target.tensor
+        return
+    shape, axis = target.shape, target.axis
+    assert axis is not None
+    unit = math.prod(shape[axis + 1 :]) * entry.dtype.itemsize
+    row_bytes = shape[axis] * unit
+    for own, into in target.slices():
+        size = own.stop - own.start
+        first = entry._replace(offset=entry.offset + own.start * unit, shape=tuple(into.shape))
+        if axis == 0 or math.prod(shape[:axis]) == 1:
+            yield first, into
+        elif axis == 1:
+            yield first._replace(row_bytes=row_bytes), into
+        else:  # matrices, one behind the other
+            rows = shape[axis - 1]
+            part = first._replace(shape=(rows, size, *shape[axis + 1 :]), row_bytes=row_bytes)
+            for i, matrix in enumerate(into.flatten(0, axis - 2)):
+                yield part._replace(offset=first.offset + i * rows * row_bytes), matrix
 
 
 def _read(file: RawIOBase, into: Tensor) -> None:

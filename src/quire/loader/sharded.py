@@ -13,7 +13,7 @@ from quire.config.model import Checkpoint
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.layers.scope import Equips, Target
-from quire.loader.safetensors import SafetensorsSource
+from quire.loader.safetensors import SafetensorsSource, entries_of
 from quire.loader.shards import STATE, write_json, write_tensors
 from quire.quant.experts import StoredExperts
 from quire.quant.weight import Weight
@@ -32,31 +32,36 @@ class Kept:
     dtype: str
     device: str
     quantization: str | None
+    tensor_parallel_size: int = 1
     version: int = VERSION
 
     @classmethod
-    def of(cls, architecture: str, dtype: torch.dtype, device: torch.device, method: str | None) -> "Kept":
+    def of(
+        cls, architecture: str, dtype: torch.dtype, device: torch.device, method: str | None, size: int = 1
+    ) -> "Kept":
         kind = f"{device.type} ({platform.machine()}{'' if native.library() else ', no native kernels'})"
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             kind = f"cuda (capability {major}.{minor})"
-        return cls(architecture, str(dtype).removeprefix("torch."), kind, method)
+        return cls(architecture, str(dtype).removeprefix("torch."), kind, method, size)
 
 
-def save_state(model: nn.Module, kept: Kept, stored: Mapping[str, tuple[int, ...]], folder: Path) -> int:
-    """Write every parameter into parts of `folder`, with what they are; returns their bytes. `stored` are
-    the tensors of the checkpoint that the model was loaded from."""
+def save_state(
+    model: nn.Module, kept: Kept, stored: Mapping[str, tuple[int, ...]], folder: Path, rank: int = 0
+) -> int:
+    """Write every parameter of a rank into parts of `folder`, with what they are; returns their bytes.
+    `stored` are the tensors of the checkpoint that the model was loaded from."""
     refuse_unsaved(model)
     waiting: dict[str, Tensor] = {}
     num_parts = num_bytes = waiting_bytes = 0
     for name, parameter in model.named_parameters():
         if waiting and waiting_bytes + parameter.nbytes > _PART_BYTES:
-            write_tensors(folder / PART.format(rank=0, part=num_parts), waiting)
+            write_tensors(folder / PART.format(rank=rank, part=num_parts), waiting)
             num_parts, waiting, waiting_bytes = num_parts + 1, {}, 0
         waiting[name] = parameter.detach().cpu().contiguous()
         waiting_bytes += parameter.nbytes
         num_bytes += parameter.nbytes
-    write_tensors(folder / PART.format(rank=0, part=num_parts), waiting)
+    write_tensors(folder / PART.format(rank=rank, part=num_parts), waiting)
     shapes = {name: list(shape) for name, shape in stored.items()}
     write_json(folder / STATE, asdict(kept) | {"stored": shapes})
     return num_bytes
@@ -85,16 +90,23 @@ class ShardedSource(SafetensorsSource):
             )
         said = Keys(str(self.folder / STATE), read_json(self.folder / STATE))
         self.kept = {name: said.get(name) for name in Kept.__dataclass_fields__}
+        self.kept["tensor_parallel_size"] = self.kept["tensor_parallel_size"] or 1
         self.stored = {name: tuple(shape) for name, shape in (said.get("stored") or {}).items()}
         super().__init__(checkpoint, seed)
 
     def _find(self, checkpoint: Checkpoint) -> list[Path]:
+        return []
+
+    def open(self, rank: int) -> None:
+        """The parts of one rank."""
         paths = sorted(
-            self.folder.glob(PART.format(rank=0, part="*")), key=lambda path: (len(path.name), path)
+            self.folder.glob(PART.format(rank=rank, part="*")), key=lambda path: (len(path.name), path)
         )
         if not paths:
-            raise ConfigError(f"{self.folder} holds no {PART.format(rank=0, part=0)}; save the state again")
-        return paths
+            raise ConfigError(
+                f"{self.folder} holds no {PART.format(rank=rank, part=0)}; save the state again"
+            )
+        self.entries = {name: entry for path in paths for name, entry in entries_of(path).items()}
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return self.stored

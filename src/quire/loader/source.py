@@ -44,14 +44,21 @@ class Source(Protocol):
         ...
 
     def fill(self, target: Target) -> None:
-        """Copy one tensor, converting to the type and device of its target."""
+        """Copy one tensor, or what the target takes of it and no more, converting to the type and device of
+        its target."""
         ...
 
 
 def put(stored: Tensor, target: Target) -> None:
-    """Copy a tensor of a file."""
+    """Copy a tensor of a file, or what the target takes of it."""
     check_type(stored.dtype, target)
-    target.tensor.copy_(stored.reshape(target.tensor.shape))
+    whole = stored.reshape(target.shape)
+    if target.is_whole:
+        target.tensor.copy_(whole)
+        return
+    assert target.axis is not None
+    for own, into in target.slices():
+        into.copy_(whole.narrow(target.axis, own.start, own.stop - own.start))
 
 
 def check_type(stored: torch.dtype, target: Target) -> None:

@@ -8,7 +8,7 @@ from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.encoder import Spans
 from quire.layers.embedding import Embedding
 from quire.layers.encoder import EncoderAttention, spans
-from quire.layers.linear import ColumnLinear
+from quire.layers.linear import WholeLinear
 from quire.layers.mlp import PlainMLP
 from quire.layers.norm import norm_of
 from quire.layers.scope import Scope
@@ -82,8 +82,8 @@ class BertClassifier(nn.Module):
         super().__init__()
         assert facts.encoder is not None
         body = scope / facts.encoder.prefix
-        self.pooler = ColumnLinear(facts.hidden, facts.hidden, body / "pooler" / "dense", bias=True)
-        self.classifier = ColumnLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+        self.pooler = WholeLinear(facts.hidden, facts.hidden, body / "pooler" / "dense", bias=True)
+        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.classifier(self.pooler(states).tanh())
@@ -96,8 +96,8 @@ class RobertaClassifier(nn.Module):
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
         head = scope / "classifier"
-        self.dense = ColumnLinear(facts.hidden, facts.hidden, head / "dense", bias=True)
-        self.out = ColumnLinear(facts.hidden, num_labels, head / "out_proj", bias=True)
+        self.dense = WholeLinear(facts.hidden, facts.hidden, head / "dense", bias=True)
+        self.out = WholeLinear(facts.hidden, num_labels, head / "out_proj", bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.out(self.dense(states).tanh())

@@ -12,18 +12,20 @@ from quire.layers.rope import Rope, mscale
 from quire.layers.scope import Scope
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
+from quire.quant.shares import Runs, divided
 
 _EPS = 1e-6
 """Of the norms of latents, whatever the others have."""
 
 
-def latent_spec(facts: ArchFacts, layer: LayerFacts) -> LatentSpec:
-    """The attention of one layer; where yarn stretches positions, scores grow by its scale squared."""
+def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> LatentSpec:
+    """The attention of one layer, so many heads of it; where yarn stretches positions, scores grow by its
+    scale squared."""
     mla, rope = facts.mla, layer.rope
     assert mla is not None and rope is not None
     stretched = rope.kind != "default" and rope.mscale_all_dim
     return LatentSpec(
-        heads=facts.heads,
+        heads=heads,
         rank=mla.kv_latent,
         nope_dim=mla.nope_dim,
         rope_dim=mla.rope_dim,
@@ -38,10 +40,12 @@ class Attention(nn.Module):
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        spec, q_latent = latent_spec(facts, layer), facts.mla and facts.mla.q_latent
-        queries = facts.heads * spec.query_dim
-        first = {(scope / "q_a_proj").name: q_latent} if q_latent else {(scope / "q_proj").name: queries}
-        parts = first | {(scope / "kv_a_proj_with_mqa").name: spec.width}
+        spec = latent_spec(facts, layer, scope.group.share(facts.heads))
+        q_latent, queries = facts.mla and facts.mla.q_latent, facts.heads * spec.query_dim
+        parts: dict[str, int | Runs] = {(scope / "q_a_proj").name: q_latent or 0}
+        if not q_latent:
+            parts = {(scope / "q_proj").name: (divided(scope.group, queries),)}
+        parts[(scope / "kv_a_proj_with_mqa").name] = spec.width
         self.down = Linear(facts.hidden, parts, scope, bias=facts.qkv_bias)
         self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None

@@ -13,6 +13,7 @@ from quire.layers.norm import Norm, head_norms, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models.decoder import Decoder, MakesLayer
+from quire.quant.shares import of_heads
 
 
 class Attention(nn.Module):
@@ -37,9 +38,9 @@ class Attention(nn.Module):
         )
         norms: list[Norm] = []
         if facts.qk_norm:
-            whole = facts.qk_norm == "all"
             for name, heads in (("q_norm", facts.heads), ("k_norm", facts.kv_heads)):
-                norms.append(norm_of(facts, scope / name, facts.head_dim * (heads if whole else 1)))
+                own = of_heads(scope.group, heads, facts.head_dim)
+                norms.append(norm_of(facts, scope / name, own if facts.qk_norm == "all" else facts.head_dim))
         spec = AttentionSpec(
             self.qkv.heads,
             self.qkv.kv_heads,

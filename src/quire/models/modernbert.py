@@ -9,7 +9,7 @@ from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.encoder import Spans
 from quire.layers.embedding import Embedding
 from quire.layers.encoder import EncoderAttention, spans
-from quire.layers.linear import ColumnLinear, GateUpLinear, RowLinear
+from quire.layers.linear import GateUpLinear, RowLinear, WholeLinear
 from quire.layers.norm import norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
@@ -76,9 +76,9 @@ class ModernBertClassifier(nn.Module):
         assert facts.encoder is not None
         self.ops, self.activation = scope.ops, facts.encoder.classifier_activation
         head, bias = scope / "head", facts.encoder.classifier_bias
-        self.dense = ColumnLinear(facts.hidden, facts.hidden, head / "dense", bias=bias)
+        self.dense = WholeLinear(facts.hidden, facts.hidden, head / "dense", bias=bias)
         self.norm = norm_of(facts, head / "norm")
-        self.classifier = ColumnLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
+        self.classifier = WholeLinear(facts.hidden, num_labels, scope / "classifier", bias=True)
 
     def forward(self, states: Tensor) -> Tensor:
         x = self.ops.activate(self.dense(states), self.activation)

@@ -9,7 +9,7 @@ from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts
 from quire.config.pooling import PoolingFacts
 from quire.layers.embedding import Head
-from quire.layers.linear import ColumnLinear
+from quire.layers.linear import WholeLinear
 from quire.layers.scope import Scope
 from quire.models import CLASSIFIERS, MODELS
 
@@ -19,7 +19,7 @@ class Score(nn.Module):
 
     def __init__(self, facts: ArchFacts, num_labels: int, scope: Scope) -> None:
         super().__init__()
-        self.score = ColumnLinear(facts.hidden, num_labels, scope / "score")
+        self.score = WholeLinear(facts.hidden, num_labels, scope / "score")
 
     def forward(self, states: Tensor) -> Tensor:
         out: Tensor = self.score(states)

@@ -15,6 +15,7 @@ from quire.layers.scope import Scope
 from quire.layers.state import GatedDelta, OrderedLinear, apart
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
+from quire.quant.shares import divided, of_heads
 
 
 class GatedAttention(nn.Module):
@@ -23,13 +24,15 @@ class GatedAttention(nn.Module):
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.ops, self.gates = scope.ops, choose(scope.device, scope.dtype)
-        inner, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-        queries, gates = apart(facts.heads, inner, inner).chunk(2)
-        kept = apart(1, keys)
-        self.split = (inner, inner + 2 * keys)
+        group, heads, head_dim = scope.group, scope.group.share(facts.heads), facts.head_dim
+        both, keys = divided(group, 2 * facts.heads * head_dim), of_heads(group, facts.kv_heads, head_dim)
+        inner = heads * head_dim
+        queries, gates = apart(heads, inner, inner).chunk(2)
+        kept = apart(1, keys.size)
+        self.split = (inner, inner + 2 * keys.size)
         self.gate_qkv = OrderedLinear(
             facts.hidden,
-            {"q_proj": 2 * inner, "k_proj": keys, "v_proj": keys},
+            {"q_proj": (both,), "k_proj": (keys,), "v_proj": (keys,)},
             scope,
             # Gates first: what enters the attention is one piece then.
             orders=[torch.cat((gates, queries)), kept, kept],
@@ -37,11 +40,10 @@ class GatedAttention(nn.Module):
         )
         norms = [norm_of(facts, scope / name, facts.head_dim) for name in ("q_norm", "k_norm")]
         self.norms = nn.ModuleList(norms)
-        self.mix = PagedAttention(
-            AttentionSpec(facts.heads, facts.kv_heads, facts.head_dim, scope.dtype, layer.window), rope, scope
-        )
+        spec = AttentionSpec(heads, keys.size // head_dim, head_dim, scope.dtype, layer.window)
+        self.mix = PagedAttention(spec, rope, scope)
         self.mix.norms = head_norms(norms)
-        self.out = RowLinear(inner, facts.hidden, scope / "o_proj", bias=facts.out_bias)
+        self.out = RowLinear(facts.heads * head_dim, facts.hidden, scope / "o_proj", bias=facts.out_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate, qkv = self.gate_qkv(x).split(self.split, 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire.quant.shares import Run
 from quire.quant.weight import Piece, unfilled
 
 
@@ -20,6 +21,8 @@ class ExpertShape:
     bias: bool
     dtype: torch.dtype
     device: torch.device
+    inner: Run | None = None
+    """Which of the stored intermediate numbers these are; None: all."""
 
 
 class StoredExperts(nn.Module):
@@ -58,7 +61,7 @@ class StoredExperts(nn.Module):
     def reorder(self, order: Tensor) -> None:
         """After loading and before `finish`: the outputs of `gate_up` in another order."""
         biases = [self.bias_parts()["gate_up"]] if self.shape.bias else []
-        for tensor, axis, _ in (*self.parts()["gate_up"].values(), *biases):
+        for tensor, axis, *_ in (*self.parts()["gate_up"].values(), *biases):
             if axis is not None:
                 for expert in tensor:
                     expert.copy_(expert.index_select(axis - 1, order.to(expert.device)))

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -18,13 +19,15 @@ from quire.kernels.triton.planes import pack as pack_planes
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
+from quire.quant.shares import Run, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of
 
 logger = get_logger(__name__)
 
 Stored = tuple[str | int, ...]
 """The ggml type of a tensor, and its shape."""
-_BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
+BLOCKS = {name: (columns, num_bytes) for name, columns, num_bytes in GGML_TYPES.values()}
+"""By ggml type: numbers of a block, and its bytes."""
 
 
 class GGUFFormat:
@@ -38,6 +41,8 @@ class GGUFFormat:
         stored = self._stored(parts)
         if not _can_stay(stored, 2, shape.device):
             return self.plain.linear(parts, shape)
+        for part, kind in zip(parts, _kinds(stored), strict=False):
+            _check(part, kind, shape.inputs)
         made = PackedOnGPU if shape.device.type == "cuda" else Packed
         return made(_kinds(stored), shape)
 
@@ -45,9 +50,10 @@ class GGUFFormat:
         stored = self._stored(parts)
         if len(stored) != 3 or not _can_stay(stored, 3, shape.device):
             return self.plain.experts(parts, shape)
+        gate, up, down = _kinds(stored)
+        _check(parts[-1], down, shape.inner)
         if shape.device.type != "cuda":
             return PackedExperts(_kinds(stored), shape)
-        gate, up, _ = _kinds(stored)
         if gate != up or shape.intermediate % TILE or shape.hidden % TILE:
             return self.plain.experts(parts, shape)
         return PackedExpertsOnGPU(_kinds(stored), shape)
@@ -62,6 +68,16 @@ def _kinds(parts: list[Stored]) -> tuple[str, ...]:
     return tuple(str(kind) for kind, *_ in parts)
 
 
+def _check(part: str, kind: str, inputs: Run | None) -> None:
+    if inputs is not None:
+        check_units(part, (inputs,), BLOCKS[kind][0], f"{kind} blocks of a row")
+
+
+def _per_input(kind: str) -> Fraction:
+    """Numbers to a byte."""
+    return Fraction(*BLOCKS[kind])
+
+
 def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
     known = set(KINDS) if device.type == "cuda" else set()
     if device.type == "cpu" and native.library() is not None:
@@ -70,14 +86,14 @@ def _can_stay(parts: list[Stored], num_dims: int, device: torch.device) -> bool:
         return False
     missing = [kind for kind in _kinds(parts) if kind not in known]
     for kind in missing:
-        if known and _BLOCKS[kind][0] > 1:
+        if known and BLOCKS[kind][0] > 1:
             warn_once(logger, f"Weights of the type {kind} are unpacked: no {device.type} kernel reads them")
     return not missing
 
 
 def _unfilled(kind: str, *shape: int) -> nn.Parameter:
     """For bytes of a file that hold matrices of this shape: the source will put its own in their place."""
-    (block_columns, block_bytes), (*rows, columns) = _BLOCKS[kind], shape
+    (block_columns, block_bytes), (*rows, columns) = BLOCKS[kind], shape
     nothing = torch.empty(1, dtype=torch.uint8)
     return nn.Parameter(nothing.expand(*rows, columns // block_columns * block_bytes), requires_grad=False)
 
@@ -96,7 +112,10 @@ class Packed(Weight):
         self.bias = bias_of(shape)
 
     def parts(self) -> list[dict[str, Piece]]:
-        parts = [{"weight": Piece(packed, 0, 1)} for packed in self.packed]
+        parts = [
+            {"weight": Piece(packed, 0, 1, per_input=_per_input(kind))}
+            for packed, kind in zip(self.packed, self.kinds, strict=True)
+        ]
         if self.bias is not None:
             for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
                 part["bias"] = Piece(piece)
@@ -166,7 +185,10 @@ class PackedExperts(StoredExperts):
         )
 
     def parts(self) -> dict[str, dict[str, Piece]]:
-        return {name: {"weight": Piece(self.packed[name], 1, 2)} for name in self.kinds}
+        return {
+            name: {"weight": Piece(self.packed[name], 1, 2, per_input=_per_input(kind))}
+            for name, kind in self.kinds.items()
+        }
 
     def finish(self) -> None:
         shape, matrices = self.shape, {}

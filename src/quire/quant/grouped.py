@@ -17,7 +17,8 @@ from quire.kernels.quantized import interleaves, pack
 from quire.logs import get_logger, warn_once
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
-from quire.quant.layouts import LAYOUTS, read
+from quire.quant.layouts import LAYOUTS, Sizes, read
+from quire.quant.shares import Run, Runs, check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, unfilled
 
 logger = get_logger(__name__)
@@ -38,8 +39,9 @@ class GroupedFormat:
         self.plain = plain
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
-        for name, outputs in zip(parts, shape.sizes_out, strict=True):
-            _check(self.scheme, name, outputs, shape.size_in)
+        runs = shape.outputs or [(Run(size),) for size in shape.sizes_out]
+        for name, outputs in zip(parts, runs, strict=True):
+            _check(self.scheme, name, outputs, shape.inputs or Run(shape.size_in))
         return GroupedLinear(self.scheme, shape, self.plain)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -48,12 +50,12 @@ class GroupedFormat:
                 f"{parts[0]}: experts of {self.scheme.layout} are stored one by one, with gate, up and down "
                 "apart; this model has them together"
             )
-        for name, sizes in _sizes_of(shape).items():
-            _check(self.scheme, f"{parts[0]} ({name})", *sizes)
+        for name, (outputs, inputs) in _sizes_of(shape).items():
+            _check(self.scheme, f"{parts[0]} ({name})", (outputs,), inputs)
         return GroupedExperts(self.scheme, shape, self.plain)
 
 
-def _check(scheme: Grouped, name: str, outputs: int, inputs: int) -> None:
+def _check(scheme: Grouped, name: str, runs: Runs, inputs: Run) -> None:
     known = _BITS[scheme.layout]
     if scheme.bits not in known:
         raise ConfigError(
@@ -65,31 +67,51 @@ def _check(scheme: Grouped, name: str, outputs: int, inputs: int) -> None:
             f"{name}: groups of {scheme.group} inputs are not supported; "
             f"{', '.join(map(str, _GROUPS))} (all inputs in one) are"
         )
-    if scheme.group > 0 and inputs % scheme.group:
-        fitting = [group for group in _GROUPS if group < 0 or inputs % group == 0]
+    if scheme.group > 0 and inputs.all % scheme.group:
+        fitting = [group for group in _GROUPS if group < 0 or inputs.all % group == 0]
         raise ConfigError(
-            f"{name}: {inputs} inputs are not whole groups of {scheme.group}; groups of "
+            f"{name}: {inputs.all} inputs are not whole groups of {scheme.group}; groups of "
             f"{' or '.join(map(str, fitting))} would be (-1: all inputs in one)"
         )
-    per = 32 // scheme.bits
-    if scheme.layout != "compressed" and (outputs % per or inputs % per):
+    per, outputs = 32 // scheme.bits, sum(run.all for run in runs)
+    if scheme.layout != "compressed" and (outputs % per or inputs.all % per):
         raise ConfigError(
             f"{name}: {scheme.layout} packs {per} numbers into a word, which does not divide {outputs} "
-            f"outputs and {inputs} inputs; leave this layer out of the quantization"
+            f"outputs and {inputs.all} inputs; leave this layer out of the quantization"
         )
+    _check_shares(scheme, name, runs, inputs)
+
+
+def _check_shares(scheme: Grouped, name: str, runs: Runs, inputs: Run) -> None:
+    """Outputs share words where zeros, or all codes, are stored; inputs share groups and words. Inputs in
+    another order are in groups one by one, once a share is read."""
+    per = 32 // scheme.bits
+    if scheme.layout != "compressed" or not scheme.symmetric:
+        check_units(name, runs, per, "words")
+    is_cut = scheme.group > 0 and not scheme.act_order
+    check_units(name, (inputs,), scheme.group if is_cut else per, "groups" if is_cut else "words")
 
 
 def _pieces(
-    scheme: Grouped, outputs: int, inputs: int, device: torch.device, *front: int
+    scheme: Grouped, outputs: int, inputs: Run, device: torch.device, *front: int
 ) -> dict[str, Piece]:
-    """Unfilled, of one weight or of as many as `front` says."""
-    groups = 1 if scheme.group < 0 else inputs // scheme.group
-    skipped = len(front)
+    """Unfilled, of one weight or of as many as `front` says. Where each share of inputs has some of all groups
+    it needs all that is stored of these."""
+    needs_all = scheme.act_order or scheme.group < 0
+    own, whole = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
     pieces = {}
-    for suffix, (size, dtype, *axes) in LAYOUTS[scheme.layout].sizes(scheme, outputs, inputs, groups).items():
-        tensor = unfilled(*front, *size, dtype=dtype, device=device)
-        pieces[suffix] = Piece(tensor, *(None if axis is None else axis + skipped for axis in axes))
+    for suffix in own:
+        size = (whole if needs_all and own[suffix].of_groups else own)[suffix]
+        axes = size.outputs, None if needs_all and size.of_groups else size.inputs
+        by_output, by_input = (None if axis is None else axis + len(front) for axis in axes)
+        tensor = unfilled(*front, *size.shape, dtype=size.dtype, device=device)
+        pieces[suffix] = Piece(tensor, by_output, by_input, size.per_output, size.per_input)
     return pieces
+
+
+def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
+    groups = 1 if scheme.group < 0 else inputs // scheme.group
+    return LAYOUTS[scheme.layout].sizes(scheme, outputs, inputs, groups)
 
 
 class GroupedLinear(Weight):
@@ -100,7 +122,8 @@ class GroupedLinear(Weight):
         self.scheme = scheme
         self.plain = plain
         self.bias = bias_of(shape)
-        self.stored = [_pieces(scheme, size, shape.size_in, shape.device) for size in shape.sizes_out]
+        self.inputs = shape.inputs or Run(shape.size_in)
+        self.stored = [_pieces(scheme, size, self.inputs, shape.device) for size in shape.sizes_out]
         self.orders = [torch.arange(size) for size in shape.sizes_out]
         self.packed = nn.ParameterList()
         """What the kernels read."""
@@ -141,7 +164,7 @@ class GroupedLinear(Weight):
     def _read(self, i: int, order: Tensor) -> tuple[Codes, Tensor | None]:
         """A part in the open; its tensors of the file are given back."""
         stored = {suffix: piece.tensor for suffix, piece in self.stored[i].items()}
-        codes, inputs = read(self.scheme, stored, self.shape.size_in)
+        codes, inputs = read(self.scheme, stored, self.inputs)
         self.stored[i] = {}
         if not torch.equal(order, torch.arange(len(order))):
             order = order.to(codes.codes.device)
@@ -156,6 +179,8 @@ class GroupedLinear(Weight):
         """Of parts with the same order of inputs."""
         shape, product = self.shape, None
         gather: Callable[[Tensor], Tensor] | None = None
+        if any(codes.group == 1 for codes in parts):
+            return self._unpacked(parts, order, bias)
         if shape.device.type == "cuda":
             product = self._on_gpu(parts, bias, may_gate=order is None)
             gather = None if order is None else partial(_gathered, order=order)
@@ -213,8 +238,8 @@ class GroupedExperts(StoredExperts):
         self.scheme = scheme
         self.plain = plain
         self.stored = {
-            name: _pieces(scheme, *sizes, shape.device, shape.experts)
-            for name, sizes in _sizes_of(shape).items()
+            name: _pieces(scheme, outputs.size, inputs, shape.device, shape.experts)
+            for name, (outputs, inputs) in _sizes_of(shape).items()
         }
         self.packed = nn.ParameterList()
 
@@ -247,7 +272,7 @@ class GroupedExperts(StoredExperts):
             each = []
             for expert in range(self.shape.experts):
                 read = [self._read(name, expert) for name in what]
-                if any(order is not None for _, order in read):
+                if any(order is not None or codes.group == 1 for codes, order in read):
                     return False
                 fields = [
                     torch.cat(field) for field in list(zip(*(codes for codes, _ in read), strict=True))[:3]
@@ -292,9 +317,9 @@ class GroupedExperts(StoredExperts):
         self.mix = experts.mix
 
 
-def _sizes_of(shape: ExpertShape) -> dict[str, tuple[int, int]]:
+def _sizes_of(shape: ExpertShape) -> dict[str, tuple[Run, Run]]:
     """Outputs and inputs of an expert's weights."""
-    up = shape.intermediate, shape.hidden
+    up = shape.inner or Run(shape.intermediate), Run(shape.hidden)
     return {"gate": up, "up": up, "down": up[::-1]}
 
 

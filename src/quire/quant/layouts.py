@@ -9,12 +9,27 @@ from torch import Tensor
 from quire.config.quant.schemes import Grouped
 from quire.errors import ConfigError
 from quire.kernels.grouped import Codes
+from quire.quant.shares import Run
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of 8 outputs is in the lowest bits of a word, and so on."""
 
-Sizes = dict[str, tuple[tuple[int, ...], torch.dtype, int | None, int | None]]
-"""By suffix: shape, type, and the axes along outputs and inputs."""
+
+class Size(NamedTuple):
+    """A tensor of the file, its axes along outputs and inputs, and how many one number there is for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    outputs: int | None
+    inputs: int | None
+    per_output: int = 1
+    per_input: int = 1
+    of_groups: bool = False
+    """Whether it tells of groups of inputs."""
+
+
+Sizes = dict[str, Size]
+"""By suffix."""
 
 
 class Layout(NamedTuple):
@@ -35,11 +50,12 @@ def fields(words: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _awq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
-    words = outputs * scheme.bits // 32
+    per, group = 32 // scheme.bits, inputs // groups
+    words = outputs // per
     return {
-        "qweight": ((inputs, words), torch.int32, 1, 0),
-        "qzeros": ((groups, words), torch.int32, 1, 0),
-        "scales": ((groups, outputs), torch.float32, 1, 0),
+        "qweight": Size((inputs, words), torch.int32, 1, 0, per),
+        "qzeros": Size((groups, words), torch.int32, 1, 0, per, group, of_groups=True),
+        "scales": Size((groups, outputs), torch.float32, 1, 0, 1, group, of_groups=True),
     }
 
 
@@ -54,12 +70,15 @@ def _awq_fields(words: Tensor, bits: int) -> Tensor:
 
 
 def _gptq_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
+    per, group = 32 // scheme.bits, inputs // groups
     sizes: Sizes = {
-        "qweight": ((inputs * scheme.bits // 32, outputs), torch.int32, 1, 0),
-        "qzeros": ((groups, outputs * scheme.bits // 32), torch.int32, 1, 0),
-        "scales": ((groups, outputs), torch.float32, 1, 0),
+        "qweight": Size((inputs // per, outputs), torch.int32, 1, 0, 1, per),
+        "qzeros": Size((groups, outputs // per), torch.int32, 1, 0, per, group, of_groups=True),
+        "scales": Size((groups, outputs), torch.float32, 1, 0, 1, group, of_groups=True),
     }
-    return sizes | ({"g_idx": ((inputs,), torch.int32, None, 0)} if scheme.act_order else {})
+    return sizes | (
+        {"g_idx": Size((inputs,), torch.int32, None, 0, of_groups=True)} if scheme.act_order else {}
+    )
 
 
 def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,14 +89,17 @@ def _read_gptq(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def _compressed_sizes(scheme: Grouped, outputs: int, inputs: int, groups: int) -> Sizes:
-    per = 32 // scheme.bits
+    per, group = 32 // scheme.bits, inputs // groups
     sizes: Sizes = {
-        "weight_packed": ((outputs, -(-inputs // per)), torch.int32, 0, 1),
-        "weight_scale": ((outputs, groups), torch.float32, 0, 1),
+        "weight_packed": Size((outputs, -(-inputs // per)), torch.int32, 0, 1, 1, per),
+        "weight_scale": Size((outputs, groups), torch.float32, 0, 1, 1, group, of_groups=True),
     }
     if not scheme.symmetric:
-        sizes["weight_zero_point"] = (-(-outputs // per), groups), torch.int32, 0, 1
-    return sizes | ({"weight_g_idx": ((inputs,), torch.int32, None, 0)} if scheme.act_order else {})
+        words = -(-outputs // per), groups
+        sizes["weight_zero_point"] = Size(words, torch.int32, 0, 1, per, group, of_groups=True)
+    return sizes | (
+        {"weight_g_idx": Size((inputs,), torch.int32, None, 0, of_groups=True)} if scheme.act_order else {}
+    )
 
 
 def _read_compressed(scheme: Grouped, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,17 +119,32 @@ LAYOUTS = {
 }
 
 
-def read(scheme: Grouped, stored: dict[str, Tensor], inputs: int) -> tuple[Codes, Tensor | None]:
-    """A weight in the open, and the order of its inputs if it is not theirs."""
-    layout = LAYOUTS[scheme.layout]
+def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Run) -> tuple[Codes, Tensor | None]:
+    """A weight in the open, and the order of its inputs if it is not theirs. A share of inputs whose groups
+    are not made of neighbours has a group for each of them."""
+    layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
-    codes, order = codes[:, :inputs], None
+    codes = codes[:, : inputs.size]
     if scheme.act_order:
         group_of = stored[layout.order]
         order = _order(group_of, scales.shape[1])
+        if not inputs.is_whole:
+            own = _own_groups(group_of, scheme.group, inputs, is_ordered=order is None)
+            order, scales, zeros = None, scales[:, own], zeros[:, own]
         codes = codes if order is None else codes[:, order]
     whole = Codes(codes.contiguous(), scales.contiguous(), zeros.to(torch.int32).contiguous(), scheme.bits)
     return whole, order
+
+
+def _own_groups(group_of: Tensor, group: int, inputs: Run, *, is_ordered: bool) -> Tensor:
+    """The groups of a share's inputs: each once where they are whole, else one for each input."""
+    stop = inputs.start + inputs.size
+    own = group_of[inputs.start : stop].long()
+    if is_ordered:
+        own = torch.arange(inputs.start, stop, device=own.device) // (group if group > 0 else inputs.all)
+        if group > 0 and inputs.start % group == inputs.size % group == 0:
+            own = own[::group]
+    return own[:1] if group < 0 else own
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from fractions import Fraction
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.facts import Routing
 from quire.kernels.ops import Entry
+from quire.quant.shares import Run, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class LinearShape:
     narrows: bool = True
     """Whether it may be kept in fewer bits than it is stored in: not so where little memory is saved, or
     much depends on it."""
+    outputs: tuple[Runs, ...] = ()
+    """Of each part: which of the stored outputs these are; empty: all."""
+    inputs: Run | None = None
+    """The same of inputs."""
 
 
 class Piece(NamedTuple):
@@ -32,10 +38,11 @@ class Piece(NamedTuple):
     tensor: Tensor
     outputs: int | None = 0
     inputs: int | None = None
-
-    def along(self, what: Literal["outputs", "inputs"] | None) -> int | None:
-        """The axis along these, if any."""
-        return None if what is None else {"outputs": self.outputs, "inputs": self.inputs}[what]
+    per_output: int = 1
+    """How many outputs one number along that axis is for."""
+    per_input: int | Fraction = 1
+    is_flat: bool = False
+    """Whether the checkpoint has all of it in one row or column."""
 
 
 class Text(Piece):
@@ -81,7 +88,7 @@ class Weight(nn.Module):
     def reorder(self, orders: list[Tensor]) -> None:
         """After loading and before `finish`: the outputs of each part in another order."""
         for part, order in zip(self.parts(), orders, strict=True):
-            for tensor, axis, _ in part.values():
+            for tensor, axis, *_ in part.values():
                 if axis is not None:
                     tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
 

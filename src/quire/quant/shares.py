@@ -1,0 +1,78 @@
+"""Shares: which part of a stored size a device of a group has."""
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+from quire.comm.group import Group
+from quire.errors import ConfigError
+
+
+class Run(NamedTuple):
+    """Numbers that lie one after the other in the checkpoint, and those of them that this device has."""
+
+    size: int
+    """How many it has; those from the end of the whole on are zeros."""
+    start: int = 0
+    """The first of them."""
+    whole: int = -1
+    """How many there are in all; -1: it has all."""
+
+    @property
+    def all(self) -> int:
+        return self.size if self.whole < 0 else self.whole
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.all
+
+    def per(self, unit: int | Fraction) -> "Run":
+        """The same of a tensor that has one number for so many of these."""
+        return Run(_over(self.size, unit), _over(self.start, unit), _over(self.all, unit))
+
+
+def _over(size: int, unit: int | Fraction) -> int:
+    return int(-(-size // unit)) if isinstance(unit, int) else int(size / unit)
+
+
+Runs = tuple[Run, ...]
+"""All that lies one after the other along an axis of a stored tensor."""
+
+
+def divided(group: Group, size: int) -> Run:
+    """An equal share for each device."""
+    share = group.share(size)
+    return Run(share, group.rank * share, size)
+
+
+def padded(group: Group, size: int) -> Run:
+    """The same of a size that does not divide: the last device may have fewer."""
+    share = -(-size // group.size)
+    return Run(share, min(group.rank * share, size), size)
+
+
+def of_heads(group: Group, heads: int, width: int) -> Run:
+    """So many numbers for each head; where heads are fewer than devices, neighbours have the same one."""
+    if group.size <= heads:
+        return divided(group, heads * width)
+    assert group.size % heads == 0
+    return Run(width, group.rank * heads // group.size * width, heads * width)
+
+
+def check_units(name: str, runs: Iterable[Run], unit: int, what: str) -> None:
+    """Refuse shares that cut what is stored as one: a block, a group, a word of so many numbers."""
+    for run in runs:
+        ends = run.start + run.size
+        if run.is_whole or not (run.start % unit or (ends % unit and ends != run.all)):
+            continue
+        fitting = [n for n in range(1, run.all // unit + 1) if run.all % (n * unit) == 0] or [1]
+        raise ConfigError(
+            f"{name}: {what} of {unit} do not fit into shares of {run.size} out of {run.all}; use "
+            f"tensor_parallel_size {listed(fitting)}, or a checkpoint that is stored in another way"
+        )
+
+
+def listed(numbers: list[int]) -> str:
+    """1, 2 or 4"""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,82 @@
+"""Models whose layers several devices share say what one device says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from threads import run_threads, tp_worlds
+from torch import Tensor
+
+STEPS = [[10, 0, 17], [1, 4, 6], [1, 1, 1]]
+"""Parts of prompts, then decodes."""
+PROMPTS = random_prompts(12, 5, 24)
+
+
+def logits(path: Path, size: int, **options: Any) -> list[list[Tensor]]:
+    """Of each device, of each prompt; models are loaded one after the other, since packing shares memory."""
+    worlds = tp_worlds(size)
+    models = [load_tiny(path, world=world, **options) for world in worlds]
+    return run_threads(
+        size, lambda world: run_paged(models[world.tp.rank], PROMPTS, STEPS), worlds=lambda _: worlds
+    )
+
+
+def compare(path: Path, size: int, **options: Any) -> None:
+    (expected,) = logits(path, 1, **options)
+    found = logits(path, size, **options)
+    for ours in found:
+        for one, other, first in zip(ours, expected, found[0], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+            assert torch.equal(one, first), "devices would draw different tokens"
+
+
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", 2, {"attention_bias": True, "mlp_bias": True, "vocab_size": 129}),
+    "llama, more devices than kv heads": ("LlamaForCausalLM", 4, {}),
+    "llama, tied": ("LlamaForCausalLM", 2, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3ForCausalLM", 2, {}),
+    "olmo2": ("Olmo2ForCausalLM", 2, {}),
+    "olmo2, more devices than kv heads": ("Olmo2ForCausalLM", 4, {}),
+    "gemma2": ("Gemma2ForCausalLM", 2, {}),
+    "gemma3": ("Gemma3ForCausalLM", 2, {}),
+    "gpt-oss": ("GptOssForCausalLM", 2, {}),
+    "mixtral": ("MixtralForCausalLM", 2, {}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", 2, {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", 2, {}),
+    "llama4": ("Llama4ForCausalLM", 2, {}),
+    "granite_moe": ("GraniteMoeSharedForCausalLM", 2, {}),
+    "glm4_moe": ("Glm4MoeForCausalLM", 2, {}),
+    "cohere2_moe": ("Cohere2MoeForCausalLM", 2, {}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", 2, {}),
+    "deepseek_v2, straight queries": ("DeepseekV2ForCausalLM", 2, {"q_lora_rank": None}),
+    "granite_hybrid": ("GraniteMoeHybridForCausalLM", 2, {"mamba_proj_bias": True}),
+    "granite_hybrid, groups of several": ("GraniteMoeHybridForCausalLM", 4, {}),
+    "nemotron_h": ("NemotronHForCausalLM", 2, {}),
+    "nemotron_h, latent": (
+        "NemotronHForCausalLM",
+        4,
+        {"moe_latent_size": 24, "mlp_bias": True, "use_bias": True},
+    ),
+    "qwen3_next": ("Qwen3NextForCausalLM", 2, {}),
+    "qwen3_next, groups of several": ("Qwen3NextForCausalLM", 4, {}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", 4, {"attention_bias": True}),
+    "gpt2": ("GPT2LMHeadModel", 2, {}),
+    "gpt_neox": ("GPTNeoXForCausalLM", 2, {}),
+    "phi": ("PhiForCausalLM", 2, {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3ForCausalLM", 2, {}),
+    "cohere": ("CohereForCausalLM", 2, {}),
+    "glm": ("GlmForCausalLM", 2, {}),
+    "glm4": ("Glm4ForCausalLM", 2, {}),
+    "apertus": ("ApertusForCausalLM", 2, {}),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
+    """A head, a channel or a bias that no device has, or that two add; a sum missing or made twice."""
+    architecture, size, settings = MODELS[name]
+    path, _ = make_tiny(architecture, tmp_path, **settings)
+    compare(path, size)
