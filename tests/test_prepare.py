@@ -27,7 +27,6 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
     "given",
     [
         {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
         {"distributed_executor_backend": "ray"},
         {"enable_lora": True},

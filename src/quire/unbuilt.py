@@ -47,7 +47,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "nnodes": (1,),
         "node_rank": (0,),
         "offload_group_size": (0,),
-        "pipeline_parallel_size": (1,),
         "prefill_context_parallel_size": (1,),
         "quantization_config": (),
         "reasoning_parser": ("",),

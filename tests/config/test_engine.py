@@ -171,7 +171,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
     "given",
     [
         {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
         {"distributed_executor_backend": "ray"},
         {"enable_lora": True},

@@ -157,7 +157,6 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4"),
         ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "parallel_size"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, "tensor_parallel_size=4"),

@@ -82,6 +82,7 @@ LIMITS = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(5, 40),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "depth": st.sampled_from([1, 2, 2, 3]),
+        "num_stages": st.sampled_from([1, 1, 2, 3]),
         "lazy": st.booleans(),
     }
 ).map(lambda limits: widened(limits, 34))

@@ -58,7 +58,11 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "watermark": st.sampled_from([0.0, 0.1]),
 }
 ONE_BY_ONE = st.fixed_dictionaries(LIMITS).map(lambda limits: widened(limits, LONGEST))
-IN_FLIGHT = {"depth": st.sampled_from([2, 2, 3]), "lazy": st.booleans()}
+IN_FLIGHT = {
+    "depth": st.sampled_from([2, 2, 3]),
+    "lazy": st.booleans(),
+    "num_stages": st.sampled_from([1, 1, 2, 3]),
+}
 OVERLAPPED = st.fixed_dictionaries(LIMITS | IN_FLIGHT).map(lambda limits: widened(limits, LONGEST))
 
 

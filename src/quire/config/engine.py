@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.args import checked
@@ -15,6 +15,7 @@ from quire.config.model import Checkpoint
 from quire.config.pooling import PoolingFacts, settle
 from quire.config.quant import choose_quant
 from quire.config.quant.facts import QuantFacts
+from quire.config.ranks import stage_layers
 from quire.config.sections import (
     AttentionSection,
     CacheSection,
@@ -96,6 +97,7 @@ def resolve(
         convert=values.get("convert", "auto"),
         pooler=values.get("pooler_config"),
     )
+    parallel = _with_stages(parallel, checkpoint.facts, env, values, pools=pooling is not None)
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
     cache = _cache(values, model.dtype, machine, env, checkpoint)
@@ -177,6 +179,28 @@ def _check_nodes(own: Mapping[str, Any], backend: str, machine: Machine, world: 
             f"{world // nnodes} workers on this machine need as many GPUs, and there are {there}: for more"
             " machines use --distributed-executor-backend ray, or --nnodes with --node-rank and --master-addr"
         )
+
+
+def _with_stages(
+    parallel: ParallelSection, facts: ArchFacts, env: Env, values: Mapping[str, Any], *, pools: bool
+) -> ParallelSection:
+    """A model in stages: whether it can be divided, and where."""
+    count = parallel.pipeline_parallel_size
+    if count == 1:
+        return replace(parallel, pp_layer_partition="")
+    cannot = {
+        "a pooling model or an encoder": pools or facts.encoder is not None,
+        "a model that transformers runs": facts.borrowed is not None,
+        "load_format='sharded_state'": values.get("load_format") == "sharded_state",
+    }
+    for what in (what for what, is_so in cannot.items() if is_so):
+        raise ConfigError(
+            f"pipeline_parallel_size={count} cannot be had with {what}, which is not divided by layers: "
+            "leave it out, and use data_parallel_size for more devices"
+        )
+    partition = parallel.pp_layer_partition or env.pp_layer_partition
+    stage_layers(len(facts.layers), count, partition)
+    return replace(parallel, pp_layer_partition=partition)
 
 
 def _quantization(asked: str | None, checkpoint: Checkpoint) -> str | None:
@@ -343,6 +367,10 @@ def _scheduler(
     own.setdefault("async_scheduling", machine.device == "cuda")
     if own["async_scheduling"] and machine.device == "cpu":
         warn_once(logger, "async_scheduling=True has no effect on a CPU and is ignored")
+        own["async_scheduling"] = False
+    if own["async_scheduling"] and parallel.pipeline_parallel_size > 1:
+        if "async_scheduling" in values:
+            warn_once(logger, "async_scheduling=True has no effect with pipeline stages, which overlap anyway")
         own["async_scheduling"] = False
     section = SchedulerSection(**own)
     _check_budget(section, max_model_len)

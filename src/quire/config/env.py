@@ -23,7 +23,7 @@ NO_EFFECT = frozenset(
     ENABLE_RESPONSES_API_STORE ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT
     KEEP_ALIVE_ON_ENGINE_DEATH LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS
     MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-    NO_USAGE_STATS PLUGINS PP_LAYER_PARTITION RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
+    NO_USAGE_STATS PLUGINS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
     USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER VIDEO_FETCH_TIMEOUT
     WORKER_MULTIPROC_METHOD XGRAMMAR_CACHE_MB
     """,
@@ -55,6 +55,8 @@ class Env:
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
     """For one step; an engine that takes longer counts as hung and is started again."""
+    pp_layer_partition: str = ""
+    """Layers of each stage of a pipeline, as `8,8,6`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> "Env":
@@ -96,6 +98,7 @@ _ENV_KINDS: dict[str, Any] = {
     "max_n_sequences": int,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
+    "pp_layer_partition": str,
 }
 
 

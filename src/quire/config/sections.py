@@ -175,7 +175,8 @@ class SchedulerSection:
     stream_interval: Annotated[int, Rule(at_least=1)] = 1
     """Tokens between two chunks of a streamed answer."""
     async_scheduling: bool
-    """Plan the next step while the device runs this one. Default: on with CUDA."""
+    """Plan the next step while the device runs this one. Default: on with CUDA. Off with pipeline stages:
+    as many steps as stages are under way then, of different requests."""
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced"
     """`throughput` doubles the defaults of max_num_batched_tokens and max_num_seqs."""
 
@@ -207,7 +208,8 @@ class ParallelSection:
     """How workers are started: in the engine's process (uni), a process each (mp), or by ray. Default: uni
     for one, mp for more."""
     pp_layer_partition: str = ""
-    """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or as even as can be."""
+    """Layers of each group, as `8,8,6`. Default: VLLM_PP_LAYER_PARTITION, or even; what is left over goes to
+    groups before the last."""
     enable_expert_parallel: Annotated[bool, Rule(short="-ep")] = False
     """Each device has some of the experts of a layer, in place of some of each expert."""
     all2all_backend: str = "allgather_reducescatter"

@@ -83,7 +83,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
     calm_threads()
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
-    depth = 2 if config.scheduler.async_scheduling else 1
+    depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     return EngineCore(executor, build_scheduler(config, cache), depth=depth), cache
 
 
@@ -107,4 +107,5 @@ def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
         chunked_prefill=limits.enable_chunked_prefill,
         reserve_full_prompt=limits.scheduler_reserve_full_isl,
         watermark=limits.watermark,
+        num_stages=config.parallel.pipeline_parallel_size,
     )

@@ -27,7 +27,7 @@ class Pipeline:
     """Up to `depth` steps that were submitted, oldest first.
 
     With 2 a device has its next step before it is done with the last; where the host itself computes there is
-    nothing to gain from more than 1.
+    nothing to gain from more than 1. A pipeline of stages has one for each of them.
     """
 
     def __init__(self, executor: Executor, depth: int) -> None:

@@ -12,6 +12,7 @@ from quire.data.stats import StepStats
 
 Ints = NDArray[np.int32]
 _NONE: Ints = np.empty(0, np.int32)
+_NO_VALUES: Ints = np.empty((2, 0), np.int32)
 
 
 class Admission(msgspec.Struct):
@@ -36,10 +37,10 @@ class Admission(msgspec.Struct):
 
 
 class StepPlan(msgspec.Struct):
-    """One step. Apply in this order: release rows, admit rows, append blocks, then compute.
+    """One step. Apply in this order: release rows, admit rows, append blocks, learn values, then compute.
 
     The step before it may still run: a row that got a token there counts it, and computes it here, before
-    anybody on the host knows which one it is.
+    anybody on the host knows which one it is. Not so with pipeline stages: there a row waits for its value.
     """
 
     step: int
@@ -55,6 +56,8 @@ class StepPlan(msgspec.Struct):
     """How many tokens each of `rows` computes, from its num_computed on."""
     samples: NDArray[np.bool_]
     """Whether the row's last token is computed, so that it gets a new one."""
+    values: Ints = _NO_VALUES
+    """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
 
     total_tokens: int = 0
     sampling_rows: Ints = _NONE

@@ -24,7 +24,9 @@ class Running:
     `order` lists the taken rows, oldest admission first; every other column is indexed by row.
     """
 
-    def __init__(self, max_rows: int, max_len: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+        """Of the pipeline that computes. With more than one every row needs its values."""
         self.order: RowIds = np.empty(0, np.intp)
         self.requests: list[Request | None] = [None] * max_rows
         self.ids: NDArray[np.object_] = np.full(max_rows, "", np.object_)
@@ -36,6 +38,8 @@ class Running:
         """Those in flight counted in: it is known that they come, but not yet what they are."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Tokens with a value."""
+        self.num_told: Ints = np.zeros(max_rows, np.int32)
+        """Tokens whose value all stages have."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         """Those in flight counted in."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
@@ -67,13 +71,13 @@ class Running:
         self.tokens[row, : len(request.tokens)] = request.tokens
         self.prompt_len[row] = request.prompt_len
         self.num_cached[row] = request.num_cached
-        self.num_tokens[row] = self.num_known[row] = len(request.tokens)
+        self.num_tokens[row] = self.num_known[row] = self.num_told[row] = len(request.tokens)
         self.num_computed[row] = num_computed
         self.limit[row] = request.limit
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
-        self.needs_value[row] = looks_back(params)
+        self.needs_value[row] = self.num_stages > 1 or looks_back(params)
         self._num_admissions += 1
         self.admission[row] = self._num_admissions
         self.order = np.append(self.order, np.intp(row))
@@ -88,7 +92,22 @@ class Running:
         unknown = num_tokens > self.num_known[rows]
         if unknown.any():
             pending[unknown & ((num_tokens >= self.limit[rows]) | self.needs_value[rows])] = 0
+        return pending if self.num_stages == 1 else self._spread(pending)
+
+    def _spread(self, pending: Ints) -> Ints:
+        """Leave some decodes to the plans behind this one, so that each stage has one to compute: a plan
+        gets an equal share of all, those in flight counted in."""
+        rows = self.order
+        decodes = self.num_tokens[rows] - self.num_computed[rows] == 1
+        share = -(-int(np.count_nonzero(decodes)) // self.num_stages)
+        pending[np.flatnonzero(decodes & (pending > 0))[share:]] = 0
         return pending
+
+    def tell(self, rows: RowIds) -> Ints:
+        """[2, rows]: those of `rows` that got a token since it was last told, and that token."""
+        untold = rows[self.num_known[rows] > self.num_told[rows]]
+        self.num_told[untold] = self.num_known[untold]
+        return np.stack([untold.astype(np.int32), self.tokens[untold, self.num_known[untold] - 1]])
 
     def launch(self, rows: RowIds, num_tokens: Ints) -> NDArray[np.bool_]:
         """`rows` compute so many tokens. Returns which of them get a new one; its value follows."""

@@ -43,7 +43,10 @@ class Scheduler:
         chunked_prefill: bool = True,
         reserve_full_prompt: bool = True,
         watermark: float = 0.0,
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages` of a pipeline: with more than one no row is planned before its last token is known, and
+        plans carry those tokens; with one they stay on the device."""
         self.kv = kv
         self.limits = Limits(
             max_rows=max_num_seqs,
@@ -52,7 +55,7 @@ class Scheduler:
         )
         self.policy = policy
         self.trial = Trial(self.limits)
-        self.running = Running(max_num_seqs, max_model_len)
+        self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
@@ -140,6 +143,8 @@ class Scheduler:
             num_tokens=num_tokens,
             samples=self.running.launch(rows, num_tokens),
         )
+        if self.running.num_stages > 1:
+            plan.values = self.running.tell(rows)
         self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         return plan
 
