@@ -7,7 +7,6 @@ driver take is not in it.
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from quire.data.plan import Ints, Pending, StepPlan
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Model
+from quire.worker.device import Computed, Model, Step
 from quire.worker.parts import PromptLogprobs
 from quire.worker.rows import Rows, Wide
 from quire.worker.runner import Runner
@@ -30,9 +29,9 @@ CPU, VOCAB = torch.device("cpu"), 50
 class Blank(Cuda):
     """Prompts compute nothing either."""
 
-    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
+    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
         rows = len(plan.sampling_rows)
-        return lambda: Computed(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long())
+        return Step(lambda: Computed(torch.zeros(0), torch.zeros(rows, VOCAB), torch.zeros(rows).long()))
 
 
 class Attention:

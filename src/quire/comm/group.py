@@ -1,8 +1,17 @@
 """Group: devices that share work, and what they tell each other."""
 
+from typing import Any, Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Sending(Protocol):
+    """A tensor on its way."""
+
+    def wait(self) -> Any:
+        """Returns when it may be changed; a GPU waits by itself, and the host does not."""
 
 
 class Group:
@@ -37,9 +46,20 @@ class Group:
         """To the device of this rank; returns when x may be changed."""
         raise AssertionError("there is nobody to send to")
 
+    def isend(self, x: Tensor, to: int) -> Sending:
+        """The same without waiting, where that can be had; x stays as it is until it has gone."""
+        self.send(x, to)
+        return _Gone()
+
     def receive(self, x: Tensor, source: int) -> None:
         """Into x, from the device of this rank."""
         raise AssertionError("there is nobody to hear from")
+
+
+class _Gone:
+    """Nothing is left to wait for."""
+
+    def wait(self) -> None: ...
 
 
 ALONE = Group()
@@ -74,6 +94,11 @@ class TorchGroup(Group):
 
     def send(self, x: Tensor, to: int) -> None:
         dist.send(x, group=self.group, group_dst=to)
+
+    def isend(self, x: Tensor, to: int) -> Sending:
+        work = dist.isend(x, group=self.group, group_dst=to)
+        assert work is not None
+        return work
 
     def receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, group=self.group, group_src=source)

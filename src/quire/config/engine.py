@@ -370,7 +370,7 @@ def _scheduler(
         own["async_scheduling"] = False
     if own["async_scheduling"] and parallel.pipeline_parallel_size > 1:
         if "async_scheduling" in values:
-            warn_once(logger, "async_scheduling=True has no effect with pipeline stages, which overlap anyway")
+            warn_once(logger, "async_scheduling=True has no effect with pipeline stages and is off")
         own["async_scheduling"] = False
     section = SchedulerSection(**own)
     _check_budget(section, max_model_len)

@@ -68,6 +68,15 @@ class CacheLayout:
             for slab, layer in enumerate(group.layers)
         }
 
+    def of(self, layers: range) -> "CacheLayout":
+        """What a stage of these layers has of it: as many groups, of which some may be empty there."""
+        specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
+        groups = (
+            CacheGroup(group.window, tuple(number for number in group.layers if number in layers))
+            for group in self.groups
+        )
+        return CacheLayout(specs, tuple(groups))
+
     @property
     def bytes_per_row(self) -> int:
         """What the states of one row take."""

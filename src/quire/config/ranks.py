@@ -46,7 +46,8 @@ def stage_layers(num_layers: int, num_stages: int, partition: str = "") -> list[
                 f"use at most {num_layers}"
             )
         least, left_over = divmod(num_layers, num_stages)
-        counts = [least + (num_stages - 2 - left_over < number < num_stages - 1) for number in range(num_stages)]
+        from_end = range(num_stages - 1, -1, -1)
+        counts = [least + (0 < number <= left_over) for number in from_end]
     ends = [sum(counts[: number + 1]) for number in range(num_stages)]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.comm.group import ALONE, Group
+from quire.config.ranks import Stage
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
 from quire.quant.experts import ExpertShape, StoredExperts
@@ -41,6 +42,8 @@ class Scope:
     """The same for a layer's experts."""
     group: Group = ALONE
     """Who share each layer: asked for the share of a size, and told what is to be added up."""
+    stage: Stage = Stage()
+    """Which of the model's layers are built here."""
     is_stored: Callable[[str], bool] = _unknown
     """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
     across: bool = False

@@ -18,6 +18,7 @@ from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
 from quire.config.quant.facts import QuantFacts
 from quire.config.quant.schemes import Scheme
+from quire.config.ranks import Stage
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
@@ -35,6 +36,7 @@ _MARKS = tuple(
     mark if mark[0] == "_" else f".{mark}" for scheme in Scheme.__subclasses__() for mark in scheme.marks
 )
 """How the names of tensors end that only quantized layers have."""
+_WHOLE = Stage()
 Found = tuple[Target, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
@@ -64,9 +66,10 @@ def load_model(
     build: Callable[[ArchFacts, Scope], Any] | None = None,
     tell: Callable[[float], None] | None = None,
     world: World = _ALONE,
+    stage: Stage = _WHOLE,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
-    what `build` makes; in a `world` of several workers, what this one has of it.
+    what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
@@ -97,6 +100,7 @@ def load_model(
         experts=format.experts,
         is_stored=is_stored,
         group=group,
+        stage=stage,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())
@@ -104,7 +108,7 @@ def load_model(
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
-            _load(source, model, checkpoint, bar)
+            _load(source, model, checkpoint, stage, bar)
     return model.eval()
 
 
@@ -135,12 +139,14 @@ class Progress:
             self._tell(percent / 100)
 
 
-def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, progress: "Progress") -> None:
+def _load(
+    source: Source, model: nn.Module, checkpoint: Checkpoint, stage: Stage, progress: Progress
+) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
     targets = {name: target for name, (target, _) in found.items()}
-    _check(source, targets, checkpoint)
+    _check(source, targets, checkpoint, stage)
     progress.reset(len(targets))
     left = Counter(id(layer) for _, layer in found.values())
     for name in _filled(source, _begun(source.order(targets), found, stored)):
@@ -219,7 +225,7 @@ def _cut(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
-def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:
+def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage) -> None:
     """Compare names and shapes before a byte is read."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
@@ -234,7 +240,12 @@ def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -
                 f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
                 f"{target.shape}"
             )
-    extra = [name for name in shapes if name not in targets and not _is_harmless(name, checkpoint)]
+    known = stage.layers(len(checkpoint.facts.layers)) if stage.count > 1 else None
+    extra = [
+        name
+        for name in shapes
+        if name not in targets and not _is_harmless(name, checkpoint) and not _is_elsewhere(name, known)
+    ]
     if odd := [name for name in extra if name.endswith(_MARKS)]:
         raise ConfigError(
             f"{checkpoint.path} has {len(odd)} quantized weights that a {checkpoint.facts.architecture} does "
@@ -254,6 +265,12 @@ def _fits(shape: tuple[int, ...], target: Target) -> bool:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def _is_elsewhere(name: str, layers: range | None) -> bool:
+    """Whether a tensor is none of these layers': other stages have it."""
+    number = re.search(r"\.(\d+)\.", name)
+    return layers is not None and (number is None or int(number[1]) not in layers)
 
 
 def _is_harmless(name: str, checkpoint: Checkpoint) -> bool:

@@ -11,8 +11,8 @@ from quire.attention.batch import Batch
 class CausalLM(Protocol):
     """A language model over the paged cache: a module in two halves."""
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """`forward`: [T, hidden], after the final norm."""
+    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        """`forward`: [T, hidden], after the final norm; of a stage before the last (x, residual)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

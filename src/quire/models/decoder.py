@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.embedding import Embedding, Head, Positions
-from quire.layers.norm import norm_of
+from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 
@@ -21,7 +21,10 @@ class MakesLayer(Protocol):
 
 
 class Decoder(nn.Module):
-    """A stack of layers, each of which takes and gives (x, residual): what it says, and what it adds to."""
+    """A stack of layers, each of which takes and gives (x, residual): what it says, and what it adds to.
+
+    A stage of a pipeline has some of the layers; the first has the embedding, the last norm and head.
+    """
 
     Layer: MakesLayer
     body, embedding, stack, last = "model", "embed_tokens", "layers", "norm"
@@ -33,46 +36,56 @@ class Decoder(nn.Module):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         scope = replace(scope, across=facts.across)
-        body = scope / self.body
+        body, stage = scope / self.body, scope.stage
         self.ops = scope.ops
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
-        self.embed = Embedding(facts.vocab, facts.hidden, body / self.embedding)
-        self.positions = None
-        if facts.learned_positions:
+        self.embed: Embedding | None = None
+        self.positions: Positions | None = None
+        self.norm: Norm | None = None
+        self.head: Head | None = None
+        if stage.is_first or (stage.is_last and facts.tied):
+            self.embed = Embedding(facts.vocab, facts.hidden, body / self.embedding)
+        if stage.is_first and facts.learned_positions:
             self.positions = Positions(
                 facts.max_len, facts.hidden, body / self.places, first=self.first_place
             )
         rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
         self.layers = nn.ModuleList(
-            self.Layer(facts, layer, rope(layer.rope), body / self.stack / i)
-            for i, layer in enumerate(facts.layers)
+            self.Layer(facts, facts.layers[i], rope(facts.layers[i].rope), body / self.stack / i)
+            for i in stage.layers(len(facts.layers))
         )
-        self.norm = norm_of(facts, body / self.last)
-        self.head = Head(
-            facts.vocab,
-            facts.hidden,
-            scope / self.head_name,
-            tied=self.embed if facts.tied else None,
-            bias=facts.head_bias,
-        )
+        if stage.is_last:
+            self.norm = norm_of(facts, body / self.last)
+            self.head = Head(
+                facts.vocab,
+                facts.hidden,
+                scope / self.head_name,
+                tied=self.embed if facts.tied else None,
+                bias=facts.head_bias,
+            )
 
-    def forward(self, batch: Batch) -> Tensor:
-        """[T, hidden], after the final norm."""
-        x, residual = self.embedded(batch), None
-        if self.positions is not None:
-            residual = self.positions(batch.positions)  # the first norm adds the two
+    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
+        x, residual = batch.before or self.embedded(batch)
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
+        if self.norm is None:
+            assert residual is not None, "a stage has at least one layer"
+            return x, residual
         out: Tensor = self.norm(x, residual)[0]
         return out
 
-    def embedded(self, batch: Batch) -> Tensor:
+    def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Where learned positions are the residual, the first norm adds the two."""
+        assert self.embed is not None, "only the first stage reads tokens"
         x: Tensor = self.embed(batch.token_ids)
-        return x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
+        x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
+        return x, None if self.positions is None else self.positions(batch.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""
+        assert self.head is not None, "only the last stage has a head"
         out: Tensor = self.head(hidden)
         if self.logit_scale != 1:
             out = self.ops.scale(out, self.logit_scale)

@@ -45,8 +45,8 @@ class Scheduler:
         watermark: float = 0.0,
         num_stages: int = 1,
     ) -> None:
-        """`num_stages` of a pipeline: with more than one no row is planned before its last token is known, and
-        plans carry those tokens; with one they stay on the device."""
+        """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
+        and plans carry those tokens; with one they stay on the device."""
         self.kv = kv
         self.limits = Limits(
             max_rows=max_num_seqs,

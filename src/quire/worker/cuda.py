@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from quire.kernels.triton.launch import compiling
 from quire.sampling.chance import Asked
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.device import Computed, Model, NewTokens, batch_of, device_failures
+from quire.worker.device import Computed, Model, NewTokens, Passed, Step, batch_of, device_failures
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
@@ -38,36 +39,41 @@ class Cuda:
         self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor], device: torch.device
     ) -> None:
         max_rows = len(all_rows.num_tokens)
+        in_flight = IN_FLIGHT if model.link is None else max(IN_FLIGHT, model.link.num_stages + 1)
         self.model = model
         self.sample = sample
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self.graphs = Graphs(self.compute, self.block_tables)
-        self._pinned = cycle([_Pinned() for _ in range(IN_FLIGHT)])
-        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(IN_FLIGHT)])
+        self.graphs = Graphs(self.compute, self.block_tables, model.room, in_flight)
+        self._pinned = cycle([_Pinned() for _ in range(in_flight)])
+        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(in_flight)])
         self._in_passing: Tensor | None = None
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
         captured."""
-        limits = config.scheduler
+        limits, link = config.scheduler, self.model.link
 
         def ask_for_everything(done: Computed) -> None:
+            if sampler is None:
+                return
             given = done.hidden, done.logits, done.asked
             rehearse(sampler, self.model.head, *given, num_logprobs=config.model.max_logprobs)
 
         self._compile(config)
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
+        activations += 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
         sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
-        graphs += sum(sizes[:-1]) * (facts.vocab + facts.hidden) * item
+        kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
+        graphs += sum(sizes[:-1]) * kept * item
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        counts = 0 if sampler.counts is None else sampler.counts.num_bytes
+        counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts)
 
     def _captures(self, config: EngineConfig) -> bool:
@@ -82,9 +88,10 @@ class Cuda:
         mixed = [_decodes(min(count, last), min(prompt, self.max_len)) for count, prompt in _MIXED]
         with compiling():
             vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
-            for size in {1, last}:
-                self._sample_blank(size, vocab, dtype)
-            self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
+            if self.model.draws:
+                for size in {1, last}:
+                    self._sample_blank(size, vocab, dtype)
+                self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
             for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
                 self._forward_blank(lens)
         torch.cuda.synchronize()
@@ -92,7 +99,9 @@ class Cuda:
     @torch.inference_mode()
     def _forward_blank(self, lens: Ints) -> None:
         batch, _ = self._blank(lens)
-        self.model.head(self.model.hidden(batch)[batch.logit_tokens])
+        hidden = self.model.hidden(batch)
+        if self.model.draws:
+            self.model.head(hidden[batch.logit_tokens])
 
     @torch.inference_mode()
     def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
@@ -100,9 +109,7 @@ class Cuda:
         self.sample(torch.zeros((size, vocab), dtype=dtype, device=self.device), asked)
 
     @torch.inference_mode()
-    def _peak(
-        self, num_tokens: int, num_seqs: int, then: Callable[[Computed], None] = lambda done: None
-    ) -> int:
+    def _peak(self, num_tokens: int, num_seqs: int, then: Callable[[Any], None] = lambda done: None) -> int:
         """Bytes that a step, and what is done with it, takes beyond what was there before."""
         blank_step = self._blank(self._split(num_tokens, num_seqs))
         torch.cuda.reset_peak_memory_stats()
@@ -129,50 +136,57 @@ class Cuda:
         arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
         arrays["seq_lens"][:] = lens
         sheet = tensors(memory.to(self.device), sizes)
-        return batch_of(sheet, self.block_tables, lens, lens), sheet
+        batch = batch_of(sheet, self.block_tables, lens, lens)
+        batch.before = self.model.room(sizes.tokens)
+        return batch, sheet
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
             self.graphs.capture(config.scheduler.max_num_seqs, seconds=_CAPTURE_S)
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         graph = self.graphs.find(plan)
         if graph is None:
             return self._eager(plan, all_rows, places, ids)
         return self._replay(graph, plan, all_rows, places, ids)
 
-    def _replay(
-        self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints
-    ) -> Callable[[], Computed]:
+    def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
         if len(ids) > graph.sizes.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
         graph.load(plan, all_rows, places, ids)
+        count = len(plan.rows)
 
-        def run() -> Computed:
-            done = graph.replay(len(plan.rows))
-            self._in_passing = done.token_ids
+        def run() -> Computed | Passed:
+            done = graph.replay(count)
+            if isinstance(done, Computed):
+                self._in_passing = done.token_ids
             return done
 
-        return run
+        before = None if graph.before is None else (graph.before[0][:count], graph.before[1][:count])
+        return self.model.step(run, before, lends=True)
 
-    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Callable[[], Computed]:
+    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
         sizes = sizes_of(plan, len(ids), len(self.block_tables))
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
-        return lambda: self.compute(batch, sheet)
+        batch.before = self.model.room(plan.total_tokens)
+        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         """All that a step does on the device, inside a captured graph and outside."""
         self._set_blocks(sheet["block_places"], sheet["block_ids"])
         sources = sheet["sources"]
         batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
         hidden = self.model.hidden(batch)
+        if not self.model.draws:
+            passed: Passed = hidden
+            return passed
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, asked = self.model.head(wanted), asked_of(sheet)
         token_ids = self._in_passing = self.sample(logits, asked)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,51 @@ def device_failures() -> Iterator[None]:
         raise EngineDead(f"the device failed: {error}") from error
 
 
+Passed = tuple[Tensor, Tensor]
+"""What a stage hands to the next, [T, hidden] each: what its last layer said, and what that is added to."""
+
+
+class Neighbours(Protocol):
+    """The stages before and behind this one, as a device sees them."""
+
+    num_stages: int
+    is_first: bool
+    is_last: bool
+
+    def room(self, num_tokens: int) -> Passed: ...
+
+    def num_bytes(self, num_tokens: int) -> int: ...
+
+    def receive(self, into: Passed) -> None: ...
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is ready to run once the stage before has sent what it needs."""
+
+    run: Callable[[], Any]
+    before: Passed | None = None
+    """Where that goes."""
+    receive: Callable[[Passed], None] | None = None
+    lends: bool = False
+    """Whether the next step writes where this one's results are."""
+
+    def forward(self) -> Passed:
+        """The layers of a stage that is not the last."""
+        x, residual = self._run()
+        return (x.clone(), residual.clone()) if self.lends else (x, residual)
+
+    def draw(self) -> Computed:
+        """The last layers, and the tokens that come of them."""
+        done: Computed = self._run()
+        return done
+
+    def _run(self) -> Any:
+        if self.before is not None and self.receive is not None:
+            self.receive(self.before)
+        return self.run()
+
+
 class Device(Protocol):
     """Where steps are computed: what the worker asks of a CPU or a GPU."""
 
@@ -50,14 +95,14 @@ class Device(Protocol):
     def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
         """How tokens are sampled in passing."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
-        """Memory of the largest step, and of any that asks for more. The layers have some small cache by
-        now."""
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
+        """Memory of the largest step, and of any that asks for more; a stage before the last has no sampler.
+        The layers have some small cache by now."""
 
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         """The step, ready to run."""
 
     def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
@@ -66,14 +111,28 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Model:
-    """A model's two halves and its attention."""
+    """A model's two halves and its attention, or what a stage has of them."""
 
-    forward: Callable[[Batch], Tensor]
+    forward: Callable[[Batch], Any]
     head: Callable[[Tensor], Tensor]
     attention: AttentionBackend
+    link: Neighbours | None = None
+    """None: all layers are here."""
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """[T, hidden]"""
+    @property
+    def draws(self) -> bool:
+        """Whether it has the head."""
+        return self.link is None or self.link.is_last
+
+    def room(self, num_tokens: int) -> Passed | None:
+        """For what the stage before makes of so many tokens; None if there is none."""
+        return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
+
+    def step(self, run: Callable[[], Any], before: Passed | None, *, lends: bool = False) -> Step:
+        return Step(run, before, None if self.link is None else self.link.receive, lends)
+
+    def hidden(self, batch: Batch) -> Any:
+        """[T, hidden], or what is to be passed on."""
         for group in batch.groups:
             self.attention.plan(group)
         return self.forward(batch)

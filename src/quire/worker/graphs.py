@@ -13,15 +13,18 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
-from quire.worker.device import Computed, batch_of
+from quire.worker.device import Computed, Passed, batch_of
 from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, Sizes, blank, bytes_of, tensors
 
 log = get_logger(__name__)
 
 IN_FLIGHT = 3
-"""Host buffers of each kind: one more than there are steps under way."""
-Compute = Callable[[Batch, dict[str, Tensor]], Computed]
+"""Host buffers of each kind: one more than there are steps under way; of a pipeline these are as many as its
+stages."""
+Compute = Callable[[Batch, dict[str, Tensor]], Computed | Passed]
+Room = Callable[[int], Passed | None]
+"""For what the stage before makes of so many tokens."""
 
 
 def ladder(largest: int) -> list[int]:
@@ -39,9 +42,17 @@ def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 class Graphs:
     """One graph for each size of the ladder, all in one pool of memory."""
 
-    def __init__(self, compute: Compute, block_tables: Tensor) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        block_tables: Tensor,
+        room: Room = lambda size: None,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
         self.compute = compute
         self.block_tables = block_tables
+        self.room = room
+        self.in_flight = in_flight
         self._by_size: dict[int, Graph] = {}
         self._sizes: list[int] = []
 
@@ -50,7 +61,10 @@ class Graphs:
         not done within `seconds` is done without."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         for size in reversed(ladder(largest)):
-            self._by_size[size] = Graph(size, self.compute, self.block_tables, pool)
+            before = self.room(size)
+            self._by_size[size] = Graph(
+                size, self.compute, self.block_tables, pool, before, in_flight=self.in_flight
+            )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
@@ -67,12 +81,23 @@ class Graphs:
 class Graph:
     """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
 
-    def __init__(self, size: int, compute: Compute, block_tables: Tensor, pool: Any) -> None:
+    before: Passed | None = None
+    """Where what the stage before sends is to lie."""
+
+    def __init__(
+        self,
+        size: int,
+        compute: Compute,
+        block_tables: Tensor,
+        pool: Any,
+        before: Passed | None,
+        in_flight: int,
+    ) -> None:
         num_groups, num_rows, width = block_tables.shape
         self.sizes = Sizes(size, size, size, 2 * size * num_groups, num_groups)
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width
-        self._pages = cycle([Page(part, self.sizes) for part in pinned(IN_FLIGHT, bytes_of(self.sizes))])
+        self._pages = cycle([Page(part, self.sizes) for part in pinned(in_flight, bytes_of(self.sizes))])
         self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.sizes)
         page = next(self._pages)
@@ -80,12 +105,13 @@ class Graph:
         self._memory.copy_(page.memory)
         ones = np.ones(size, np.int32)
         batch = batch_of(self._sheet, block_tables, ones, ones)
+        batch.before = self.before = before
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._done = compute(batch, self._sheet)
-        self._done_for: dict[int, Computed] = {}
+        self._done_for: dict[int, Computed | Passed] = {}
 
     def load(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> None:
         page = next(self._pages)
@@ -95,7 +121,7 @@ class Graph:
         page.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(page.memory, non_blocking=True)
 
-    def replay(self, count: int) -> Computed:
+    def replay(self, count: int) -> Computed | Passed:
         """What the first `count` sequences gave; valid until the next replay of any graph."""
         self._graph.replay()
         done = self._done_for.get(count)
@@ -104,7 +130,9 @@ class Graph:
         return done
 
 
-def _first(done: Computed, count: int) -> Computed:
+def _first(done: Computed | Passed, count: int) -> Computed | Passed:
+    if not isinstance(done, Computed):
+        return done[0][:count], done[1][:count]
     hidden, logits, token_ids, asked = done
     assert token_ids is not None and asked is not None
     return Computed(

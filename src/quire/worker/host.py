@@ -13,7 +13,7 @@ from quire.data.plan import Pending, StepPlan, StepResult
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.device import Computed, Model, NewTokens, batch_of
+from quire.worker.device import Computed, Model, NewTokens, Passed, Step, batch_of
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
@@ -37,11 +37,13 @@ class Host:
         self.block_tables = torch.from_numpy(all_rows.block_tables)
         self._decodes = cache(_new_sheet)
         """Sheets of taped steps: their tapes read them where they are."""
+        self._rooms = cache(model.room)
+        """The same for what the stage before sends."""
         self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Reckoned: to use memory is to take it here."""
         facts, dtype, limits = config.checkpoint.facts, config.model.dtype, config.scheduler
         activations = activation_bytes(
@@ -49,25 +51,35 @@ class Host:
         )
         taped = 0 if config.model.enforce_eager else min(limits.max_num_seqs, self._max_taped)
         tapes = _TAPED_TIMES * activation_bytes(facts, dtype, num_tokens=taped, num_seqs=taped)
-        return Needs(weights, activations, tapes)
+        link = self.model.link
+        passed = 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
+        return Needs(weights, activations + passed, tapes)
 
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:
             self._max_taped = 0
 
-    def prepare(self, plan: StepPlan, all_rows: Rows) -> Callable[[], Computed]:
+    def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
         taped = plan.is_decode and num_rows <= self._max_taped
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
-        if taped:
-            return lambda: self._tapes.run(num_rows, lambda: self._compute(batch, sheet))
-        return lambda: self._compute(batch, sheet)
+        batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
 
-    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+        def run() -> Computed | Passed:
+            return self._compute(batch, sheet)
+
+        if taped:
+            return self.model.step(lambda: self._tapes.run(num_rows, run), batch.before, lends=True)
+        return self.model.step(run, batch.before)
+
+    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         model = self.model
         hidden = model.hidden(batch)
+        if not model.draws:
+            passed: Passed = hidden
+            return passed
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, asked = model.head(wanted), asked_of(sheet)
         token_ids = self.sample(logits, asked) if self.sample is not None and len(logits) else None

@@ -49,6 +49,8 @@ class Rows:
         for admission in plan.admitted:
             self._admit(admission, plan.step)
         self._append_blocks(plan.block_rows, plan.block_ids)
+        if plan.values.size:
+            self._hear(*plan.values)
 
     def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
@@ -76,6 +78,11 @@ class Rows:
         place = np.arange(len(rows)) - np.repeat(starts, counts)
         self._set_blocks(rows, self.num_blocks[rows] + place, block_ids)
         self.num_blocks[rows[starts]] += counts
+
+    def _hear(self, rows: Ints, token_ids: Ints) -> None:
+        """The last token of each of these rows, which another stage sampled."""
+        self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
+        self.num_known[rows] = self.num_tokens[rows]
 
     def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
         """`block_ids` [groups, len(rows)]"""

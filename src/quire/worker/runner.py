@@ -25,7 +25,7 @@ class Runner:
         self.all_rows.apply(plan)
         for part in self.parts:
             part.begin(plan)
-        done = self.device.prepare(plan, self.all_rows)()
+        done = self.device.prepare(plan, self.all_rows).draw()
         asked = (plan.sampling_rows, self.all_rows.sampling, *self.all_rows.history)
         sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked)
         for part in self.parts:

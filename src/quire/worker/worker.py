@@ -12,6 +12,7 @@ from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
+from quire.config.ranks import Stage
 from quire.data.plan import Pending, StepPlan
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
@@ -27,6 +28,7 @@ from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
+from quire.worker.stages import Link, StageRunner
 
 log = get_logger(__name__)
 
@@ -50,12 +52,16 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.kept_as = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
         """The type of the cache."""
-        self.layout = layout(cache_specs(config.checkpoint.facts), config.model.max_model_len)
+        facts, parallel = config.checkpoint.facts, config.parallel
+        self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
+        whole = layout(cache_specs(facts), config.model.max_model_len)
+        self.layout = whole.of(self.stage.layers(len(facts.layers)))
+        """Of the layers that are here."""
         self.backend = self._backend()
         self.model: Any = None
         self._needs: Needs | None = None
         """None of a model without a cache."""
-        self._runner: Runner | PoolingRunner | None = None
+        self._runner: Runner | StageRunner | PoolingRunner | None = None
 
     def _backend(self) -> AttentionBackend:
         config, facts = self.config, self.config.checkpoint.facts
@@ -90,6 +96,7 @@ class Worker:
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
             tell=tell,
+            stage=self.stage,
         )
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
@@ -118,8 +125,8 @@ class Worker:
                 return pooler.empty_cache(config, weights)
             self._needs = pooler.needs(config, weights)
         else:
-            runner = self._generator(all_rows)
-            self._needs = runner.device.needs(config, weights, runner.sampler)
+            device, sampler = self._generator(all_rows)
+            self._needs = device.needs(config, weights, sampler)
         return self._cache_size(self._needs)
 
     def allocate(self, size: CacheSize) -> None:
@@ -137,7 +144,7 @@ class Worker:
         log.info("%s", table(self._needs, size))
 
     def warm_up(self) -> None:
-        if isinstance(self._runner, Runner):
+        if isinstance(self._runner, Runner | StageRunner):
             self._runner.device.warm_up(self.config)
 
     # ---- steps
@@ -153,16 +160,22 @@ class Worker:
 
     # ---- what they are made of
 
-    def _generator(self, all_rows: Rows) -> Runner:
+    def _generator(self, all_rows: Rows) -> tuple[Device, Sampler | None]:
         config, facts, model = self.config, self.config.checkpoint.facts, self.model
-        device = open_device(Model(model, model.logits, self.backend), all_rows, self.device)
+        link = None
+        if self.stage.count > 1:
+            link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
+        device = open_device(Model(model, model.logits, self.backend, link), all_rows, self.device)
+        if link is not None and not link.is_last:
+            self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
+            return device, None
         counts = None
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
-        return self._runner
+        return device, sampler
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
         self.model.settle()
