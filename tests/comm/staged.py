@@ -1,0 +1,131 @@
+"""Stages of a pipeline as threads, for tests: each with its worker, fed with every plan."""
+
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from threads import groups
+
+from quire.capacity import CacheSize
+from quire.comm.world import World
+from quire.config.engine import EngineConfig
+from quire.config.ranks import Rank
+from quire.core.engine_core import EngineCore, build_scheduler
+from quire.data.params import SamplingParams
+from quire.data.plan import RowLogprobs, StepOutput, StepPlan, StepResult
+from quire.data.request import Request
+from quire.prepare import configure
+from quire.worker.worker import Worker
+
+TIMEOUT_S = 60.0
+
+
+class Outcome:
+    """What the stages say of one step: the last one's result, or an error of any of them."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.said: SimpleQueue[tuple[int, StepResult | Exception]] = SimpleQueue()
+        self.num_stages = num_stages
+
+    def wait(self) -> StepResult:
+        by_stage = dict(self.said.get(timeout=TIMEOUT_S) for _ in range(self.num_stages))
+        for said in by_stage.values():
+            if isinstance(said, Exception):
+                raise said
+        result = by_stage[self.num_stages - 1]
+        assert isinstance(result, StepResult)
+        return result
+
+
+class StagedExecutor:
+    """A worker in a thread for each stage."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        pp = groups(config.parallel.pipeline_parallel_size)
+        self.workers = [Worker(config, World(Rank(pp=number), pp=group)) for number, group in enumerate(pp)]
+        self.plans: list[SimpleQueue[tuple[StepPlan, Outcome] | None]] = [SimpleQueue() for _ in pp]
+        self.threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(len(pp))
+        ]
+
+    def start(self) -> CacheSize:
+        for worker in self.workers:
+            worker.load()
+        size = min((worker.measure() for worker in self.workers), key=lambda size: size.num_blocks)
+        for worker in self.workers:
+            worker.allocate(size)
+            worker.warm_up()
+        for thread in self.threads:
+            thread.start()
+        return size
+
+    def submit(self, plan: StepPlan) -> Outcome:
+        outcome = Outcome(len(self.workers))
+        for plans in self.plans:
+            plans.put((plan, outcome))
+        return outcome
+
+    def watch(self) -> None: ...
+
+    def close(self) -> None:
+        for plans in self.plans:
+            plans.put(None)
+        for thread in self.threads:
+            thread.join(TIMEOUT_S)
+
+    def _run(self, number: int) -> None:
+        while (given := self.plans[number].get()) is not None:
+            plan, outcome = given
+            try:
+                outcome.said.put((number, self.workers[number].submit(plan).wait()))
+            except Exception as error:
+                outcome.said.put((number, error))
+
+
+class Engine:
+    """A core over stages (or over one worker), and what it said."""
+
+    def __init__(self, model: Path, **given: Any) -> None:
+        # Tapes of two threads would be one.
+        own = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(own | given)
+        self.executor = StagedExecutor(self.config)
+        size = self.executor.start()
+        depth = self.config.parallel.pipeline_parallel_size
+        self.core = EngineCore(self.executor, build_scheduler(self.config, size), depth=depth)
+        self.steps: list[StepOutput] = []
+        self.most_in_flight = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[RowLogprobs]] = {}
+        self.prompt_logprobs: dict[str, list[RowLogprobs]] = {}
+
+    def add(self, id: str, prompt: list[int], count: int, **asked: Any) -> None:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | asked))
+        limit = len(prompt) + count
+        self.tokens[id], self.logprobs[id], self.prompt_logprobs[id] = [], [], []
+        self.core.add(
+            Request(id=id, tokens=list(prompt), params=params, prompt_len=len(prompt), limit=limit, seed=7)
+        )
+
+    def step(self) -> None:
+        step = self.core.step()
+        if step is None:
+            return
+        self.most_in_flight = max(self.most_in_flight, 1 + len(self.core.pipeline))
+        for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+            self.tokens[id].append(token_id)
+        for id, found in step.logprobs.items():
+            self.logprobs[id].append(found)
+        for id, many in step.prompt_logprobs.items():
+            self.prompt_logprobs[id] += many
+        self.steps.append(step)
+
+    def run(self) -> dict[str, list[int]]:
+        while self.core.has_work:
+            self.step()
+        return self.tokens
+
+    def close(self) -> None:
+        self.executor.close()
