@@ -13,7 +13,9 @@ from quire.kernels.triton import packed_launch
 from quire.kernels.triton.packed_launch import (
     Rows,
     Tiles,
+    Whole,
     choose,
+    form_of,
     gated,
     mix,
     multiply,
@@ -21,6 +23,7 @@ from quire.kernels.triton.packed_launch import (
     rows,
     unpack,
 )
+from quire.kernels.triton.packed_tiles import takes
 from quire.kernels.triton.planes import KINDS, Planes, pack
 
 CUDA = torch.cuda.is_available()
@@ -66,6 +69,8 @@ def test_products_of_every_type(kind: str) -> None:
     expected = x.double() @ weight.T
     close(multiply(x[:1], planes, None, Rows(True, 1)), expected[:1])
     close(multiply(x, planes, bias, SMALL), expected + bias.double())
+    if takes(form_of(planes)):
+        close(multiply(x[:1], planes, bias, Whole(2, 1)), expected[:1] + bias.double())
 
 
 def test_a_product_that_is_some_columns_of_another() -> None:

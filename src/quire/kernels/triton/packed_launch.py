@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.triton import packed, packed_tiles
+from quire.kernels.triton import packed, packed_rows, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
 from quire.kernels.triton.launch import launch, overlap
@@ -35,6 +35,13 @@ class Rows(NamedTuple):
     warps: int
 
 
+class Whole(NamedTuple):
+    """`packed_rows.rows` in so many programs at most."""
+
+    programs: int
+    warps: int
+
+
 class Tiles(NamedTuple):
     """`packed.tiles` with so many rows of x, rows of the weight and columns at a time, in `splits`."""
 
@@ -46,7 +53,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-Plan = Rows | Tiles | None
+Plan = Rows | Whole | Tiles | None
 """None unpacks."""
 
 
@@ -72,7 +79,7 @@ def multiply(
     x: Tensor,
     planes: Planes,
     bias: Tensor | None,
-    plan: Rows | Tiles,
+    plan: Rows | Whole | Tiles,
     activation: str = "",
     out: Tensor | None = None,
 ) -> Tensor:
@@ -81,7 +88,7 @@ def multiply(
     if out is None:
         out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     ahead = overlap(num, min(size_in, size_out))
-    if isinstance(plan, Rows):
+    if not isinstance(plan, Tiles):
         _launch_rows(out, x, planes, bias, plan, activation, ahead=ahead)
     else:
         num_tiles = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
@@ -134,17 +141,26 @@ def _launch_rows(
     x: Tensor,
     planes: Planes,
     bias: Tensor | None,
-    plan: Rows,
+    plan: Rows | Whole,
     activation: str = "",
     *,
     ids: Tensor | None = None,
     top: int = 0,
     ahead: bool,
 ) -> None:
+    form, of = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
+    if isinstance(plan, Whole):
+        units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
+        launch(packed_rows.rows, min(triton.cdiv(out.shape[1], TILE), plan.programs), len(out))(
+            out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
+            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, UNITS=units, OVERLAP=ahead,
+            launch_pdl=ahead, num_warps=plan.warps,
+        )  # fmt: skip
+        return
     per_program = TILE * (2 if plan.two and not activation else 1)
     launch(packed.rows, triton.cdiv(out.shape[1], per_program), len(out))(
-        out, x, bits_of(planes), out if bias is None else bias, out if ids is None else ids, planes.columns,
-        out.shape[1], x.stride(0), out.stride(0), FORM=form_of(planes), ACTIVATION=activation,
+        out, x, bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0), FORM=form,
+        ACTIVATION=activation,
         BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "", UNITS=32 * plan.warps,
         OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
     )  # fmt: skip
@@ -169,7 +185,8 @@ def _launch_tiles(
     if splits > 1:
         size = (2 if activation else 1) * splits * num * size_out
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    kernel, bits = (packed_tiles.tiles, _halves_of(planes, plan)) if spread else (packed.tiles, (bits_of(planes),))
+    kernel = packed_tiles.tiles if spread else packed.tiles
+    bits = (_halves_of(planes, plan), whole_bits_of(planes)) if spread else (bits_of(planes),)
     launch(kernel, num_tiles, splits)(
         out, x, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
@@ -229,13 +246,17 @@ def _form_of(name: str) -> Form:
     return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low])
 
 
-def _halves_of(planes: Planes, plan: Tiles) -> tuple[TensorDescriptor, tuple[Tensor, Tensor]]:
-    """Of words, as a descriptor; subs and scales, those of which there are two as one."""
-    form = form_of(planes)
-    halves = planes.low.view(torch.int16).flatten(1)
-    subs = planes.subs.view(torch.int16) if form.subs else planes.subs
+def _halves_of(planes: Planes, plan: Tiles) -> TensorDescriptor:
+    """Of words."""
+    length = plan.length // KINDS[planes.kind].unit * 8
+    return tiled(planes.low.view(torch.int16).flatten(1), plan.rows, length)
+
+
+def whole_bits_of(planes: Planes) -> Bits:
+    """Scales and subs as whole numbers, those of which there are two as one."""
+    form, bits = KINDS[planes.kind], bits_of(planes)
     scales = planes.scales.view(torch.int32 if form.lows else torch.int16)
-    return tiled(halves, plan.rows, plan.length // form.unit * 8), (subs, scales)
+    return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
 
 
 def bits_of(planes: Planes) -> Bits:

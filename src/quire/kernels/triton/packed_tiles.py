@@ -95,11 +95,11 @@ def _pairs_of(
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     stored = tile * (units // WIDTH)
     if FORM.subs == "":
-        heads = tl.load(bits[1] + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exist, other=0)
+        heads = tl.load(bits.scales + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exist, other=0)
         pair = _pair(heads.to(tl.int32), FORM, KIND)
     else:
-        subs = tl.load(bits[0] + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
-        heads = tl.load(bits[1] + (stored + at // WIDTH) * _TILE + r, mask=inside[:, None], other=0)
+        subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+        heads = tl.load(bits.scales + (stored + at // WIDTH) * _TILE + r, mask=inside[:, None], other=0)
         heads = tl.broadcast_to(_pair(heads, FORM, KIND), subs.shape)
         pair = _scaled(subs.to(tl.int32), heads, KIND)
     R: tl.constexpr = pair.shape[0]
@@ -188,8 +188,8 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `bits` are subs and scales, those
-    of which there are two as one."""
+    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words; subs and scales are whole
+    numbers, those of which there are two as one."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)

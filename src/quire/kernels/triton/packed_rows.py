@@ -1,0 +1,201 @@
+"""A row of x times packed weights (`planes.py`) of whole codes, in whole numbers.
+
+A thread has a unit of each row of the weight, and that of x: each number as two bytes, high and low, in steps
+of a 32,512th of the unit's largest. So four codes are multiplied at once, and no bit of x that counts is lost.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.codes import words_of
+from quire.kernels.triton.launch import follow
+from quire.kernels.triton.planes import TILE
+
+_TILE = tl.constexpr(TILE)
+_STEPS = tl.constexpr(32512.0)
+_ROUND = tl.constexpr(12582912.0)
+"""Added to a float it leaves a whole number in the low bits."""
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _four(codes: tl.tensor, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
+    """`sums` [R, U] and the products of four codes with four bytes of x [U]."""
+    if _INTERPRETED:
+        for i in tl.static_range(0, 32, 8):
+            sums += (codes >> i & 255) * ((x << (24 - i)) >> 24)[None, :]
+        return sums
+    else:
+        ASM: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r", [codes, x[None, :], sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _sixteen_times(codes: tl.tuple, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
+    """The same of four words of codes, each [R, U], and of x [U, 4]."""
+    U: tl.constexpr = x.shape[0]
+    even, odd = tl.split(tl.reshape(x, [U, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return _four(codes[3], d, _four(codes[2], c, _four(codes[1], b, _four(codes[0], a, sums))))
+
+
+@triton.jit
+def _apart(words: tl.tensor, RIGHT: tl.constexpr, MASK: tl.constexpr) -> tl.tuple:
+    """[R, U, 4] -> four, of which these bits are codes."""
+    R: tl.constexpr = words.shape[0]
+    U: tl.constexpr = words.shape[1]
+    even, odd = tl.split(tl.reshape(words, [R, U, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a >> RIGHT & MASK, b >> RIGHT & MASK, c >> RIGHT & MASK, d >> RIGHT & MASK
+
+
+@triton.jit
+def _bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The low bytes of two runs of 8 columns, [U, 8], where the codes of 4 words have theirs: [U, 4]."""
+    U: tl.constexpr = first.shape[0]
+    even, odd = tl.split(tl.reshape(first & 255 | (second & 255) << 8, [U, 4, 2]))
+    return even | odd << 16
+
+
+@triton.jit
+def _eight(x: tl.tensor, u: tl.tensor, exist: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
+    at = u[:, None] * UNIT + Q * 8 + tl.arange(0, 8)[None, :]
+    return tl.load(x + at, mask=exist[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
+    return (x * times[:, None] + _ROUND).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _sixteen(x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr):
+    """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
+    a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
+    return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1)
+
+
+@triton.jit
+def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr):
+    """Of units of x: bytes of their first and second half, the step, and the sum."""
+    most = tl.zeros(u.shape, tl.float32)
+    for q in tl.static_range(UNIT // 8):
+        most = tl.maximum(most, tl.max(tl.abs(_eight(x, u, exist, q, UNIT)), 1))
+    times = tl.where(most > 0, _STEPS / most, 0.0)
+    high, low, total = _sixteen(x, u, exist, times, 0, UNIT)
+    high2, low2 = high, low
+    if UNIT == 32:
+        high2, low2, more = _sixteen(x, u, exist, times, 2, UNIT)
+        total += more
+    step = most / _STEPS
+    return high, low, high2, low2, step, total.to(tl.float32) * step
+
+
+@triton.jit
+def _half(word: tl.tensor) -> tl.tensor:
+    """The float16 in the lower half."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _held(
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+) -> tl.tuple:
+    """Words of units u of rows n, and scales and subs, those of which there are two in one."""
+    WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
+    words = words_of(bits, n, u, exist, units, FORM)
+    tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
+    at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
+    scales = tl.load(bits.scales + at, mask=exist, other=0)
+    if FORM.subs != "":
+        return words, scales, tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+    else:
+        return words, scales, scales
+
+
+@triton.jit
+def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
+    """Products of a tile of rows with x: [TILE]."""
+    words, heads, subs = held
+    high, low, high2, low2, step, total = x
+    none = tl.zeros(heads.shape, tl.int32)
+    codes = _apart(words, 0, 0x0F0F0F0F if FORM.low == 4 else -1)
+    above, below = _sixteen_times(codes, high, none), _sixteen_times(codes, low, none)
+    if FORM.low == 4:
+        codes = _apart(words, 4, 0x0F0F0F0F)
+        above, below = _sixteen_times(codes, high2, above), _sixteen_times(codes, low2, below)
+    dot = ((above << 8) + below).to(tl.float32) * step[None, :]
+    scale, sub = _half(heads), subs.to(tl.int32)
+    if FORM.subs != "":
+        scale *= (sub & 255).to(tl.float32)
+    if FORM.lows:
+        least = _half(heads >> 16)
+        if FORM.subs != "":
+            least *= (sub >> 8).to(tl.float32)
+        return tl.sum(dot * scale - least * total[None, :], 1)
+    else:
+        return tl.sum((dot - total[None, :] * FORM.zero) * scale, 1)
+
+
+@triton.jit
+def rows(
+    out: tl.tensor,
+    x: tl.tensor,
+    bits: tl.tuple,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    columns: tl.tensor,
+    size_out: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOP: tl.constexpr,
+    UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (programs, rows of out): `packed.rows` with `UNITS` of whole rows; each program takes every so many
+    tiles of rows."""
+    GATED: tl.constexpr = ACTIVATION != ""
+    pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
+    start = 0
+    if TOP > 0:
+        follow(OVERLAP)
+        start = tl.load(ids + pair) * (size_out * (2 if GATED else 1))
+        x += (pair // TOP).to(tl.int64) * x_stride
+    else:
+        x += pair.to(tl.int64) * x_stride
+    known, n = u < units, tl.program_id(0) * _TILE + tl.arange(0, _TILE)
+    exist = (n < size_out)[:, None] & known[None, :]
+    held = _held(bits, start + n, u, exist, units, FORM)
+    more = held
+    if GATED:
+        more = _held(bits, start + size_out + n, u, exist, units, FORM)
+    if TOP == 0:
+        follow(OVERLAP)
+    parts = _parts(x, u, known, FORM.unit)
+    kind = out.dtype.element_ty
+    out += pair.to(tl.int64) * out_stride
+    for tile in range(tl.program_id(0), tl.cdiv(size_out, _TILE), each):
+        n = tile * _TILE + tl.arange(0, _TILE)
+        row, inside, after = start + n, n < size_out, n + each * _TILE
+        exist = (after < size_out)[:, None] & known[None, :]
+        ahead = _held(bits, start + after, u, exist, units, FORM)
+        y = _dot(held, parts, FORM)
+        held = ahead
+        if BIASED:
+            y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            ahead = _held(bits, start + size_out + after, u, exist, units, FORM)
+            z = _dot(more, parts, FORM)
+            more = ahead
+            if BIASED:
+                z += tl.load(bias + row + size_out, mask=inside, other=0.0).to(tl.float32)
+            y = gate_times(y.to(kind), z.to(kind), ACTIVATION)
+        tl.store(out + n, y.to(kind), mask=inside)
