@@ -187,8 +187,9 @@ def _launch_tiles(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     kernel = packed_tiles.tiles if spread else packed.tiles
     bits = (_halves_of(planes, plan), whole_bits_of(planes)) if spread else (bits_of(planes),)
+    of = tiled(x, plan.num, plan.length) if spread and pairs is None else x
     launch(kernel, num_tiles, splits)(
-        out, x, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
+        out, of, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
         FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
         UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,

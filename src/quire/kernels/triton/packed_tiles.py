@@ -138,29 +138,45 @@ def _spread(
 
 
 @triton.jit
+def _numbers(words: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """All columns of units, in order: each thread keeps what it has."""
+    R: tl.constexpr = words.shape[0]
+    U: tl.constexpr = words.shape[1] // _EIGHT
+    if FORM.unit == 32:
+        even = tl.join(_spread(words, pair, 0, FORM, KIND), _spread(words, pair, 2, FORM, KIND))
+        odd = tl.join(_spread(words, pair, 1, FORM, KIND), _spread(words, pair, 3, FORM, KIND))
+        all = tl.join(even, odd)
+    else:
+        all = tl.join(_spread(words, pair, 0, FORM, KIND), _spread(words, pair, 1, FORM, KIND))
+    apart = tl.permute(tl.reshape(all, [R, U, _EIGHT, FORM.unit // _EIGHT]), (0, 1, 3, 2))
+    return tl.reshape(apart, [R, U * FORM.unit])
+
+
+@triton.jit
 def _sums(
     x: tl.tensor, weight: tl.tensor, bits: tl.tuple, where: tl.tuple, steps: tl.tuple,
     KIND: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
-    UNITS: tl.constexpr,
+    UNITS: tl.constexpr, APART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x points to rows."""
-    row, size_out, inside, real, units = where
-    n, k = row + tl.arange(0, ROWS), tl.arange(0, UNITS * _EIGHT)
-    x += (k // _EIGHT * FORM.unit + k % _EIGHT)[None, :]
+    """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x is a descriptor of tiles,
+    or if rows are `APART`, points to them."""
+    row, size_out, inside, real, units, first_m = where
+    n, k = row + tl.arange(0, ROWS), tl.arange(0, UNITS * FORM.unit)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(steps[0], steps[1]):
         at = step * UNITS
         words = weight.load([row, at * _EIGHT])
         pair = _pairs_of(bits, n, at, inside, units, FORM, KIND, UNITS)
+        if APART:
+            held = real[:, None] & (at * FORM.unit + k < units * FORM.unit)[None, :]
+            a = tl.load(x + (at * FORM.unit + k)[None, :], mask=held, other=0.0)
+        else:
+            a = x.load([first_m, at * FORM.unit])
+        acc = tl.dot(_numbers(words, pair, FORM, KIND), tl.trans(a), acc, input_precision="ieee")
         if GATED:
-            up_words = weight.load([row + size_out, at * _EIGHT])
-            up_pair = _pairs_of(bits, n + size_out, at, inside, units, FORM, KIND, UNITS)
-        held = real[:, None] & (at + k // _EIGHT < units)[None, :]
-        for q in tl.static_range(FORM.unit // _EIGHT):
-            a = tl.trans(tl.load(x + (at * FORM.unit + q * _EIGHT), mask=held, other=0.0))
-            acc = tl.dot(_spread(words, pair, q, FORM, KIND), a, acc, input_precision="ieee")
-            if GATED:
-                up = tl.dot(_spread(up_words, up_pair, q, FORM, KIND), a, up, input_precision="ieee")
+            words = weight.load([row + size_out, at * _EIGHT])
+            pair = _pairs_of(bits, n + size_out, at, inside, units, FORM, KIND, UNITS)
+            up = tl.dot(_numbers(words, pair, FORM, KIND), tl.trans(a), up, input_precision="ieee")
     return acc, up
 
 
@@ -206,9 +222,10 @@ def tiles(
     stop = tl.minimum(first + share, tl.cdiv(units, UNITS))
     if TOP > 0:
         stop = tl.where(tl.max(real.to(tl.int32), 0) > 0, stop, first)
-    where = (row, size_out, n < size_out, real, units)
-    x += source.to(tl.int64)[:, None] * x_stride
-    acc, up = _sums(x, weight, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS)
+    where = (row, size_out, n < size_out, real, units, tile % stripes * NUM)
+    if TOP > 0:
+        x += source.to(tl.int64)[:, None] * x_stride
+    acc, up = _sums(x, weight, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
     place, inside = m[None, :] * size_out + n[:, None], real[None, :] & (n < size_out)[:, None]
     if SPLITS > 1:
         size = num * size_out
