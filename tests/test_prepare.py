@@ -26,8 +26,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 @pytest.mark.parametrize(
     "given",
     [
-        {"tensor_parallel_size": 2},
-        {"data_parallel_size": 2},
+        {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "ray"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},

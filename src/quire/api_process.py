@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -31,9 +32,15 @@ GREETING_S = 0.3
 
 
 def make_engine(
-    config: EngineConfig, *, address: str, metrics: MetricsPages, health_timeout_s: float, index: int = 0
+    config: EngineConfig,
+    *,
+    addresses: Mapping[int, str | Path],
+    metrics: MetricsPages,
+    health_timeout_s: float,
+    index: int = 0,
+    cores_return: bool = True,
 ) -> AsyncEngine:
-    """The engine as an API process sees it: tokenizer and limits here, the core at `address`."""
+    """The engine as an API process sees it: tokenizer and limits here, the cores at `addresses`, by rank."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = EngineFacts(
         model_names=model.served_model_name,
@@ -41,7 +48,7 @@ def make_engine(
         max_model_len=model.max_model_len,
         vocab=config.checkpoint.facts.vocab,
         max_logprobs=model.max_logprobs,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.max_num_seqs * len(addresses),
         block_size=config.cache.block_size,
         default_sampling=default_sampling(config),
         chat_template=read_template(model.chat_template),
@@ -59,15 +66,22 @@ def make_engine(
         pooling=config.pooling,
     )
     named = EngineMetrics(
-        metrics, model_name=facts.model_names[0], cache_info=cache_info(config, num_blocks=0, num_tokens=0)
+        metrics,
+        model_name=facts.model_names[0],
+        cache_info=cache_info(config, num_blocks=0, num_tokens=0),
+        first_engine=next(iter(addresses)),
     )
+    shares = config.cache.enable_prefix_caching
     return AsyncEngine(
         facts=facts,
         inputs=inputs,
         metrics=named,
-        address=address,
+        addresses=addresses,
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
+        routing=config.parallel.data_parallel_routing if shares else "load",
+        first=index,
+        cores_return=cores_return,
     )
 
 
@@ -76,18 +90,23 @@ def run_api(
     config: EngineConfig,
     settings: ServerSettings,
     entrance: socket.socket | Hand,
-    address: str,
+    addresses: Mapping[int, str | Path],
     metrics_file: Path,
     parent: connection.Connection,
 ) -> None:
     """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
     up, or in one line why it cannot be."""
-    adopt(f"APIServer{index}" if settings.http.api_server_count > 1 else "APIServer")
+    adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     try:
         engine = make_engine(
             config,
-            address=address,
-            metrics=MetricsPages(Layout(config.model.max_model_len), metrics_file, page=index + 1),
+            addresses=addresses,
+            metrics=MetricsPages(
+                Layout(config.model.max_model_len),
+                metrics_file,
+                process=index + 1,
+                num_engines=len(addresses),
+            ),
             health_timeout_s=settings.http.health_timeout,
             index=index,
         )

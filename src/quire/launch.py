@@ -16,9 +16,11 @@ from quire.api_process import run_api
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.core.process import run_core
+from quire.config.topology import Topology, lay_out
+from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
 from quire.dist.platform import hardware_threads, thread_advice
+from quire.dist.roll import Announcer, Roll, free_address, own_address
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
 from quire.logs import get_logger
@@ -34,40 +36,101 @@ KILL_AFTER_S = 5.0
 
 
 class Supervisor:
-    """Keeps one core and N API processes running until it is told to stop."""
+    """Keeps cores and API processes running until it is told to stop."""
 
-    def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: ServerSettings, topology: Topology, folder: Path
+    ) -> None:
         self.config = config
-        self.settings = settings
-        self.listener = bind(settings.http)
-        if not settings.http.uds:
-            taken = replace(settings.http, port=self.listener.getsockname()[1])
-            self.settings = replace(settings, http=taken)
-        self.scratch = Scratch()
-        count = settings.http.api_server_count
-        self.dealer = Dealer(self.listener, self.scratch.path / "closed", count) if count > 1 else None
+        self.settings = replace(settings, http=replace(settings.http, api_server_count=topology.num_api))
+        self.topology = topology
+        self.folder = folder
+        """For sockets and shared files."""
+        self.ready_timeout_s = Env.read(os.environ).engine_ready_timeout_s
+        self.listener = bind(settings.http) if topology.num_api else None
+        if self.listener is not None and not settings.http.uds:
+            taken = replace(self.settings.http, port=self.listener.getsockname()[1])
+            self.settings = replace(self.settings, http=taken)
+        self.dealer: Dealer | None = None
+        if self.listener is not None and topology.num_api > 1:
+            self.dealer = Dealer(self.listener, self.folder / "closed", topology.num_api)
         self.context = multiprocessing.get_context("spawn")
-        self.core = Child("the engine", self._make_core)
+        self.addresses = self._local_addresses()
+        self.roll = self._open_roll()
+        self.announcer = self._open_announcer()
+        self.cores = {
+            rank: Child(
+                "the engine" if topology.size == 1 else f"engine {rank}",
+                functools.partial(self._make_core, rank),
+            )
+            for rank in topology.local
+        }
         self.apis = [
-            Child(f"API server {index}", functools.partial(self._make_api, index)) for index in range(count)
+            Child(f"API server {index}", functools.partial(self._make_api, index))
+            for index in range(topology.num_api)
         ]
         self.stopping = False
 
+    def _local_addresses(self) -> dict[int, str]:
+        """A headless server's cores are asked from another machine."""
+        if self.topology.num_api:
+            return {rank: f"ipc://{self.folder}/core{rank}" for rank in self.topology.local}
+        host = own_address(self.config.parallel.data_parallel_address, Env.read(os.environ).host_ip)
+        return {rank: free_address(host) for rank in self.topology.local}
+
+    def _open_roll(self) -> Roll | None:
+        if not self.topology.remote:
+            return None
+        parallel = self.config.parallel
+        return Roll(
+            parallel.data_parallel_address,
+            parallel.data_parallel_rpc_port,
+            size=self.topology.size,
+            awaited=self.topology.remote,
+            folder=self.folder,
+        )
+
+    def _open_announcer(self) -> Announcer | None:
+        if self.topology.num_api:
+            return None
+        parallel = self.config.parallel
+        return Announcer(
+            parallel.data_parallel_address,
+            parallel.data_parallel_rpc_port,
+            size=self.topology.size,
+            addresses=self.addresses,
+        )
+
     @property
-    def _address(self) -> str:
-        return f"ipc://{self.scratch.path}/core"
+    def _children(self) -> list[Child]:
+        return [*self.cores.values(), *self.apis]
 
     @property
     def _metrics_file(self) -> Path:
-        return self.scratch.path / "metrics"
+        return self.folder / "metrics"
 
-    def _make_core(self, parent: connection.Connection) -> BaseProcess:
-        args = (self.config, self._address, self._metrics_file, parent)
-        return self.context.Process(target=run_core, args=args, name="EngineCore")
+    def _seat(self, rank: int) -> Seat:
+        engines = self.topology.served or self.topology.local
+        return Seat(
+            address=self.addresses[rank],
+            metrics_file=self._metrics_file,
+            page=rank - engines.start,
+            num_pages=len(engines),
+            index=rank - self.topology.local.start,
+            num_local=len(self.topology.local),
+        )
+
+    def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:
+        args = (config_of_rank(self.config, rank), self._seat(rank), parent)
+        return self.context.Process(target=run_core, args=args, name=core_name(rank, self.topology.size))
 
     def _make_api(self, index: int, parent: connection.Connection) -> BaseProcess:
         entrance = self.listener if self.dealer is None else self.dealer.open(index)
-        args = (index, self.config, self.settings, entrance, self._address, self._metrics_file, parent)
+        folder = self.folder
+        addresses = {
+            rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
+        }
+        args = (index, self.config, self.settings, entrance, addresses, self._metrics_file, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -75,19 +138,30 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._advise()
+        engines = self.topology.served or self.topology.local
         layout = Layout(self.config.model.max_model_len)
-        MetricsPages.create(self._metrics_file, layout, 1 + len(self.apis))
+        MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
+        problem = ""
         try:
-            for child in (self.core, *self.apis):
+            for child in self._children:
                 child.start()
+            deadline = time.monotonic() + self.ready_timeout_s
             while not self.stopping:
                 self._tend()
+                if time.monotonic() > deadline:
+                    self._check_all_were_up()
             return self._drain()
+        except ConfigError as error:
+            problem = str(error)
+            raise
         finally:
-            for child in (*self.apis, self.core):
+            for child in reversed(self._children):
                 child.end(signal.SIGKILL, KILL_AFTER_S)
             self._close_entrance()
-            self.scratch.remove()
+            if self.roll is not None:
+                self.roll.close(problem)
+            if self.announcer is not None:
+                self.announcer.close(problem)
             if self.settings.http.uds:
                 Path(self.settings.http.uds).unlink(missing_ok=True)
 
@@ -99,13 +173,21 @@ class Supervisor:
             num_api=len(self.apis),
             num_workers=parallel.tensor_parallel_size
             * parallel.pipeline_parallel_size
-            * parallel.data_parallel_size,
+            * len(self.topology.local),
         )
         if advice is not None:
             log.warning(advice)
 
+    def _check_all_were_up(self) -> None:
+        for child in self.cores.values():
+            if not child.was_up:
+                raise ConfigError(f"{child.name} was not up within {self.ready_timeout_s:g} s")
+        if self.roll is not None and not self.roll.was_complete:
+            raise ConfigError(self.roll.overdue(self.ready_timeout_s))
+
     def _close_entrance(self) -> None:
-        self.listener.close()
+        if self.listener is not None:
+            self.listener.close()
         if self.dealer is not None:
             self.dealer.close()
 
@@ -116,17 +198,30 @@ class Supervisor:
 
     def _tend(self) -> None:
         """Wait for something to happen, and see to it."""
-        children = [self.core, *self.apis]
+        children = self._children
         waiting: list[Any] = [child.process.sentinel for child in children if child.process is not None]
         waiting += [child.says for child in children if child.says is not None]
         waiting += self.dealer.awaited if self.dealer is not None else ()
         connection.wait(waiting, timeout=0.1)
         for child in children:
-            child.look()
+            if child.look() and child not in self.apis:
+                self._clear_gauges(child)
             if child.restart_at is not None and time.monotonic() >= child.restart_at:
                 child.start()
         if self.dealer is not None:
             self._deal(self.dealer)
+        if self.roll is not None:
+            self.roll.listen()
+        if self.announcer is not None:
+            is_up = all(child.was_up for child in self.cores.values())
+            self.announcer.tick(is_up=is_up, timeout_s=self.ready_timeout_s)
+            self.stopping = self.stopping or self.announcer.ends
+
+    def _clear_gauges(self, core: Child) -> None:
+        """Nobody shall see the requests of the dead."""
+        (rank,) = (rank for rank, child in self.cores.items() if child is core)
+        seat, layout = self._seat(rank), Layout(self.config.model.max_model_len)
+        MetricsPages(layout, seat.metrics_file, engine=seat.page, num_engines=seat.num_pages).clear_gauges()
 
     def _deal(self, dealer: Dealer) -> None:
         """Connections to the API processes that serve."""
@@ -138,7 +233,7 @@ class Supervisor:
         dealer.deal()
 
     def _drain(self) -> int:
-        """API servers finish what they have, then the core goes. The port is free as soon as they let go."""
+        """API servers finish what they have, then the cores go. The port is free as soon as they let go."""
         self._close_entrance()
         log.info("Shutting down; running requests get %g s", self.settings.http.shutdown_timeout)
         deadline = time.monotonic() + self.settings.http.shutdown_timeout + KILL_AFTER_S
@@ -147,12 +242,19 @@ class Supervisor:
                 os.kill(child.process.pid or 0, signal.SIGTERM)
         for child in self.apis:
             child.end(signal.SIGTERM, max(deadline - time.monotonic(), 0.1))
-        self.core.end(signal.SIGTERM, KILL_AFTER_S)
+        for child in self.cores.values():
+            if child.process is not None and child.process.is_alive():
+                os.kill(child.process.pid or 0, signal.SIGTERM)
+        for child in self.cores.values():
+            child.end(signal.SIGTERM, KILL_AFTER_S)
         return 0
 
 
 def launch(config: EngineConfig, settings: ServerSettings) -> int:
-    return Supervisor(config, settings).run()
+    http = settings.http
+    topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
+    with Scratch() as scratch:
+        return Supervisor(config, settings, topology, scratch.path).run()
 
 
 def add_flags(parser: FlagParser) -> None:

@@ -1,6 +1,7 @@
-"""An engine for one process alone: its core is a child, and nothing listens."""
+"""An engine for one process alone: its cores are children, and nothing listens."""
 
 import asyncio
+import functools
 import multiprocessing
 import signal
 from collections.abc import AsyncIterator
@@ -10,7 +11,8 @@ from multiprocessing.process import BaseProcess
 
 from quire.api_process import make_engine
 from quire.config.engine import EngineConfig
-from quire.core.process import run_core
+from quire.config.topology import local_ranks
+from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
@@ -26,35 +28,48 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     """An engine that is up. Whatever happens, nothing of it is left afterwards."""
     with ExitStack() as stack:
         folder = stack.enter_context(Scratch()).path
-        address, metrics_file = f"ipc://{folder}/core", folder / "metrics"
-        layout = Layout(config.model.max_model_len)
-        MetricsPages.create(metrics_file, layout, num_pages=2)
+        metrics_file, layout = folder / "metrics", Layout(config.model.max_model_len)
+        ranks = local_ranks(config.parallel)
+        if len(ranks) != config.parallel.data_parallel_size:
+            raise ConfigError("without a server all data-parallel ranks are on this machine")
+        MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
+        seats = {
+            rank: Seat(f"ipc://{folder}/core{rank}", metrics_file, rank, len(ranks), rank, len(ranks))
+            for rank in ranks
+        }
 
-        def make_core(parent: connection.Connection) -> BaseProcess:
-            args = (config, address, metrics_file, parent)
-            return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name="EngineCore")
+        def make_core(rank: int, parent: connection.Connection) -> BaseProcess:
+            args = (config_of_rank(config, rank), seats[rank], parent)
+            name = core_name(rank, len(ranks))
+            return multiprocessing.get_context("spawn").Process(target=run_core, args=args, name=name)
 
-        core = Child("the engine", make_core)
-        stack.callback(core.end, signal.SIGKILL, KILL_AFTER_S)
-        core.start()
+        cores = []
+        for rank in ranks:
+            name = "the engine" if len(ranks) == 1 else f"engine {rank}"
+            cores.append(Child(name, functools.partial(make_core, rank)))
+            stack.callback(cores[-1].end, signal.SIGKILL, KILL_AFTER_S)
+            cores[-1].start()
         engine = make_engine(
             config,
-            address=address,
-            metrics=MetricsPages(layout, metrics_file, page=1),
+            addresses={rank: seat.address for rank, seat in seats.items()},
+            metrics=MetricsPages(layout, metrics_file, process=1, num_engines=len(ranks)),
             health_timeout_s=float("inf"),
+            cores_return=False,
         )
-        await core.await_up()
+        for core in cores:
+            await core.await_up()
         engine.start()
         stack.callback(engine.close)
-        await _until_ready(engine, core)
+        await _until_ready(engine, cores)
         yield engine
 
 
-async def _until_ready(engine: AsyncEngine, core: Child) -> None:
+async def _until_ready(engine: AsyncEngine, cores: list[Child]) -> None:
     ready = asyncio.ensure_future(engine.ready())
     try:
         while not (await asyncio.wait((ready,), timeout=LOOK_S))[0]:
-            if core.process is None or not core.process.is_alive():
-                raise ConfigError(f"{core.name} ended while it was starting; the log says why")
+            for core in cores:
+                if core.process is None or not core.process.is_alive():
+                    raise ConfigError(f"{core.name} ended while it was starting; the log says why")
     finally:
         ready.cancel()

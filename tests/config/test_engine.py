@@ -170,8 +170,7 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
 @pytest.mark.parametrize(
     "given",
     [
-        {"tensor_parallel_size": 2},
-        {"data_parallel_size": 2},
+        {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "ray"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},

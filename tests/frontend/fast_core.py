@@ -114,7 +114,7 @@ class FastCore:
         if time.monotonic() >= self.next_beat:
             self.next_beat = time.monotonic() + BEAT_S
             for client in self.clients:
-                self.send(client, Beat(StepStats()))
+                self.send(client, Beat(StepStats(num_running=len(self.owners))))
 
 
 def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:
@@ -126,9 +126,13 @@ def run_fast_core(address: str, token_id: int, max_model_len: int) -> None:
 
 
 def engine_over(
-    address: str, *, vocab: int, max_model_len: int, tokenizer: Tokenizer | None = None
+    *addresses: str,
+    vocab: int,
+    max_model_len: int,
+    tokenizer: Tokenizer | None = None,
+    health_timeout_s: float = 30.0,
 ) -> AsyncEngine:
-    """An API process's engine, whose core is at `address`."""
+    """An API process's engine, whose cores are at `addresses`."""
     facts = EngineFacts(
         model_names=("m",),
         root="m",
@@ -145,5 +149,11 @@ def engine_over(
     inputs = InputProcessor(
         tokenizer=tokenizer, vocab=vocab, max_model_len=max_model_len, eos_ids=[2], max_logprobs=20, seed=0
     )
-    metrics = EngineMetrics(MetricsPages(Layout(max_model_len)), model_name="m", cache_info={})
-    return AsyncEngine(facts=facts, inputs=inputs, metrics=metrics, address=address, health_timeout_s=30.0)
+    pages = MetricsPages(Layout(max_model_len), num_engines=len(addresses))
+    return AsyncEngine(
+        facts=facts,
+        inputs=inputs,
+        metrics=EngineMetrics(pages, model_name="m", cache_info={}),
+        addresses=dict(enumerate(addresses)),
+        health_timeout_s=health_timeout_s,
+    )

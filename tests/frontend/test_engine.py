@@ -1,8 +1,10 @@
-"""An API process's engine over a core in another process, which dies, stands still and comes back."""
+"""An API process's engine over cores in other processes, which die, stand still and come back."""
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Coroutine
+import os
+import signal
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -10,83 +12,227 @@ from typing import Any
 import pytest
 from fast_core import engine_over, run_fast_core
 
+from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.stats import StepStats
 from quire.data.wire import Beat
-from quire.errors import EngineDead
+from quire.errors import EngineDead, RequestError
+from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
 
 LONGEST = 10**7
-ENDLESS = SamplingParams(
-    max_tokens=LONGEST - 10, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
-)
+FINAL = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+ENDLESS = SamplingParams(max_tokens=LONGEST - 10, **FINAL)
+SHORT = SamplingParams(max_tokens=3, **FINAL)
+STREAM = SamplingParams(max_tokens=LONGEST - 10, **FINAL | {"output_kind": RequestOutputKind.DELTA})
 
 
-Test = Callable[[AsyncEngine, BaseProcess], Coroutine[Any, Any, None]]
+class Cores:
+    """Cores that can be ended and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[int, BaseProcess] = {}
+
+    def address(self, rank: int) -> str:
+        return f"ipc://{self.folder}/core{rank}"
+
+    def start(self, rank: int) -> None:
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_fast_core, args=(self.address(rank), 50, LONGEST), daemon=True
+        )
+        process.start()
+        self.processes[rank] = process
+
+    def pid(self, rank: int) -> int:
+        return self.processes[rank].pid or 0
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].join()
+
+
+Test = Callable[[AsyncEngine, Cores], Coroutine[Any, Any, None]]
+Run = Callable[..., None]
 
 
 @pytest.fixture
-def with_core(tmp_path: Path) -> Callable[[Test], None]:
-    """Runs a test with an engine and its core, and ends both."""
+def with_cores(tmp_path: Path) -> Iterator[Run]:
+    """Runs a test with an engine and its cores, and ends all."""
+    cores = Cores(tmp_path)
 
-    def run(test: Test) -> None:
-        address = f"ipc://{tmp_path}/core"
-        context = multiprocessing.get_context("spawn")
-        core = context.Process(target=run_fast_core, args=(address, 50, LONGEST), daemon=True)
-        core.start()
+    def run(test: Test, num: int = 1, health_timeout_s: float = 30.0) -> None:
+        for rank in range(num):
+            cores.start(rank)
 
         async def go() -> None:
-            engine = engine_over(address, vocab=100, max_model_len=LONGEST)
+            addresses = [cores.address(rank) for rank in range(num)]
+            engine = engine_over(
+                *addresses, vocab=100, max_model_len=LONGEST, health_timeout_s=health_timeout_s
+            )
             engine.start()
             try:
                 await asyncio.wait_for(engine.ready(), 30)
-                await test(engine, core)
+                await test(engine, cores)
             finally:
                 engine.close()
 
-        try:
-            asyncio.run(go())
-        finally:
-            core.kill()
-            core.join()
+        asyncio.run(go())
 
-    return run
+    yield run
+    for rank in cores.processes:
+        cores.kill(rank)
 
 
-def test_who_waits_for_a_dead_core_is_told_to_come_back(with_core: Any) -> None:
+async def whole(engine: AsyncEngine, id: str, **options: Any) -> RequestOutput:
+    return await anext(engine.generate(Prompt([5, 6]), SHORT, id, **options))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def running(engine: AsyncEngine) -> list[int]:
+    """Sequences that this process has at each core."""
+    return [core.own for core in engine._router.cores]
+
+
+def test_who_has_seen_something_of_a_dead_core_is_told_to_come_back(with_cores: Run) -> None:
     """503, which clients try again, and not 500; whether the answer is read or forwarded."""
 
-    async def test(engine: AsyncEngine, core: BaseProcess) -> None:
-        read = engine.generate(Prompt([5]), ENDLESS, "read")
-        forwarded = engine.generate(Prompt([5]), ENDLESS, "forwarded")
-        waiting = [asyncio.create_task(anext(read)), asyncio.create_task(forwarded.forward(lambda _: None))]
-        await asyncio.sleep(0.1)
-        assert engine.num_in_flight == 2
-        core.kill()
-        for task in waiting:
-            with pytest.raises(EngineDead, match="died while it worked on this request"):
-                await asyncio.wait_for(task, 10)
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        read = engine.generate(Prompt([5]), STREAM, "read")
+        forwarded = engine.generate(Prompt([5]), STREAM, "forwarded")
+        seen: list[RequestOutput] = []
+        task = asyncio.create_task(forwarded.forward(seen.append))
+        await anext(read)
+        await until(lambda: bool(seen))
+        cores.kill(0)
+        with pytest.raises(EngineDead, match="died while it worked on this request"):
+            async for _ in read:
+                pass
+        with pytest.raises(EngineDead, match="died while it worked on this request"):
+            await asyncio.wait_for(task, 10)
         await read.aclose()
         await forwarded.aclose()
         assert engine.num_in_flight == 0
         with pytest.raises(EngineDead, match="is being restarted"):
             engine.check()
 
-    with_core(test)
+    with_cores(test)
 
 
-def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_core: Any) -> None:
+def test_what_nobody_has_seen_is_sent_again_when_the_core_is_back(with_cores: Run) -> None:
+    """Catches requests that die with a core though nothing of them was shown, and counts that stay."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        long = engine.generate(Prompt([5]), ENDLESS, "long")
+        waiting = asyncio.create_task(anext(long))
+        await until(lambda: running(engine) == [1])
+        os.kill(cores.pid(0), signal.SIGSTOP)
+        short = asyncio.create_task(whole(engine, "short"))
+        await until(lambda: running(engine) == [2])
+        cores.kill(0)
+        await until(lambda: engine._links[0].core is None)
+        assert engine.num_in_flight == 2 and running(engine) == [0]
+        cores.start(0)
+        output = await asyncio.wait_for(short, 20)
+        assert output.outputs[0].token_ids == [50] * 3
+        waiting.cancel()
+        await long.aclose()
+        assert engine.num_in_flight == 0 and running(engine) == [0]
+        assert engine.metrics.pages.value("request_success:error") == 0
+
+    with_cores(test)
+
+
+def test_a_core_that_stays_away_is_not_waited_for_longer_than_health_allows(with_cores: Run) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "a")))
+        await until(lambda: engine.num_in_flight == 1)
+        cores.kill(0)
+        with pytest.raises(EngineDead, match="is not back"):
+            await asyncio.wait_for(waiting, 10)
+        assert engine.num_in_flight == 0
+        assert engine.metrics.pages.value("request_success:error") == 1
+
+    with_cores(test, health_timeout_s=0.5)
+
+
+def test_another_core_takes_what_a_dead_one_had(with_cores: Run) -> None:
+    """Catches a health that is 503 while one core serves, and one that stays 200 while another stays dead."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        os.kill(cores.pid(1), signal.SIGSTOP)
+        tasks = [asyncio.create_task(whole(engine, str(i))) for i in range(8)]
+        await until(lambda: engine.num_in_flight == 4)
+        assert running(engine) == [0, 4]
+        cores.kill(1)
+        outputs = await asyncio.gather(*tasks)
+        assert all(output.outputs[0].token_ids == [50] * 3 for output in outputs)
+        engine.check()
+        with pytest.raises(
+            RequestError, match="data_parallel_rank 2 is out of range: there are ranks 0 to 1"
+        ):
+            await whole(engine, "a", rank=2)
+        await asyncio.sleep(1.1)
+        with pytest.raises(EngineDead, match="engine 1"):
+            engine.check()
+        assert (await whole(engine, "b")).finished, "the other still answers"
+        cores.start(1)
+        await until(lambda: engine._links[1].core is not None)
+        engine.check()
+        assert (await whole(engine, "c", rank=1)).finished
+        assert running(engine) == [0, 0]
+        assert [engine.metrics.pages.value("request_success:length", place) for place in (0, 1)] == [9, 1]
+
+    with_cores(test, num=2, health_timeout_s=1.0)
+
+
+def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "SILENT_S", 0.5)
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        os.kill(cores.pid(0), signal.SIGSTOP)
+        await until(lambda: engine._links[0].silent_s > 0.5)
+        for i in range(4):
+            assert (await asyncio.wait_for(whole(engine, str(i)), 5)).finished
+        os.kill(cores.pid(0), signal.SIGCONT)
+        await until(lambda: engine._links[0].silent_s < 0.5)
+        assert (await whole(engine, "a", rank=0)).finished
+
+    with_cores(test, num=2)
+
+
+def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "poison")))
+        for _ in range(engine_module.MAX_SENT):
+            await until(lambda: running(engine) == [1])
+            cores.kill(0)
+            await until(lambda: engine._links[0].core is None)
+            cores.start(0)
+        with pytest.raises(EngineDead, match="died while it worked"):
+            await asyncio.wait_for(waiting, 10)
+
+    with_cores(test)
+
+
+def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> None:
     """Health follows steps: a thread that still says it is there proves nothing."""
 
-    async def test(engine: AsyncEngine, core: BaseProcess) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        (link,) = engine._links
         engine.check()
-        engine._handle(Beat(StepStats(), stalled_s=29.0))
+        link.handle(Beat(StepStats(), stalled_s=29.0))
         engine.check()
-        engine._handle(Beat(StepStats(), stalled_s=31.0))
+        link.handle(Beat(StepStats(), stalled_s=31.0))
         with pytest.raises(EngineDead, match=r"no progress for 3\d\.\d s; the limit is 30 s"):
             engine.check()
-        engine._handle(Beat(StepStats()))
+        link.handle(Beat(StepStats()))
         engine.check()
 
-    with_core(test)
+    with_cores(test)

@@ -13,7 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
 from quire.data.request import Request
-from quire.errors import EngineDead, EngineError
+from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
 from quire.metrics.http import Exchange
@@ -93,9 +93,17 @@ class FakeEngine:
             raise EngineDead(self.dead)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
+        if rank not in (None, 0):
+            raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
         requests = self.inputs.requests(engine_id, prompt, params, priority=priority)
         self.seen.append((request_id, prompt, params, priority))

@@ -1,6 +1,5 @@
 """What the user asked for meets what the machine offers: `resolve()` is the one place that makes defaults."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from quire.config.sections import (
     SchedulerSection,
     options,
 )
+from quire.config.topology import local_ranks
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
 
@@ -153,17 +153,20 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
             f"device={asked!r} was asked for, but the engine runs on {machine.device} ({machine.name})"
         )
     own = _of("parallel", values)
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    world, nnodes = math.prod(own.get(name, 1) for name in sizes), own.get("nnodes", 1)
-    backend = own.get("distributed_executor_backend") or ("uni" if world == 1 else "mp")
     tp, pp = own.get("tensor_parallel_size", 1), own.get("pipeline_parallel_size", 1)
+    world, nnodes = tp * pp, own.get("nnodes", 1)
+    backend = own.get("distributed_executor_backend") or ("uni" if world == 1 else "mp")
     if backend == "uni" and tp * pp > 1:
         raise ConfigError(
             f"distributed_executor_backend='uni' runs one device, and {tp} x {pp} are asked for; use 'mp'"
         )
-    _check_nodes(own, backend, machine, world, nnodes)
-    own.setdefault("cpu_threads", max(machine.num_cores * nnodes // world, 1))
-    return ParallelSection(**{**own, "device": machine.device, "distributed_executor_backend": backend})
+    own = {"cpu_threads": 1, **own, "device": machine.device, "distributed_executor_backend": backend}
+    section = ParallelSection(**own)
+    here = max(len(local_ranks(section)), 1) * world
+    _check_nodes(own, backend, machine, here, nnodes)
+    if "cpu_threads" in values:
+        return section
+    return replace(section, cpu_threads=max(machine.num_cores * nnodes // here, 1))
 
 
 def _check_nodes(own: Mapping[str, Any], backend: str, machine: Machine, world: int, nnodes: int) -> None:

@@ -30,8 +30,8 @@ IGNORED_VALUES = frozenset(
     """
     additional-config allowed-local-media-path allowed-media-domains code-revision
     collect-detailed-traces cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
-    cuda-graph-sizes cudagraph-capture-sizes data-parallel-address data-parallel-backend
-    data-parallel-rpc-port dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend
+    cuda-graph-sizes cudagraph-capture-sizes dbo-decode-token-threshold dbo-prefill-token-threshold
+    dcp-comm-backend
     dcp-kv-cache-interleave-size default-mm-loras diffusion-config
     ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
@@ -66,15 +66,7 @@ LISTS = frozenset(
 SHORT = {
     "attention_config": "-ac",
     "compilation_config": "-cc",
-    "data_parallel_address": "-dpa",
-    "data_parallel_backend": "-dpb",
-    "data_parallel_external_lb": "-dpe",
-    "data_parallel_hybrid_lb": "-dph",
     "data_parallel_multi_port_external_lb": "-dpm",
-    "data_parallel_rank": "-dpn",
-    "data_parallel_rpc_port": "-dpp",
-    "data_parallel_size_local": "-dpl",
-    "data_parallel_start_rank": "-dpr",
     "decode_context_parallel_size": "-dcp",
     "diffusion_config": "-dc",
     "optimization_level": "-O",

@@ -204,6 +204,25 @@ class ParallelSection:
     """Groups of devices that hold consecutive layers."""
     data_parallel_size: Annotated[int, Rule(at_least=1, short="-dp")] = 1
     """Copies of the engine behind one address."""
+    data_parallel_size_local: Annotated[int | None, Rule(at_least=0, short="-dpl")] = None
+    """Those of them that run on this machine. Default: all, or one with data_parallel_rank."""
+    data_parallel_start_rank: Annotated[int | None, Rule(at_least=0, short="-dpr")] = None
+    """Number of the first of them. Default: 0."""
+    data_parallel_rank: Annotated[int | None, Rule(at_least=0, short="-dpn")] = None
+    """Number of the only copy of this server, where something else spreads requests over the servers."""
+    data_parallel_address: Annotated[str, Rule(short="-dpa")] = "127.0.0.1"
+    """Address of the machine whose API processes speak to all copies."""
+    data_parallel_rpc_port: Annotated[int, Rule(at_least=1, at_most=65535, short="-dpp")] = 29550
+    """Its port where copies on other machines announce themselves."""
+    data_parallel_backend: Annotated[Literal["mp", "ray"], Rule(short="-dpb")] = "mp"
+    """How copies are started."""
+    data_parallel_hybrid_lb: Annotated[bool, Rule(short="-dph")] = False
+    """Every machine has API processes of its own, which speak to its own copies only."""
+    data_parallel_external_lb: Annotated[bool, Rule(short="-dpe")] = False
+    """Every copy has API processes of its own."""
+    data_parallel_routing: Literal["affinity", "load", "round_robin"] = "affinity"
+    """Which copy a request goes to: the one that has its prefix unless it is busier than the others, the
+    least busy, or each in its turn."""
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] = "uni"
     """How workers are started: in the engine's process (uni), a process each (mp), or by ray. Default: uni
     for one, mp for more."""
@@ -235,7 +254,8 @@ class ParallelSection:
     distributed_timeout_seconds: Annotated[int, Rule(at_least=1)] = 600
     """How long workers wait for each other before they give up."""
     cpu_threads: Annotated[int, Rule(at_least=1)]
-    """Threads that compute on a CPU. Default: one for each core that this process may use."""
+    """Threads that compute on a CPU. Default: one for each core that this process may use, shared by the
+    ranks on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quire.core.stats_log import StatsLog
 from quire.data.plan import StepOutput
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, ToCore
+from quire.dist.platform import devices_of
 from quire.dist.process import adopt, calm_collector
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
@@ -24,7 +26,9 @@ from quire.metrics import Layout, MetricsPages
 
 log = get_logger(__name__)
 
-BEAT_S = 0.25
+BEAT_S = 0.1
+PAGE_S = 1.0
+"""Between two copies of the metrics for API processes on another machine."""
 RETRY_S = 0.02
 """How long to wait for something to change when nothing can be planned, or a client is behind."""
 TURN_S = 0.002
@@ -33,19 +37,48 @@ TURN_SHARE = 0.25
 """or this part of the last step, if that is more."""
 
 
-def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Connection) -> None:
-    """Entry of the core process. Tells `parent` when it is ready, or in one line why it cannot be."""
-    adopt("EngineCore")
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a core sits: the address that it answers on, and its page of the metrics."""
+
+    address: str
+    metrics_file: Path
+    page: int = 0
+    num_pages: int = 1
+    """Engines that have pages in that file."""
+    index: int = 0
+    num_local: int = 1
+    """Cores on this machine, which share its devices, and which of them this is."""
+
+
+def core_name(rank: int, size: int) -> str:
+    return "EngineCore" if size == 1 else f"EngineCore_DP{rank}"
+
+
+def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """The configuration of one core out of that of all."""
+    return replace(config, parallel=replace(config.parallel, data_parallel_rank=rank))
+
+
+def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
+    """Entry of the core process of `config.parallel.data_parallel_rank`. Tells `parent` when it is ready, or
+    in one line why it cannot be."""
+    rank, size = config.parallel.data_parallel_rank or 0, config.parallel.data_parallel_size
+    adopt(core_name(rank, size))
     try:
+        _take_devices(config, seat)
         core, cache = build_core(config)
     except QuireError as error:
-        parent.send(str(error))
+        parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
-    metrics = MetricsPages(Layout(config.model.max_model_len), metrics_file, page=0)
+    metrics = MetricsPages(
+        Layout(config.model.max_model_len), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages
+    )
     ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens)
     env = Env.read(os.environ)
-    stats_log = StatsLog(env.log_stats_interval, metrics, quiet=config.observability.disable_log_stats)
-    server = CoreServer(core, address, ready, metrics, stats_log)
+    quiet = config.observability.disable_log_stats
+    stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
+    server = CoreServer(core, seat.address, ready, metrics, stats_log)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
@@ -56,6 +89,16 @@ def run_core(config: EngineConfig, address: str, metrics_file: Path, parent: Con
         sys.exit(1)
     finally:
         core.close()
+
+
+def _take_devices(config: EngineConfig, seat: Seat) -> None:
+    """Of several cores each sees devices of its own. Takes effect before torch is imported."""
+    if config.machine.device == "cuda" and seat.num_local > 1:
+        count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
+            seat.index, count, visible=visible, num_devices=config.machine.num_devices
+        )
 
 
 class CoreServer:
@@ -75,6 +118,7 @@ class CoreServer:
         self._progress_at = time.monotonic()
         """When a step ended, or there was no work."""
         self._next_beat = 0.0
+        self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
         self._calls: dict[str, Callable[[], Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -155,8 +199,12 @@ class CoreServer:
         self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
+        beat = Beat(stats, stalled_s)
+        if now >= self._next_page:
+            self._next_page = now + PAGE_S
+            beat.page = self.metrics.own.tobytes()
         for client in self.clients.known - self.clients.queues.keys():
-            self.clients.send(client, Beat(stats, stalled_s))
+            self.clients.send(client, beat)
 
     def _observe(self, stats: StepStats) -> None:
         self.metrics.observe(self.core.refresh(stats), FrontStats())

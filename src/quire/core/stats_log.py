@@ -41,10 +41,11 @@ class StatsLog:
     the end of one is worth a line, too, unless the last is not `interval_s` old.
     """
 
-    def __init__(self, interval_s: float, pages: MetricsPages, *, quiet: bool = False) -> None:
+    def __init__(self, interval_s: float, pages: MetricsPages, *, quiet: bool = False, rank: int = 0) -> None:
         self.interval_s = interval_s
         self.pages = pages
         self.quiet = quiet
+        self.rank = rank
         self._interval, self._run = Tally(), Tally()
         self._said_at = float("-inf")
         self._num_preempted = 0
@@ -87,7 +88,7 @@ class StatsLog:
     def _line(self, prompt: float, generated: float, now: StepStats) -> str:
         hits, queries = (sum(pair[i] for pair in self._lookups) for i in (0, 1))
         return (
-            f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, "
+            f"Engine {self.rank:03d}: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generated:.1f} tokens/s, Running: {now.num_running} reqs, "
             f"Waiting: {now.num_waiting} reqs, GPU KV cache usage: {now.kv_usage:.1%}, "
             f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "

@@ -77,6 +77,8 @@ class Beat(msgspec.Struct, tag="beat"):
     stats: StepStats
     stalled_s: float = 0.0
     """For how long there was work and no step ended; 0 when there is none."""
+    page: bytes = b""
+    """The core's page of metrics, now and then, where the API process has none of it: on another machine."""
 
 
 class Reply(msgspec.Struct, tag="reply"):

@@ -136,6 +136,18 @@ def thread_advice(device: str, *, num_threads: int, num_api: int, num_workers: i
     )
 
 
+def devices_of(index: int, count: int, *, visible: str | None, num_devices: int) -> str:
+    """CUDA_VISIBLE_DEVICES for the engine of this index, of several with `count` devices each."""
+    names = visible.split(",") if visible else [str(number) for number in range(num_devices)]
+    own = names[index * count : (index + 1) * count]
+    if len(own) < count:
+        raise ConfigError(
+            f"there are {len(names)} devices, too few for data-parallel copies of {count} each: lower"
+            " data_parallel_size, or data_parallel_size_local"
+        )
+    return ",".join(own)
+
+
 def _num_cores(root: Path) -> int:
     """Cores that threads which compute may use: those there are, bounded by OMP_NUM_THREADS."""
     cores = hardware_threads(root)

@@ -21,6 +21,7 @@ class Answer(Generic[Out]):
         "_begin",
         "_abandon",
         "_begun",
+        "has_output",
         "_over",
         "_output",
         "_error",
@@ -36,6 +37,8 @@ class Answer(Generic[Out]):
         self._begin = begin
         self._abandon = abandon
         self._begun = self._over = False
+        self.has_output = False
+        """Whether the engine has put anything here yet."""
         self._output: Out | None = None
         """What the reader has not seen yet, merged."""
         self._error: EngineError | None = None
@@ -46,6 +49,7 @@ class Answer(Generic[Out]):
     # ---- the engine's side
 
     def put(self, output: Out) -> None:
+        self.has_output = True
         if self._reader is None:
             self._output = output if self._output is None else cast(Out, merge(self._output, output))
             self._wake_up()

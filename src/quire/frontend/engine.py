@@ -1,15 +1,13 @@
-"""AsyncEngine: an API process's way to the core and back, one async iterator per request."""
+"""AsyncEngine: an API process's way to the cores and back, one async iterator per request."""
 
 import asyncio
-import functools
 import itertools
-import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import zmq
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
@@ -17,24 +15,14 @@ from quire.data.plan import Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
-from quire.data.wire import (
-    Abort,
-    Add,
-    Beat,
-    Call,
-    Hello,
-    Ready,
-    Reply,
-    Stepped,
-    ToCore,
-    decode_from_core,
-    encode,
-)
-from quire.errors import EngineDead, EngineError
+from quire.data.wire import Abort, Add
+from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.link import CoreLink
 from quire.frontend.live import LiveView
 from quire.frontend.outputs import OutputProcessor
+from quire.frontend.router import Router
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
 from quire.metrics.http import Exchange
@@ -42,15 +30,11 @@ from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 
-HELLO_INTERVAL_S = 0.1
-CALL_TIMEOUT_S = 30.0
-MAX_BEHIND = 1000
-"""Messages that wait on this side; more wait in the core, which knows what to do about it."""
-TURN_S = 0.004
-"""How long the core's messages are read before what they brought is handed out."""
-REST = 4
-"""Rounds of the event loop that belong to everybody else between two turns: so many steps of his own a new
-request makes while the core is faster than this process."""
+LOOK_S = 0.1
+SILENT_S = 2.0
+"""A core that said nothing for so long gets no new requests, if another can have them."""
+MAX_SENT = 3
+"""Times that a request is sent: one that kills every core that it comes to must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +49,7 @@ class EngineFacts:
     vocab: int
     max_logprobs: int
     max_num_seqs: int
+    """Of all cores."""
     block_size: int
     default_sampling: dict[str, Any]
     chat_template: str | None
@@ -72,8 +57,28 @@ class EngineFacts:
     start_time: float
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request on its way: what was sent, and to which core."""
+
+    prompt: Prompt
+    requests: list[Request]
+    rank: int | None
+    """The only core that it may go to."""
+    answer: Answer[Any] | None = None
+    link: CoreLink | None = None
+    """None while it waits for a core to come back."""
+    num_sent: int = 0
+    lost_at: float = 0.0
+
+    @property
+    def may_go_again(self) -> bool:
+        """Nobody has seen anything of it, and it has not been at too many deaths."""
+        return self.answer is not None and not self.answer.has_output and self.num_sent < MAX_SENT
+
+
 class AsyncEngine:
-    """The engine as an API process has it: requests in, answers out, and whether the core makes progress."""
+    """The engine as an API process has it: requests in, answers out, and whether the cores get on."""
 
     def __init__(
         self,
@@ -81,32 +86,42 @@ class AsyncEngine:
         facts: EngineFacts,
         inputs: InputProcessor,
         metrics: EngineMetrics,
-        address: str,
+        addresses: Mapping[int, str | Path],
         health_timeout_s: float,
         stream_interval: int = 1,
+        routing: str = "affinity",
+        first: int = 0,
+        cores_return: bool = True,
     ) -> None:
+        """`addresses` of the cores by rank; `first` is the one whose turn is first. Where dead cores do not
+        return, nobody is kept waiting for them."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
-        self._address = address
         self._health_timeout_s = health_timeout_s
-        self._outputs = OutputProcessor(inputs.tokenizer, stream_interval=stream_interval)
-        self._answers: dict[str, Answer[Any]] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._patience_s = health_timeout_s if cores_return else 0.0
+        self._links = [
+            CoreLink(
+                place,
+                rank,
+                address,
+                name="the engine" if len(addresses) == 1 else f"engine {rank}",
+                outputs=OutputProcessor(inputs.tokenizer, stream_interval=stream_interval),
+                owner=self,
+            )
+            for place, (rank, address) in enumerate(addresses.items())
+        ]
+        self._router = Router(
+            len(self._links), block_size=facts.block_size, policy=routing, first=first % len(self._links)
+        )
+        self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
+        self._flights: dict[str, _Flight] = {}
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
         """Makes ids this process's own: users may give the same one twice, and to several processes."""
-        self._core: Ready | None = None
-        self._why_down = "the engine is starting"
-        self._heard_at = time.monotonic()
-        self._stalled_s = 0.0
-        """How long the core had work and finished no step, when it was last heard of."""
-        self._resting = False
-        """Whether a turn is to come by itself."""
         self._ready = asyncio.Event()
         self._live = LiveView()
-        self._socket: zmq.Socket[bytes]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
 
     # ---- life
 
@@ -116,208 +131,223 @@ class AsyncEngine:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._answers)
+        return len(self._flights)
 
     def start(self) -> None:
         """Connect, from inside the running loop."""
-        self._connect()
-        self._tasks = [asyncio.create_task(self._greet()), asyncio.create_task(self._watch())]
+        for link in self._links:
+            link.start()
+        self._task = asyncio.create_task(self._look_after_the_lost())
 
     async def ready(self) -> None:
+        """Until every core has been up."""
         await self._ready.wait()
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._disconnect()
+        if self._task is not None:
+            self._task.cancel()
+        for link in self._links:
+            link.close()
 
     def check(self) -> None:
-        """Raise unless the core is up and, if it has work, has finished a step within the health timeout."""
-        if self._core is None:
-            raise EngineDead(self._why_down)
-        standstill = self._stalled_s + time.monotonic() - self._heard_at
-        if standstill > self._health_timeout_s:
-            raise EngineDead(
-                f"the engine has made no progress for {standstill:.1f} s; "
-                f"the limit is {self._health_timeout_s:g} s"
-            )
+        """Raise unless some core can be asked, and none has been unable to for longer than the health
+        timeout: at the start, when it died, or because it finds no end of a step."""
+        self._check_any()
+        now = time.monotonic()
+        for link in self._links:
+            problem = link.problem(self._health_timeout_s)
+            back_soon = link.core is None and link.was_up and now - link.down_since <= self._health_timeout_s
+            if problem is not None and not back_soon:
+                raise EngineDead(problem)
 
-    def _connect(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, MAX_BEHIND)):
-            self._socket.setsockopt(option, value)
-        self._socket.connect(self._address)
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._arrived)
-
-    def _disconnect(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket.FD)
-        self._socket.close()
-
-    async def _greet(self) -> None:
-        """Say Hello until the core answers; again after it died."""
-        while True:
-            if self._core is None:
-                self._send(Hello())
-            await asyncio.sleep(HELLO_INTERVAL_S)
-
-    async def _watch(self) -> None:
-        """Notice within a moment that the core's process is gone."""
-        while True:
-            if self._core is not None and not _is_alive(self._core.pid):
-                self._core_died()
-            await asyncio.sleep(HELLO_INTERVAL_S)
-
-    def _core_died(self) -> None:
-        assert self._core is not None
-        self._why_down = f"the engine process (pid {self._core.pid}) died and is being restarted"
-        log.error("%s; %d requests are lost", self._why_down, len(self._answers))
-        self._core = None
-        self._ready.clear()
-        lost = EngineDead("the engine process died while it worked on this request; please send it again")
-        for answer in list(self._answers.values()):
-            answer.fail(lost)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(lost)
-        self._abandon()
-        # What is still queued for the dead core must not reach the next one.
-        self._disconnect()
-        self._connect()
-
-    def _abandon(self) -> None:
-        """Count what was lost, and forget it: those who waited know already."""
-        ids = self._outputs.sequences_of(list(self._answers))
-        self._answers.clear()
-        self._forget(ids, "error")
-
-    def _forget(self, ids: list[str], reason: str) -> None:
-        """Sequences that nobody waits for any more. Others may have outputs on their way, and keep them."""
-        self._outputs.take(StepOutput([], [], finished={id: Finish(reason) for id in ids}))
-        self._hand_out()
+    def _check_any(self) -> None:
+        problems = [link.problem(self._health_timeout_s) for link in self._links]
+        if None not in problems:
+            raise EngineDead(str(problems[0]))
 
     # ---- requests
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
+        max_logprobs: int | None = None,
     ) -> Answer[RequestOutput]:
-        """The outputs of a request as they come. What is wrong with it is raised here, at once."""
-        self.check()
-        internal_id = f"{request_id}-{self._tag}{next(self._numbers):x}"
-        requests = self.inputs.requests(internal_id, prompt, params, priority=priority)
-        return Answer(internal_id, functools.partial(self._begin, prompt, requests), self._abort)
+        """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
+        it goes to that core and no other."""
+        self._check_any()
+        id = self._internal_id(request_id, rank)
+        requests = self.inputs.requests(id, prompt, params, priority=priority, max_logprobs=max_logprobs)
+        return self._answer(id, _Flight(prompt, requests, rank))
 
     def encode(
         self, prompt: Prompt, params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
-        self.check()
-        internal_id = f"{request_id}-{self._tag}{next(self._numbers):x}"
-        request = self.inputs.pooling_request(internal_id, prompt, params, priority=priority)
-        return Answer(internal_id, functools.partial(self._begin, prompt, [request]), self._abort)
+        self._check_any()
+        id = self._internal_id(request_id, None)
+        request = self.inputs.pooling_request(id, prompt, params, priority=priority)
+        return self._answer(id, _Flight(prompt, [request], None))
 
-    def _begin(self, prompt: Prompt, requests: list[Request], answer: Answer[Any]) -> None:
-        self.check()
-        self._answers[answer.request_id] = answer
-        put_text = answer.put_text if answer.takes_text else None
-        self._outputs.add(answer.request_id, prompt, requests, put_text)
-        self._send(Add.of(requests))
+    def _internal_id(self, request_id: str, rank: int | None) -> str:
+        ranks = [link.rank for link in self._links]
+        if rank is not None and rank not in ranks:
+            known = f"is only rank {ranks[0]}" if len(ranks) == 1 else f"are ranks {ranks[0]} to {ranks[-1]}"
+            raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
+        return f"{request_id}-{self._tag}{next(self._numbers):x}"
+
+    def _answer(self, id: str, flight: _Flight) -> Answer[Any]:
+        def begin(answer: Answer[Any]) -> None:
+            self._check_any()
+            flight.answer = answer
+            self._flights[id] = flight
+            self._send_off(id, flight)
+
+        return Answer(id, begin, self._abort)
+
+    def _send_off(self, id: str, flight: _Flight) -> None:
+        """To the core that is best for it; if there is none, it waits for one."""
+        among = self._askable(flight.rank)
+        if not among:
+            flight.link = None
+            flight.lost_at = flight.lost_at or time.monotonic()
+            return
+        first, answer = flight.requests[0], flight.answer
+        place = self._router.place(
+            id, first.tokens, among=among, extra=first.cache_salt, num_sequences=len(flight.requests)
+        )
+        link = flight.link = self._links[place]
+        put_text = answer.put_text if answer is not None and answer.takes_text else None
+        link.outputs.add(id, flight.prompt, flight.requests, put_text)
+        flight.num_sent += 1
+        flight.lost_at = 0.0
+        link.send(Add.of(flight.requests))
+
+    def _askable(self, rank: int | None) -> list[int]:
+        """The cores that a request can go to: those that are heard of, or else those that are up at all."""
+        up = [
+            (place, link.silent_s)
+            for place, link in enumerate(self._links)
+            if link.core is not None and rank in (None, link.rank)
+        ]
+        return [place for place, silent_s in up if silent_s < SILENT_S] or [place for place, _ in up]
 
     def _abort(self, request_id: str) -> None:
-        if self._answers.pop(request_id, None) is None:
+        if (flight := self._pop(request_id)) is None or (link := flight.link) is None:
             return
-        ids = self._outputs.sequences_of([request_id])
-        if ids and self._core is not None:
-            self._send(Abort(ids))
-        self._forget(ids, "abort")
+        ids = link.outputs.sequences_of([request_id])
+        if ids and link.core is not None:
+            link.send(Abort(ids))
+        self._forget(link, ids, "abort")
 
-    async def reset_prefix_cache(self) -> bool:
-        return bool(await self._call("reset_prefix_cache"))
+    def _pop(self, request_id: str) -> _Flight | None:
+        self._router.end(request_id)
+        return self._flights.pop(request_id, None)
 
-    async def _call(self, method: str) -> Any:
-        self.check()
-        number = next(self._numbers)
-        self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(Call(number, method))
-            return await asyncio.wait_for(self._calls[number], CALL_TIMEOUT_S)
-        finally:
-            del self._calls[number]
+    def _forget(self, link: CoreLink, ids: list[str], reason: str) -> None:
+        """Sequences that nobody waits for any more. Others may have outputs on their way, and keep them."""
+        link.outputs.take(StepOutput([], [], finished={id: Finish(reason) for id in ids}))
+        self.on_turn(link)
 
-    # ---- the socket
+    # ---- cores come, speak and go
 
-    def _send(self, message: ToCore) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
-        # Sending may swallow the edge that says that something arrived.
-        asyncio.get_running_loop().call_soon(self._arrived)
+    def on_ready(self, link: CoreLink) -> None:
+        core = link.core
+        assert core is not None
+        cores = [each.core for each in self._links if each.core is not None]
+        self.inputs.max_model_len = min(each.max_model_len for each in cores)
+        self.metrics.cache_info[link.place] |= {
+            "num_gpu_blocks": core.num_blocks,
+            "kv_cache_size_tokens": core.num_tokens,
+        }
+        if all(each.was_up for each in self._links):
+            self._ready.set()
+        self._send_the_lost()
 
-    def _arrived(self) -> None:
-        """The socket's descriptor tells only once, however much is there."""
-        if not self._resting:
-            self._turn()
+    def on_news(self, link: CoreLink, page: bytes) -> None:
+        stats = link.stats
+        self._router.hear(
+            link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
+        )
+        if page:
+            self.metrics.pages.take_page(link.place, page)
 
-    def _turn(self) -> None:
-        """Read for a moment, then hand out what came: a stream gets one piece however many steps that were.
-        With more to read, others get theirs first."""
-        self._resting = not self._receive()
-        self._hand_out()
-        if self._resting:
-            self._rest(REST)
-
-    def _rest(self, rounds: int) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._rest, rounds - 1) if rounds else loop.call_soon(self._turn)
-
-    def _receive(self) -> bool:
-        """Messages of the core, for a bounded time; whether that was all."""
-        deadline = time.monotonic() + TURN_S
-        while True:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._handle(decode_from_core(data))
-            self._heard_at = time.monotonic()
-            if self._heard_at > deadline:
-                return False
-
-    def _handle(self, message: Ready | Stepped | Beat | Reply) -> None:
-        match message:
-            case Stepped(output):
-                self._stalled_s = 0.0
-                self._outputs.take(output)
-            case Beat():
-                self._stalled_s = message.stalled_s
-            case Reply(number, value):
-                if (call := self._calls.get(number)) is not None and not call.done():
-                    call.set_result(value)
-            case Ready():
-                self._core = message
-                self.inputs.max_model_len = message.max_model_len
-                self.metrics.cache_info |= {
-                    "num_gpu_blocks": message.num_blocks,
-                    "kv_cache_size_tokens": message.num_tokens,
-                }
-                self._ready.set()
-
-    def _hand_out(self) -> None:
+    def on_turn(self, link: CoreLink) -> None:
         """Everything that came since the last time, to those who wait for it."""
-        processed = self._outputs.flush()
-        if processed.stopped:
-            self._send(Abort(processed.stopped))
-        self.metrics.pages.observe_front(processed.stats)
+        processed = link.outputs.flush()
+        if processed.stopped and link.core is not None:
+            link.send(Abort(processed.stopped))
+        self._pages[link.place].observe_front(processed.stats)
         self._live.add(processed.stats.first_token_s, processed.stats.between_tokens_s)
-        answers = self._answers
         for output in processed.outputs:
-            if (answer := answers.get(output.request_id)) is None:
+            flight = self._flights.get(output.request_id)
+            if flight is None or (answer := flight.answer) is None:
                 continue
             if output.request_id in processed.failed:
                 answer.fail(EngineError("the engine failed on this request; others are not affected"))
                 continue
             if output.finished:
-                del answers[output.request_id]
+                self._pop(output.request_id)
             answer.put(output)
 
+    def on_death(self, link: CoreLink) -> None:
+        """Requests that nobody has seen anything of are sent again; the others end with an error."""
+        flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
+        again = {id: flight for id, flight in flights.items() if flight.may_go_again}
+        self._router.lose(link.place)
+        link.outputs.drop(again)
+        for id in flights.keys() - again.keys():
+            self._fail(id, "died while it worked on this request; please send it again")
+        log.error(
+            "%s; %d requests are lost, %d are sent again",
+            link.problem(0.0),
+            len(flights) - len(again),
+            len(again),
+        )
+        for id, flight in again.items():
+            self._send_off(id, flight)
+
+    def _fail(self, request_id: str, why: str) -> None:
+        flight = self._pop(request_id)
+        assert flight is not None and flight.answer is not None
+        flight.answer.fail(EngineDead(f"the engine process {why}"))
+        link = flight.link or self._links[0]
+        if flight.link is None:  # it counts as one that has come and gone
+            link.outputs.add(request_id, flight.prompt, flight.requests, None)
+        self._forget(link, [each.id for each in flight.requests], "error")
+
+    async def _look_after_the_lost(self) -> None:
+        while True:
+            self._send_the_lost()
+            await asyncio.sleep(LOOK_S)
+
+    def _send_the_lost(self) -> None:
+        """Those that wait for a core: off with them if one is there, or they have waited long enough."""
+        now = time.monotonic()
+        for id, flight in [(id, flight) for id, flight in self._flights.items() if flight.link is None]:
+            if self._askable(flight.rank):
+                self._send_off(id, flight)
+            elif now - flight.lost_at > self._patience_s:
+                self._fail(id, "died while it worked on this request, and is not back; please send it again")
+
     # ---- what is going on
+
+    async def reset_prefix_cache(self) -> bool:
+        self._router.forget_prefixes()
+        return all(await self._call("reset_prefix_cache"))
+
+    async def _call(self, method: str) -> list[Any]:
+        """The answers of all cores that are up, in their order."""
+        self._check_any()
+        up = [link for link in self._links if link.core is not None]
+        return await asyncio.gather(*(link.call(method) for link in up))
+
+    async def _block_map(self, method: str) -> bytes:
+        return b"".join(await self._call(method))
 
     def metrics_text(self) -> str:
         return self.metrics.text()
@@ -326,11 +356,11 @@ class AsyncEngine:
         self.metrics.pages.observe_http(exchange)
 
     def snapshot(self) -> dict[str, Any]:
-        """Live numbers. The block map is the one of the call before."""
+        """Live numbers, of all cores together. The block map is the one of the call before."""
         try:
             self.check()
             healthy = True
-            asyncio.get_running_loop().create_task(self._live.fetch_map(self._call))
+            asyncio.get_running_loop().create_task(self._live.fetch_map(self._block_map))
         except EngineDead:
             healthy = False
         facts, pages = self.facts, self.metrics.pages
@@ -344,27 +374,11 @@ class AsyncEngine:
             "running": int(pages.value("num_requests_running")),
             "waiting": int(pages.value("num_requests_waiting")),
             "max_num_seqs": facts.max_num_seqs,
-            "kv_usage": pages.value("kv_cache_usage_perc"),
-            "num_blocks": self._core.num_blocks - 1 if self._core else 0,
+            "kv_usage": pages.value("kv_cache_usage_perc") / len(self._links),
+            "num_blocks": sum(link.core.num_blocks - 1 for link in self._links if link.core),
             "block_size": facts.block_size,
             "prefix_hit_rate": pages.value("prefix_cache_hits") / queries if queries else 0.0,
             "preemptions": int(pages.value("num_preemptions")),
             "requests_finished": int(ended),
             "max_model_len": self.inputs.max_model_len,
         } | self._live.view(pages.value("prompt_tokens"), pages.value("generation_tokens"))
-
-
-def _is_alive(pid: int) -> bool:
-    """A process that has ended but is not yet reaped counts as dead."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
-        pass
-    if os.path.isdir("/proc/self"):
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

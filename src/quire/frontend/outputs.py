@@ -1,7 +1,7 @@
 """Outputs: tokens of the core become text, logprobs and RequestOutputs, by request and by sequence of it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -209,6 +209,13 @@ class OutputProcessor:
         """The ids that the core knows these requests by."""
         parents = [self._parents[id] for id in request_ids if id in self._parents]
         return [sequence.id for parent in parents for sequence in parent.sequences]
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, as if they had never come."""
+        for sequence in self.sequences_of(list(request_ids)):
+            self._sequences.pop(sequence, None)
+        dropped = {self._parents.pop(id, None) for id in request_ids}
+        self._touched = [each for each in self._touched if each.parent not in dropped]
 
     # ---- what comes in
 

@@ -1,5 +1,6 @@
 """Prometheus metrics under vLLM's names, fed by the stats of each step."""
 
+import copy
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -114,24 +115,57 @@ class Layout:
 
 
 class MetricsPages:
-    """A page per process in one shared file: each writes its own, and whoever is asked adds them up.
+    """Pages in one shared file, by process and engine: each writes its own, and whoever is asked adds them
+    up. The cores come first, together as one process, then API processes, each with a page for every engine.
 
-    A process that is restarted goes on with the page of the one before it, so that counters never fall back.
-    Without a file there is one page, in memory.
+    A process that is restarted goes on with the pages of the one before it, so that counters never fall back.
+    Without a file there is one process, in memory.
     """
 
-    def __init__(self, layout: Layout, file: Path | None = None, *, page: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        file: Path | None = None,
+        *,
+        process: int = 0,
+        engine: int = 0,
+        num_engines: int = 1,
+    ) -> None:
         self.layout = layout
         if file is None:
-            self.pages = np.zeros((1, layout.size))
+            self.pages = np.zeros((1, num_engines, layout.size))
         else:
             # Plain arrays: a view of a memmap is another memmap, made anew for every number.
-            self.pages = np.memmap(file, np.float64, "r+").view(np.ndarray).reshape(-1, layout.size)
-        self.own = self.pages[page]
+            whole = np.memmap(file, np.float64, "r+").view(np.ndarray)
+            self.pages = whole.reshape(-1, num_engines, layout.size)
+        self._process = process
+        self.own = self.pages[process, engine]
 
     @staticmethod
-    def create(file: Path, layout: Layout, num_pages: int) -> None:
-        np.zeros((num_pages, layout.size)).tofile(file)
+    def create(file: Path, layout: Layout, *, num_api: int, num_engines: int = 1) -> None:
+        np.zeros((1 + num_api, num_engines, layout.size)).tofile(file)
+
+    @property
+    def num_engines(self) -> int:
+        return self.pages.shape[1]
+
+    def of_engine(self, engine: int) -> "MetricsPages":
+        """The same, to write what concerns another engine."""
+        other = copy.copy(self)
+        other.own = self.pages[self._process, engine]
+        return other
+
+    def take_page(self, engine: int, page: bytes) -> None:
+        """What a core on another machine has counted so far. Whoever gets it may write it down: it is the
+        same for all."""
+        found = np.frombuffer(page)
+        if len(found) == self.layout.size:
+            self.pages[0, engine] = found
+
+    def clear_gauges(self) -> None:
+        """The process that wrote them is gone."""
+        for name in [*GAUGES, "num_requests_waiting_by_reason:capacity"]:
+            self._set(name, 0)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
         """Count what a step did. The core knows the first half, the API process the second."""
@@ -218,64 +252,75 @@ class MetricsPages:
         self._set("avg_prompt_throughput_toks_per_s", prompt_tok_s)
         self._set("avg_generation_throughput_toks_per_s", generation_tok_s)
 
-    def value(self, name: str) -> float:
-        """A gauge or counter, over all processes."""
-        return float(self.pages[:, self.layout.places[name]].sum())
+    def value(self, name: str, engine: int | None = None) -> float:
+        """A gauge or counter, over all processes; of one engine, or over all."""
+        found = self.pages[:, :, self.layout.places[name]]
+        return float((found if engine is None else found[:, engine]).sum())
 
 
 class EngineMetrics:
     """The pages under their Prometheus names."""
 
     def __init__(
-        self, pages: MetricsPages, *, model_name: str, cache_info: dict[str, Any], engine: str = "0"
+        self, pages: MetricsPages, *, model_name: str, cache_info: dict[str, Any], first_engine: int = 0
     ) -> None:
+        """`first_engine` is the data-parallel rank of the first."""
         self.pages = pages
-        self._labels = {"model_name": model_name, "engine": engine}
-        self.cache_info = cache_info | {"engine": engine}
+        self._names = ["model_name", "engine"]
+        self._engines = [
+            (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
+        ]
+        """Place and labels of each."""
+        self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
         self._alone = len(pages.pages) <= 2
         """Whether this is the only API process: numbers of one of several would tell nothing."""
 
     def collect(self) -> Iterator[PromMetric]:
         """What `prometheus_client` asks of a collector."""
-        names, values = list(self._labels), list(self._labels.values())
         for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            gauge.add_metric(values, self.pages.value(name))
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
+            for engine, labels in self._engines:
+                gauge.add_metric(labels, self.pages.value(name, engine))
             yield gauge
         for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            counter.add_metric(values, self.pages.value(name))
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=self._names)
+            for engine, labels in self._engines:
+                counter.add_metric(labels, self.pages.value(name, engine))
             yield counter
         for name in LABELLED:
             yield self._labelled(name)
         for name, text in ({name: text for name, (text, _) in HISTOGRAMS.items()} | LENGTHS).items():
             yield self._histogram(name, text)
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The cache's settings.", labels=list(self.cache_info)
+            "vllm:cache_config_info", "The cache's settings.", labels=list(self.cache_info[0])
         )
-        info.add_metric([str(value) for value in self.cache_info.values()], 1)
+        for each in self.cache_info:
+            info.add_metric([str(value) for value in each.values()], 1)
         yield info
-        yield from families(self.pages.pages.sum(axis=0), self.pages.layout.places)
+        yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
 
     def _labelled(self, name: str) -> PromMetric:
         text, label, values = LABELLED[name]
         gauges = ("num_requests_waiting_by_reason", "engine_sleep_state")
         kind = GaugeMetricFamily if name in gauges else CounterMetricFamily
-        family = kind(f"vllm:{name}", text, labels=[*self._labels, label])
-        for value in values:
-            family.add_metric([*self._labels.values(), value], self.pages.value(f"{name}:{value}"))
+        family = kind(f"vllm:{name}", text, labels=[*self._names, label])
+        for engine, labels in self._engines:
+            for value in values:
+                family.add_metric([*labels, value], self.pages.value(f"{name}:{value}", engine))
         return family
 
     def _histogram(self, name: str, text: str) -> PromMetric:
         place, edges = self.pages.layout.places[name], self.pages.layout.edges[name]
-        columns = self.pages.pages[:, place : place + len(edges) + 2].sum(axis=0)
+        all_columns = self.pages.pages[:, :, place : place + len(edges) + 2].sum(axis=0)
         bounds = [*(floatToGoString(edge) for edge in edges.tolist()), "+Inf"]
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(
-            list(self._labels.values()),
-            buckets=list(zip(bounds, np.cumsum(columns[:-1]).tolist(), strict=True)),
-            sum_value=float(columns[-1]),
-        )
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=self._names)
+        for engine, labels in self._engines:
+            columns = all_columns[engine]
+            family.add_metric(
+                labels,
+                buckets=list(zip(bounds, np.cumsum(columns[:-1]).tolist(), strict=True)),
+                sum_value=float(columns[-1]),
+            )
         return family
 
     def text(self) -> str:

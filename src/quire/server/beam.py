@@ -15,7 +15,13 @@ T = TypeVar("T")
 
 
 async def beam_search(
-    engine: Engine, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int
+    engine: Engine,
+    prompt: Prompt,
+    params: BeamSearchParams,
+    request_id: str,
+    *,
+    priority: int,
+    rank: int | None = None,
 ) -> RequestOutput:
     eos_ids = engine.inputs.eos_ids
     search = BeamSearch(
@@ -31,6 +37,7 @@ async def beam_search(
                 step,
                 f"{request_id}-{num_rounds}-{index}",
                 priority=priority,
+                rank=rank,
             )
             for index, beam in enumerate(search.live)
         ]

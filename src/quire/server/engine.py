@@ -64,9 +64,16 @@ class Engine(Protocol):
     def num_in_flight(self) -> int: ...
     def check(self) -> None: ...
     def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
     ) -> Outputs:
-        """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own."""
+        """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
+        `rank` it goes to that core and no other."""
         ...
 
     async def reset_prefix_cache(self) -> bool: ...

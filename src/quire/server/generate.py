@@ -39,6 +39,8 @@ class Job:
     created: int
     model: str
     priority: int
+    rank: int | None
+    """The only core that it may go to."""
     prompts: list[Prompt]
     params: list[SamplingParams | BeamSearchParams]
 
@@ -73,15 +75,13 @@ class Api:
         params: Sequence[SamplingParams | BeamSearchParams],
     ) -> Job:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
-        rank = _header_int(request, "x-data-parallel-rank")
-        if rank not in (None, 0):
-            raise RequestError(f"X-data-parallel-rank is {rank}, but there is only rank 0")
         urgent = _header_int(request, "x-vllm-priority")
         job = Job(
             id=f"{kind}-{base}",
             created=int(time.time()),
             model=self.engine.facts.model_names[0],
             priority=body.priority if urgent is None else urgent,
+            rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
         )
@@ -107,7 +107,8 @@ class Api:
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                started.append(self.engine.generate(prompt, params, id, priority=job.priority))
+                answer = self.engine.generate(prompt, params, id, priority=job.priority, rank=job.rank)
+                started.append(answer)
                 await pause.after(params.n)
         except BaseException:
             for each in started:
@@ -125,7 +126,7 @@ class Api:
         """The whole outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
             works = [
-                beam_search(self.engine, prompt, params, id, priority=job.priority)
+                beam_search(self.engine, prompt, params, id, priority=job.priority, rank=job.rank)
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]

@@ -32,8 +32,11 @@ class HttpSection:
     """Path of a Unix socket to listen on, in place of host and port."""
     root_path: str = ""
     """Path under which a proxy offers this server."""
-    api_server_count: Annotated[int, Rule(at_least=1, at_most=256, short="-asc")] = 1
-    """Processes that answer HTTP, all on one port and in front of the same engine."""
+    api_server_count: Annotated[int | None, Rule(at_least=0, at_most=256, short="-asc")] = None
+    """Processes that answer HTTP, all on one port and in front of the same engines. Default: as many as there
+    are engines."""
+    headless: bool = False
+    """No API at all: engines for the server at data_parallel_address."""
     ssl_keyfile: str | None = None
     """Private key, for https."""
     ssl_certfile: str | None = None

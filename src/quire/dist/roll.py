@@ -1,0 +1,233 @@
+"""Cores on other machines: where they are, told to the head by the supervisor that runs them."""
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.errors import ConfigError
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+ENLIST_S = 0.5
+"""Between two messages of a machine, so that each side knows that the other is there."""
+GONE_S = 3.0
+"""A machine that was not heard of for so long has left its ranks to others."""
+REMIND_S = 30.0
+"""Between two lines about who is missing."""
+_LINGER_MS = 1000
+
+
+class Enlist(msgspec.Struct, tag="enlist"):
+    """A machine and its cores: where they listen, whether they are up, or why they cannot be."""
+
+    node: str
+    size: int
+    addresses: dict[int, str]
+    is_up: bool = False
+    problem: str = ""
+
+
+class Noted(msgspec.Struct, tag="noted"):
+    """What the head says to that: nothing, or why not, or that it ends."""
+
+    problem: str = ""
+    ends: bool = False
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    ranks: frozenset[int]
+    heard_at: float
+    is_up: bool
+
+
+class Roll:
+    """The head's list of the cores on other machines. Their addresses are kept in files, for whoever asks."""
+
+    def __init__(self, host: str, port: int, *, size: int, awaited: Iterable[int], folder: Path) -> None:
+        self.size = size
+        self.folder = folder
+        self.awaited = frozenset(awaited)
+        self.was_complete = False
+        """Whether all of them have been up."""
+        self._place = f"{host}:{port}"
+        self._nodes: dict[bytes, _Node] = {}
+        self._remind_at = time.monotonic() + REMIND_S
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        try:
+            self._socket.bind(f"tcp://{self._place}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"cannot listen on {self._place} for data-parallel ranks: {error.strerror}; choose another"
+                " --data-parallel-address or --data-parallel-rpc-port"
+            ) from None
+
+    @staticmethod
+    def file_of(folder: Path, rank: int) -> Path:
+        return folder / f"address{rank}"
+
+    @property
+    def missing(self) -> list[int]:
+        up = frozenset().union(*(node.ranks for node in self._nodes.values() if node.is_up))
+        return sorted(self.awaited - up)
+
+    def listen(self) -> None:
+        """Hear who has come. Whoever cannot come ends the start."""
+        while True:
+            try:
+                who, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                message = msgspec.msgpack.decode(data, type=Enlist)
+            except msgspec.DecodeError:
+                log.warning("Something at %s speaks another language", self._place)
+                continue
+            problem = self._note(who, message)
+            self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem))])
+            if problem:
+                log.error("Refused %s: %s", message.node, problem)
+        self._take_stock()
+
+    def _note(self, who: bytes, message: Enlist) -> str:
+        """Write down where its cores are, or say why not."""
+        if message.problem and not self.was_complete:
+            raise ConfigError(f"{message.node}: {message.problem}")
+        if message.problem:
+            log.error("%s ends: %s", message.node, message.problem)
+            return ""
+        if message.size != self.size:
+            return f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}"
+        if strange := sorted(message.addresses.keys() - self.awaited):
+            return f"data-parallel rank {strange[0]} runs at the head itself, or is out of range"
+        now = time.monotonic()
+        for other, node in list(self._nodes.items()):
+            shared = node.ranks & message.addresses.keys()
+            if other == who or not shared:
+                continue
+            if now - node.heard_at < GONE_S:
+                return f"data-parallel rank {min(shared)} is taken by {node.name}"
+            del self._nodes[other]
+        known = self._nodes.get(who)
+        self._nodes[who] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
+        if known is None:
+            log.info("Data-parallel ranks %s are at %s", _listed(message.addresses), message.node)
+            for rank, address in message.addresses.items():
+                file = self.file_of(self.folder, rank)
+                file.with_suffix(".new").write_text(address)
+                file.with_suffix(".new").rename(file)
+        return ""
+
+    def _take_stock(self) -> None:
+        if self.was_complete:
+            return
+        missing, now = self.missing, time.monotonic()
+        if not missing:
+            self.was_complete = True
+            log.info("All %d data-parallel ranks are up", self.size)
+        elif now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            log.info("Waiting at %s for data-parallel ranks %s", self._place, _listed(missing))
+
+    def overdue(self, timeout_s: float) -> str:
+        return (
+            f"data-parallel ranks {_listed(self.missing)} were not up within {timeout_s:g} s: start them with"
+            f" --headless, with this server's --data-parallel-address and --data-parallel-rpc-port"
+            f" ({self._place})"
+        )
+
+    def close(self, problem: str = "") -> None:
+        """Everybody is told that the head ends, and why."""
+        for who in self._nodes:
+            self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem, ends=True))])
+        self._socket.close()
+
+
+class Announcer:
+    """Tells the head where the cores of this machine are, again and again."""
+
+    def __init__(self, host: str, port: int, *, size: int, addresses: Mapping[int, str]) -> None:
+        self.head = f"{host}:{port}"
+        self.was_heard = False
+        self.ends = False
+        """The head has ended, and so shall this."""
+        self._message = Enlist(f"{socket.gethostname()} (pid {os.getpid()})", size, dict(addresses))
+        self._heard_at = time.monotonic()
+        self._next = 0.0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(f"tcp://{self.head}")
+
+    def tick(self, *, is_up: bool, timeout_s: float) -> None:
+        """Say that this machine is there, and hear what the head says to that."""
+        now = time.monotonic()
+        self._hear(now)
+        if now - self._heard_at > timeout_s:
+            what = "has been silent for" if self.was_heard else "did not answer within"
+            raise ConfigError(f"the head of the data-parallel ranks at {self.head} {what} {timeout_s:g} s")
+        if now >= self._next:
+            self._next = now + ENLIST_S
+            self._message.is_up = is_up
+            self._send()
+
+    def _hear(self, now: float) -> None:
+        while self._socket.poll(0):
+            said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
+            self._heard_at = now
+            if said.problem:
+                raise ConfigError(f"the head at {self.head} {'ended' if said.ends else 'refused'}: {said.problem}")
+            self.ends = self.ends or said.ends
+            if not self.was_heard:
+                log.info("The head at %s knows of data-parallel ranks %s", self.head, self._ranks)
+            self.was_heard = True
+
+    @property
+    def _ranks(self) -> str:
+        return _listed(self._message.addresses)
+
+    def _send(self) -> None:
+        try:
+            self._socket.send(msgspec.msgpack.encode(self._message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("The head at %s is not there yet", self.head)
+
+    def close(self, problem: str = "") -> None:
+        """The head is told if this machine cannot do its part."""
+        if problem:
+            self._message.problem = problem
+            self._send()
+        self._socket.close()
+
+
+def own_address(head: str, given: str | None) -> str:
+    """Where the head can reach this machine: as `given`, or out of the interface that leads to it."""
+    if given:
+        return given
+    with socket.socket(socket.AF_INET6 if ":" in head else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((head, 9))
+        except OSError as error:
+            raise ConfigError(f"data_parallel_address={head!r} cannot be reached: {error}") from None
+        return str(probe.getsockname()[0])
+
+
+def free_address(host: str) -> str:
+    """A port of `host` that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,251 @@
+"""Which core a request goes to: near its prefix, evenly, and as evenly after a million requests."""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+
+from quire.frontend.router import PrefixKeys, Router
+
+BLOCK = 16
+
+
+def make(num_cores: int = 3, **options: object) -> Router:
+    return Router(num_cores, block_size=BLOCK, **options)  # type: ignore[arg-type]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(32000) for _ in range(length)]
+
+
+ALL = (0, 1, 2)
+
+
+# ---- keys
+
+
+def test_keys_are_equal_as_far_as_prompts_and_extras_are() -> None:
+    """Catches keys that do not see a token, its place or the salt, and a last token that counts as cached."""
+    keys = PrefixKeys(BLOCK)
+    first, second = prompt(0, 80), prompt(0, 80)
+    second[40] += 1
+    depths, of_first = keys.of(first, None)
+    _, of_second = keys.of(second, None)
+    assert depths == [16, 32, 48, 64]
+    assert [a == b for a, b in zip(of_first, of_second, strict=True)] == [True, True, False, False]
+    assert keys.of([*first[:80], 7], None)[0] == [16, 32, 48, 64, 80]
+    assert not set(of_first) & set(keys.of(first, "salt")[1])
+    swapped = [first[1], first[0], *first[2:]]
+    assert not set(of_first) & set(keys.of(swapped, None)[1])
+    assert keys.of(first[:16], None) == ([], [])
+
+
+def test_a_long_prompt_has_few_keys_and_one_near_its_end() -> None:
+    keys = PrefixKeys(BLOCK)
+    depths, found = keys.of(prompt(1, 100_000), None)
+    assert len(depths) == len(found) == len(set(found)) < 400
+    assert depths == sorted(depths) and depths[-1] > 0.95 * 100_000
+    whole = set(keys.of(prompt(1, 3000), None)[1])
+    assert set(keys.of(prompt(1, 100_000)[:1000], None)[1]) <= whole, "depths do not move with the length"
+
+
+# ---- choices
+
+
+def test_equal_beginnings_go_to_one_core_until_it_is_too_busy() -> None:
+    router, shared = make(), prompt(2, 64)
+    placed = [router.place(str(i), [*shared, *prompt(i, 16)], among=ALL) for i in range(40)]
+    assert len(set(placed[:3])) == 1
+    busy = [core.own for core in router.cores]
+    assert max(busy) - min(busy) <= 4, "a prefix that all share must not fill one core"
+    for i in range(40):
+        router.end(str(i))
+        router.end(str(i))
+    assert [core.own for core in router.cores] == [0, 0, 0]
+
+
+def test_other_prompts_go_to_the_least_busy_in_turn() -> None:
+    router = make(first=1)
+    assert [router.place(str(i), prompt(i, 40), among=ALL) for i in range(4)] == [1, 2, 0, 1]
+    router.hear(2, num_running=9, num_waiting=0, kv_usage=0.1)
+    assert [router.place(f"b{i}", prompt(50 + i, 40), among=ALL) for i in range(3)] == [0, 1, 0]
+    router.hear(0, num_running=4, num_waiting=4, kv_usage=0.99)
+    router.hear(1, num_running=12, num_waiting=0, kv_usage=0.5)
+    router.hear(2, num_running=20, num_waiting=0, kv_usage=0.5)
+    assert router.place("c", prompt(99, 40), among=ALL) == 1, "who waits for a full cache waits long"
+
+
+def test_what_a_core_tells_holds_no_request_twice() -> None:
+    """Catches own requests that are counted again when the core reports them, and those of others lost."""
+    router = make()
+    for i in range(6):
+        router.place(str(i), prompt(i, 40), among=[0])
+    router.hear(0, num_running=6, num_waiting=0, kv_usage=0.0)
+    assert router.cores[0].load == 6
+    router.hear(0, num_running=8, num_waiting=1, kv_usage=0.0)
+    assert router.cores[0].load == 9
+    router.end("0")
+    assert router.cores[0].load == 8
+
+
+def test_the_cache_of_a_dead_core_is_forgotten_with_its_requests() -> None:
+    router, shared = make(), prompt(3, 64)
+    home = router.place("a", [*shared, 1], among=ALL)
+    router.lose(home)
+    assert router.cores[home].own == 0
+    router.end("a")
+    assert router.cores[home].own == 0
+    others = [core for core in ALL if core != home]
+    elsewhere = router.place("b", [*shared, 2], among=others)
+    assert router.place("c", [*shared, 3], among=ALL) == elsewhere, "it is cached there now"
+    router.forget_prefixes()
+    assert router.place("d", [*shared, 4], among=ALL) != elsewhere
+
+
+def test_memory_is_bounded_and_what_is_used_stays() -> None:
+    router, kept = make(capacity=100), prompt(4, 64)
+    home = router.place("kept", [*kept, 0], among=ALL)
+    for i in range(200):
+        router.place(str(i), prompt(i + 10, 64), among=ALL)
+        router.end(str(i))
+        assert router.place("again", [*kept, i], among=ALL) == home
+        router.end("again")
+    assert len(router._known) <= 100
+
+
+def test_policies() -> None:
+    shared = prompt(5, 64)
+    in_turn = make(policy="round_robin")
+    assert [in_turn.place(str(i), shared, among=ALL) for i in range(4)] == [0, 1, 2, 0]
+    assert [in_turn.place(f"b{i}", shared, among=(0, 2)) for i in range(3)] == [2, 0, 2]
+    by_load = make(policy="load")
+    assert [by_load.place(str(i), shared, among=ALL) for i in range(4)] == [0, 1, 2, 0]
+
+
+# ---- a long time
+
+
+class Fleet:
+    """Cores in simulated time, and API processes that each see their own requests and the beats."""
+
+    NUM_CORES, NUM_API, SLOTS, BEAT_S = 4, 3, 64, 0.1
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        cores = range(self.NUM_CORES)
+        self.routers = [make(self.NUM_CORES, first=i) for i in range(self.NUM_API)]
+        self.now = 0.0
+        self.events: list[tuple[float, int, str, int]] = []
+        """Time, tie breaker, kind, and request or core."""
+        self.up = [True] * self.NUM_CORES
+        self.running: list[set[int]] = [set() for _ in cores]
+        self.waiting: list[deque[int]] = [deque() for _ in cores]
+        self.requests: dict[int, tuple[int, int, float, list[int]]] = {}
+        """API process, core, seconds of service, prompt."""
+        self.busy_s, self.up_s = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
+        self.work_s = [0.0] * self.NUM_CORES
+        self.num_events = self.num_again = 0
+        self.prefixes = [prompt(i, 96) for i in range(300)]
+        self.suffixes = prompt(1000, 5000)
+
+    def at(self, delay_s: float, kind: str, which: int) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (self.now + delay_s, self.num_events, kind, which))
+
+    def arrive(self, number: int) -> None:
+        draw = self.draw
+        start = draw.randrange(4900)
+        suffix = self.suffixes[start : start + draw.randrange(8, 90)]
+        # Half of the prompts begin like others, few beginnings more often than many.
+        shared = self.prefixes[int(300 * draw.random() ** 3)] if draw.random() < 0.5 else []
+        self.send(number, draw.randrange(self.NUM_API), draw.lognormvariate(0.0, 1.0), [*shared, *suffix])
+
+    def send(self, number: int, api: int, service_s: float, tokens: list[int]) -> None:
+        among = [core for core in range(self.NUM_CORES) if self.up[core]]
+        core = self.routers[api].place(str(number), tokens, among=among)
+        self.requests[number] = api, core, service_s, tokens
+        self.waiting[core].append(number)
+        self.admit(core)
+
+    def admit(self, core: int) -> None:
+        while self.waiting[core] and len(self.running[core]) < self.SLOTS:
+            number = self.waiting[core].popleft()
+            self.running[core].add(number)
+            self.at(self.requests[number][2], "end", number)
+
+    def end(self, number: int) -> None:
+        if number not in self.requests or number not in self.running[self.requests[number][1]]:
+            return  # it was sent again when its core died
+        api, core, service_s, _ = self.requests.pop(number)
+        self.running[core].discard(number)
+        self.routers[api].end(str(number))
+        self.work_s[core] += service_s
+        self.admit(core)
+
+    def beat(self) -> None:
+        for core in range(self.NUM_CORES):
+            if self.up[core]:
+                self.busy_s[core] += (len(self.running[core]) + len(self.waiting[core])) * self.BEAT_S
+                self.up_s[core] += self.BEAT_S
+                for router in self.routers:
+                    router.hear(
+                        core,
+                        num_running=len(self.running[core]),
+                        num_waiting=len(self.waiting[core]),
+                        kv_usage=len(self.running[core]) / self.SLOTS,
+                    )
+
+    def die(self, core: int) -> None:
+        if sum(self.up) == 1 or not self.up[core]:
+            return
+        self.up[core] = False
+        for router in self.routers:
+            router.lose(core)
+        lost: Sequence[int] = [*self.running[core], *self.waiting[core]]
+        self.running[core], self.waiting[core] = set(), deque()
+        self.at(self.draw.uniform(1, 10), "up", core)
+        for number in lost:
+            api, _, service_s, tokens = self.requests.pop(number)
+            self.num_again += 1
+            self.send(number, api, service_s, tokens)
+
+    def run(self, num_requests: int, rate: float) -> None:
+        sent = 0
+        self.at(0.0, "arrive", 0)
+        self.at(self.BEAT_S, "beat", 0)
+        self.at(self.draw.expovariate(1 / 40), "die", self.draw.randrange(self.NUM_CORES))
+        while sent < num_requests or self.requests:
+            self.now, _, kind, which = heapq.heappop(self.events)
+            if kind == "arrive":
+                self.arrive(sent)
+                sent += 1
+                if sent < num_requests:
+                    self.at(self.draw.expovariate(rate), "arrive", 0)
+            elif kind == "end":
+                self.end(which)
+            elif kind == "beat":
+                self.beat()
+                self.at(self.BEAT_S, "beat", 0)
+            elif kind == "up":
+                self.up[which] = True
+            else:
+                self.die(which)
+                self.at(self.draw.expovariate(1 / 40), "die", self.draw.randrange(self.NUM_CORES))
+
+
+@pytest.mark.parametrize(
+    "num_requests", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["some", "a million"]
+)
+def test_load_stays_even_through_deaths_and_restarts(num_requests: int) -> None:
+    """Catches counts that drift, prefixes that pull everything to one core, and a herd after a restart."""
+    fleet = Fleet(seed=7)
+    fleet.run(num_requests, rate=80)
+    assert fleet.num_again > num_requests / 1000
+    for done in (fleet.busy_s, fleet.work_s):
+        rates = [seconds / up_s for seconds, up_s in zip(done, fleet.up_s, strict=True)]
+        assert max(rates) <= 1.1 * min(rates), rates
+    assert all(core.own == 0 for router in fleet.routers for core in router.cores)
+    assert all(not router._placed for router in fleet.routers)
