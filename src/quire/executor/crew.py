@@ -32,11 +32,13 @@ _ENTRY = "from quire.executor.rank import main; main()"
 class Crew(Protocol):
     """The ranks of an engine, as the executor reaches them."""
 
+    heard: Heard
+
     @property
     def names(self) -> list[str]: ...
 
-    @property
-    def heard(self) -> Heard: ...
+    farewell: str | None
+    """Why it ends, for those elsewhere: the empty string if it is over, None if they may come again."""
 
     def tell(self, order: bytes) -> None:
         """All of them."""
@@ -67,6 +69,7 @@ class LocalCrew:
     def __init__(self, places: list[Place], heard: Heard | None = None) -> None:
         self.places = places
         self.heard: Heard = queue.SimpleQueue() if heard is None else heard
+        self.farewell: str | None = ""
         plans_fd, outcomes_fd = shm.create(len(places)), shm.create(1)
         self._plans, self._outcomes = shm.Writer(plans_fd), shm.Reader(outcomes_fd)
         self._fds = plans_fd, outcomes_fd

@@ -19,6 +19,7 @@ from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor.crew import Crew, LocalCrew
+from quire.executor.nodes import NodesCrew
 from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, encode
 from quire.executor.rank import Place, world_size
 from quire.logs import get_logger
@@ -37,9 +38,8 @@ REPORT_S = 5.0
 class RankedExecutor:
     """Ranks that are reached through a crew."""
 
-    def __init__(self, config: EngineConfig, muster: Callable[[], Crew]) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._muster = muster
         env = Env.read(os.environ)
         self._start_s, self._step_s = env.engine_ready_timeout_s, env.execute_model_timeout_seconds
         self._failed: dict[int, dict[int, Failed]] = {}
@@ -48,11 +48,15 @@ class RankedExecutor:
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
+    def muster(self) -> Crew:
+        """Start all ranks."""
+        raise NotImplementedError
+
     # ---- start
 
     def start(self) -> CacheSize:
         deadline = time.monotonic() + self._start_s
-        self.crew = self._muster()
+        self.crew = self.muster()
         self._end = weakref.finalize(self, self.crew.end)
         try:
             with Report(self.crew.names) as report:
@@ -62,7 +66,8 @@ class RankedExecutor:
                 self._all("allocate", report, deadline, size)
                 self._all("warm_up", report, deadline)
                 self._all("run", report, deadline)
-        except BaseException:
+        except BaseException as error:
+            self.crew.farewell = str(error) or type(error).__name__
             self.close()
             raise
         return size
@@ -177,6 +182,7 @@ class RankedExecutor:
 
     def _die(self, why: str) -> NoReturn:
         self._dead = why
+        self.crew.farewell = None
         raise EngineDead(why)
 
     def close(self) -> None:
@@ -247,10 +253,12 @@ class Report:
 
 
 class MultiprocessExecutor(RankedExecutor):
-    """Each rank is a process of this machine."""
+    """Each rank is a process, of this machine or of those that join it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, lambda: ScratchCrew(config))
+    def muster(self) -> Crew:
+        if self.config.parallel.nnodes > 1:
+            return NodesCrew(self.config, self._start_s)
+        return ScratchCrew(self.config)
 
 
 class ScratchCrew(LocalCrew):
