@@ -23,6 +23,7 @@ from quire.dist.platform import hardware_threads, thread_advice
 from quire.dist.roll import Announcer, Roll, free_address, own_address
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
+from quire.executor.nodes import run_node
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
 from quire.prepare import configure
@@ -252,6 +253,10 @@ class Supervisor:
 
 def launch(config: EngineConfig, settings: ServerSettings) -> int:
     http = settings.http
+    if config.parallel.nnodes > 1 and http.headless != (config.parallel.node_rank > 0):
+        raise ConfigError("of several machines the first (--node-rank 0) has the API, all others --headless")
+    if config.parallel.node_rank > 0:
+        return run_node(config)
     topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()

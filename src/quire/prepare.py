@@ -27,6 +27,8 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     env = Env.read(os.environ)
     warn_unknown(os.environ)
     values = checked(given)
+    if ids := values.get("device_ids"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
     machine = detect(values.get("device", "auto"))
 
     def settled(path: Path) -> EngineConfig:

@@ -175,7 +175,13 @@ def _check_nodes(own: Mapping[str, Any], backend: str, machine: Machine, world: 
         raise ConfigError(f"node_rank={node_rank} must be below nnodes ({nnodes}): the first machine is 0")
     if world % nnodes:
         raise ConfigError(f"{world} workers cannot be divided evenly over nnodes={nnodes} machines")
-    there = len(own.get("device_ids", ())) or machine.num_devices
+    if nnodes > 1 and own.get("data_parallel_size", 1) > 1:
+        raise ConfigError(
+            "nnodes is for one engine on several machines; for copies use data_parallel_address"
+        )
+    if machine.device == "cpu" and own.get("device_ids"):
+        raise ConfigError(f"device_ids={own['device_ids']} names GPUs, and the engine runs on a CPU")
+    there = machine.num_devices
     shared = machine.device == "cpu" or os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
     if world // nnodes > there and backend != "ray" and not shared:
         raise ConfigError(

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.ranks import Rank
 from quire.data.codec import decode_outcome, encode_plan
 from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
@@ -21,7 +20,7 @@ from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
 from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, encode
-from quire.executor.rank import Place, world_size
+from quire.executor.rank import own_places
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -267,10 +266,7 @@ class ScratchCrew(LocalCrew):
     def __init__(self, config: EngineConfig) -> None:
         self._scratch = Scratch()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        meeting, count = f"file://{self._scratch.path}/meeting", world_size(config.parallel)
-        super().__init__(
-            [Place(config, Rank.of(index, config.parallel), index, meeting) for index in range(count)]
-        )
+        super().__init__(own_places(config, 0, f"file://{self._scratch.path}/meeting"))
 
     def end(self) -> None:
         super().end()

@@ -17,11 +17,10 @@ import psutil
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.ranks import Rank
 from quire.errors import ConfigError
 from quire.executor.crew import Heard, LocalCrew
 from quire.executor.orders import Gone, Word
-from quire.executor.rank import Place, world_size
+from quire.executor.rank import own_places, world_size
 from quire.logs import get_logger
 from quire.version import __version__
 
@@ -109,15 +108,6 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
     }
     return {name: str(value) for name, value in (named | model | parallel).items()}
-
-
-def own_places(config: EngineConfig, node_rank: int, meeting: str) -> list[Place]:
-    """The ranks of one machine: neighbours."""
-    parallel = config.parallel
-    count = world_size(parallel) // parallel.nnodes
-    return [
-        Place(config, Rank.of(node_rank * count + local, parallel), local, meeting) for local in range(count)
-    ]
 
 
 def use_interface_to(address: str) -> None:

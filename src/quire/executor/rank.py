@@ -63,6 +63,15 @@ def world_size(parallel: ParallelSection) -> int:
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
+def own_places(config: EngineConfig, node_rank: int, meeting: str) -> list[Place]:
+    """Those of one machine: neighbours."""
+    parallel = config.parallel
+    size, dp = world_size(parallel), parallel.data_parallel_rank or 0
+    count = size // parallel.nnodes
+    first = dp * size + node_rank * count
+    return [Place(config, Rank.of(first + local, parallel), local, meeting) for local in range(count)]
+
+
 class Port(Protocol):
     """A rank's way to its executor."""
 
