@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -90,9 +90,10 @@ _from_head = msgspec.msgpack.Decoder(Welcome | Tell | Plan | End).decode
 
 def shared_settings(config: EngineConfig) -> dict[str, str]:
     """What must be the same on every machine, in words that can be compared and shown."""
-    parallel = asdict(config.parallel)
-    for own in ("node_rank", "device_ids", "cpu_threads", "master_addr", "master_port"):
-        parallel.pop(own)
+    parallel = {
+        name: getattr(config.parallel, name)
+        for name in ("nnodes", "tensor_parallel_size", "pipeline_parallel_size", "pp_layer_partition")
+    }
     model = {
         name: getattr(config.model, name)
         for name in ("dtype", "quantization", "max_model_len", "seed", "logprobs_mode", "enforce_eager")
