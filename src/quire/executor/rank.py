@@ -3,6 +3,7 @@
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -254,6 +255,7 @@ def main() -> None:
     except EOFError:
         sys.exit(1)
     adopt(place.name)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent, which may have work to finish
     is_cpu = place.config.machine.device == "cpu"
     plans = Reader(plans_fd, reader, spin_s=0.0 if is_cpu else SPIN_S)
     serve(place, PipePort(pipe, plans, Writer(outcomes_fd) if place.answers else None))
