@@ -85,8 +85,8 @@ class LocalCrew:
         return [place.name for place in self.places]
 
     @property
-    def pids(self) -> list[int]:
-        return [member.process.pid for member in self._members]
+    def processes(self) -> list["subprocess.Popen[bytes]"]:
+        return [member.process for member in self._members]
 
     def tell(self, order: bytes) -> None:
         for member in self._members:

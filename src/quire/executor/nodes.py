@@ -194,7 +194,7 @@ class NodesCrew:
             return socket.create_server(where, backlog=128)
         except OSError as error:
             raise ConfigError(
-                f"the engine cannot listen for other machines on {where[0]}:{where[1]} ({error.strerror}):"
+                f"the engine cannot listen for other machines on {where[0]}:{where[1]} ({os.strerror(error.errno or 0)}):"
                 " give a free --master-port, and this machine's own address as --master-addr"
             ) from error
 

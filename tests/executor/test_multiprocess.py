@@ -1,0 +1,143 @@
+"""Ranks as processes: the same answers as one, and what happens when one of them fails."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from oracle import make_tiny
+
+from quire import LLM, SamplingParams
+from quire.data.plan import StepPlan
+from quire.errors import ConfigError, EngineDead, EngineError
+from quire.executor.crew import LocalCrew
+from quire.executor.multiprocess import MultiprocessExecutor
+from quire.executor.rank import Place, own_places
+from quire.prepare import configure
+
+NOTICED_S = 2.0
+PROMPTS = [[5, 6, 7, number] * (1 + number) for number in range(6)]
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 4,
+    "num_gpu_blocks_override": 80,
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("ranks"))[0]
+
+
+def generate(llm: LLM, **params: Any) -> list[Any]:
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3, **params)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    return [output.outputs[0] for output in llm.generate(prompts, asked, use_tqdm=False)]
+
+
+def ranks_of(llm: LLM) -> list[psutil.Process]:
+    crew = llm.llm_engine.core.executor.crew  # type: ignore[attr-defined]
+    return [psutil.Process(process.pid) for process in crew.processes]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Path) -> Iterator[LLM]:
+    llm = LLM(str(tiny), pipeline_parallel_size=2, **SETTINGS)
+    yield llm
+    llm.llm_engine.close()
+
+
+def test_two_ranks_answer_as_one(pair: LLM, tiny: Path) -> None:
+    own = os.getpid()
+    assert [process.ppid() for process in ranks_of(pair)] == [own, own]
+    expected = generate(LLM(str(tiny), **SETTINGS))
+    for found, wanted in zip(generate(pair), expected, strict=True):
+        assert found.token_ids == wanted.token_ids
+        for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert mine.keys() == theirs.keys()
+            for token_id, logprob in mine.items():
+                assert logprob.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-4)
+
+
+def test_a_step_that_fails_on_all_ranks_is_only_that_step(pair: LLM) -> None:
+    none, far = np.empty(0, np.int32), np.array([10_000], np.int32)
+    broken = StepPlan(1 << 20, [], [], none, none, far, np.ones(1, np.int32), np.array([True]))
+    with pytest.raises(EngineError, match="IndexError") as error:
+        pair.llm_engine.core.executor.submit(broken).wait()
+    assert not isinstance(error.value, EngineDead)
+    assert len(generate(pair)) == len(PROMPTS)
+
+
+def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_the_end(pair: LLM) -> None:
+    """Also catches ranks that are left when the engine is."""
+    first, second = ranks_of(pair)
+    executor = pair.llm_engine.core.executor
+    second.send_signal(signal.SIGSTOP)
+    pair.llm_engine.add_request("1", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2))
+    assert pair.llm_engine.core.step(timeout_s=0.2) is None
+    executor.watch()
+    second.send_signal(signal.SIGCONT)
+    while pair.llm_engine.has_unfinished_requests():
+        pair.llm_engine.step()
+    second.kill()
+    killed_at = time.monotonic()
+    with pytest.raises(EngineDead, match=r"Worker_PP1 is gone: pid \d+ was killed by SIGKILL"):
+        generate(pair)
+    assert time.monotonic() - killed_at < NOTICED_S
+    with pytest.raises(EngineDead):
+        executor.watch()
+    pair.llm_engine.close()
+    assert is_gone(first) and is_gone(second)
+
+
+def test_one_rank_is_a_process_if_asked_for(tiny: Path) -> None:
+    llm = LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)
+    (rank,) = ranks_of(llm)
+    assert rank.ppid() == os.getpid()
+    assert generate(llm)[0].token_ids
+    del llm
+    psutil.wait_procs([rank], timeout=5)
+    assert is_gone(rank)
+
+
+class OneBroken(MultiprocessExecutor):
+    """The second rank finds no weights."""
+
+    folder: Path
+
+    def muster(self) -> LocalCrew:
+        def broken(place: Place) -> Place:
+            nowhere = replace(place.config.checkpoint, path=Path("/nowhere"))
+            return replace(place, config=replace(place.config, checkpoint=nowhere))
+
+        first, second = own_places(self.config, 0, f"file://{self.folder}/meeting")
+        return LocalCrew([first, broken(second)])
+
+
+def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_path: Path) -> None:
+    config = configure({"model": str(tiny), "pipeline_parallel_size": 2} | SETTINGS)
+    executor = OneBroken(config)
+    executor.folder = tmp_path
+    with pytest.raises(ConfigError, match=r"^rank 1 \(Worker_PP1\) cannot start: .*/nowhere"):
+        executor.start()
+    assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
+
+
+def test_a_start_has_a_deadline(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "0.3")
+    with pytest.raises(EngineDead, match=r"not ready within 0\.3 s .*waiting for rank 0; rank 0: starting"):
+        LLM(str(tiny), distributed_executor_backend="mp", **SETTINGS)
