@@ -1,0 +1,67 @@
+"""A server whose engine is two ranks: one killed, one stopped, the core killed; no orphan, no hang."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from serve_process import SHARED_FLAGS, ServeProcess, eventually
+from tiny_text import TextModel
+
+HEALTH_TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    log = tmp_path_factory.mktemp("pair") / "log"
+    flags = ("-pp", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
+        started.until_healthy()
+        yield started
+        started.end_cleanly()
+
+
+def ranks(server: ServeProcess) -> list[int]:
+    return server.with_role("Worker_PP")
+
+
+def at_rest(server: ServeProcess) -> bool:
+    if server.health() != 200 or len(ranks(server)) != 2:
+        return False
+    found = server.metrics()
+    return found["num_requests_running"] == 0 == found["kv_cache_usage_perc"]
+
+
+def test_a_stopped_rank_is_unhealthy_and_goes_on(pair: ServeProcess) -> None:
+    """Catches a core that says nothing while it waits for a rank, and a stream lost over a pause."""
+    whole = pair.complete(max_tokens=300)["choices"][0]["text"]
+    with pair.streaming(max_tokens=300) as stream:
+        found = [next(stream)]
+        os.kill(ranks(pair)[1], signal.SIGSTOP)
+        try:
+            eventually("it is unhealthy", lambda: pair.health() == 503, 15)
+            refused = pair.client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+            assert "no progress" in refused.json()["error"]["message"]
+        finally:
+            os.kill(ranks(pair)[1], signal.SIGCONT)
+        found += stream
+    assert "".join(each["choices"][0]["text"] for each in found[:-1] if isinstance(each, dict)) == whole
+    eventually("it is healthy again", lambda: at_rest(pair))
+
+
+@pytest.mark.parametrize("victim", ["rank", "core"])
+def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServeProcess, victim: str) -> None:
+    """Catches orphans, a stream that hangs, and an engine that nobody starts again."""
+    before, core = ranks(pair), pair.core
+    with pair.streaming(max_tokens=8000) as stream:
+        next(stream)
+        os.kill(before[1] if victim == "rank" else core, signal.SIGKILL)
+        eventually("all of them end", lambda: not {core, *before} & {*psutil.pids()}, 10)
+        found = list(stream)
+    assert isinstance(found[-2], dict) and found[-2]["error"]["code"] == 503
+    eventually("it is back", lambda: at_rest(pair))
+    assert pair.core != core and not set(ranks(pair)) & set(before)
+    assert pair.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    if victim == "rank":
+        assert "Worker_PP1 is gone" in pair.text() or "Worker_PP0 is gone" in pair.text()
