@@ -1,4 +1,4 @@
-"""Ranks on several machines: the crew of the first one, and what the others run in place of a server."""
+"""An engine on several machines: the crew of the first one, and what the others run in place of a server."""
 
 import contextlib
 import hashlib
@@ -8,84 +8,37 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
-
-import msgspec
-import psutil
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.errors import ConfigError
-from quire.executor.crew import Heard, LocalCrew
-from quire.executor.orders import Gone, Word
+from quire.executor.crew import LocalCrew
 from quire.executor.rank import own_places, world_size
+from quire.executor.remote import (
+    GREETING_S,
+    LONGEST,
+    LOOK_S,
+    Answer,
+    End,
+    Join,
+    Plan,
+    RemoteCrew,
+    Said,
+    Tell,
+    Welcome,
+    decode_from_head,
+    encode,
+    tuned,
+    use_interface_to,
+)
 from quire.logs import get_logger
 from quire.version import __version__
 
 log = get_logger(__name__)
 
 RETRY_S = 0.5
-GREETING_S = 10.0
-"""For somebody who connects to say who it is."""
-LOOK_S = 0.25
-_LONGEST = 1 << 30
-_SILENCE_MS = 10_000
-"""After which a machine that answers nothing counts as gone; the death of a process is noticed at once."""
-
-
-# ---- what they say to each other
-
-
-class Join(msgspec.Struct, tag="join"):
-    """A machine is there."""
-
-    node_rank: int
-    settings: dict[str, str]
-    """What all machines must agree on."""
-
-
-class Said(msgspec.Struct, tag="said"):
-    """A rank there said something."""
-
-    index: int
-    word: Word
-
-
-class Answer(msgspec.Struct, tag="answer"):
-    """The outcome of a step."""
-
-    data: bytes
-
-
-class Welcome(msgspec.Struct, tag="welcome"):
-    """All machines are there: start your ranks."""
-
-    meeting: str
-
-
-class Tell(msgspec.Struct, tag="tell"):
-    """An order for all ranks."""
-
-    data: bytes
-
-
-class Plan(msgspec.Struct, tag="plan"):
-    """A plan for all ranks."""
-
-    data: bytes
-
-
-class End(msgspec.Struct, tag="end"):
-    """It is over, and why; the empty string where nothing is wrong."""
-
-    problem: str = ""
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_from_node = msgspec.msgpack.Decoder(Join | Said | Answer).decode
-_from_head = msgspec.msgpack.Decoder(Welcome | Tell | Plan | End).decode
 
 
 def shared_settings(config: EngineConfig) -> dict[str, str]:
@@ -111,68 +64,27 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
     return {name: str(value) for name, value in (named | model | parallel).items()}
 
 
-def use_interface_to(address: str) -> None:
-    """Have Gloo use the interface from which that machine is reached; what the user set stays."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 1))
-        own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            return
-    if own.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _tuned(sock: socket.socket) -> Connection:
-    """Small messages at once; a machine that went away without a word is noticed."""
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
-    return Connection(sock.detach())
-
-
 # ---- the first machine
 
 
-@dataclass
-class _Node:
-    """Another machine, as the first one sees it."""
-
-    rank: int
-    address: str
-    pipe: Connection
-    sending: threading.Lock = field(default_factory=threading.Lock)
-
-    def send(self, message: Any) -> None:
-        with self.sending, contextlib.suppress(OSError):  # its end is heard by who listens to it
-            self.pipe.send_bytes(_encode(message))
-
-
-class NodesCrew:
-    """Own ranks as children, those of other machines through their agents, which come when they are up."""
+class NodesCrew(RemoteCrew):
+    """Own ranks as children, those of other machines through their agents."""
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
         parallel = config.parallel
-        self.config = config
-        self.heard: Heard = queue.SimpleQueue()
-        self.farewell: str | None = ""
-        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._settings = shared_settings(config)
-        self._count = world_size(parallel) // parallel.nnodes
-        self._nodes: dict[int, _Node] = {}
-        self._problem: str | None = None
-        self._news = threading.Condition()
         self._local: LocalCrew | None = None
-        self._listener = self._listen()
-        threading.Thread(target=self._accept, name="quire-nodes", daemon=True).start()
+        count, others = world_size(parallel) // parallel.nnodes, range(1, parallel.nnodes)
+        super().__init__(_listen(parallel.master_addr, parallel.master_port), others, count, self._differs)
+        where = parallel.master_addr, parallel.master_port
+        log.info("Waiting for %d other machines at %s:%d", len(others), *where)
         try:
-            self._await_all(time.monotonic() + timeout_s, timeout_s)
+            if not self.await_all(time.monotonic() + timeout_s):
+                raise ConfigError(
+                    f"no word from node {', '.join(map(str, self.missing))} of {parallel.nnodes} within "
+                    f"{timeout_s:g} s (VLLM_ENGINE_READY_TIMEOUT_S): start it with --node-rank and the same "
+                    f"--nnodes, --master-addr and --master-port"
+                )
         except BaseException as error:
             self.farewell = str(error)
             self.end()
@@ -184,149 +96,49 @@ class NodesCrew:
         places = [own_places(config, node_rank, meeting) for node_rank in range(parallel.nnodes)]
         self.names = [place.name for each in places for place in each]
         self._answers_here = any(place.answers for place in places[0])
-        for node in self._nodes.values():
-            node.send(Welcome(meeting))
+        self.welcome(meeting)
         self._local = LocalCrew(places[0], self.heard)
 
-    def _listen(self) -> socket.socket:
-        where = self.config.parallel.master_addr, self.config.parallel.master_port
-        try:
-            return socket.create_server(where, backlog=128)
-        except OSError as error:
-            raise ConfigError(
-                f"the engine cannot listen for other machines on {where[0]}:{where[1]} ({os.strerror(error.errno or 0)}):"
-                " give a free --master-port, and this machine's own address as --master-addr"
-            ) from error
-
-    def _await_all(self, deadline: float, timeout_s: float) -> None:
-        parallel = self.config.parallel
-        log.info(
-            "Waiting for %d other machines at %s:%d",
-            parallel.nnodes - 1,
-            parallel.master_addr,
-            parallel.master_port,
+    def _differs(self, join: Join) -> str | None:
+        own, theirs = self._settings, join.settings
+        differ = [name for name in own | theirs if own.get(name) != theirs.get(name)]
+        if not differ:
+            return None if join.node_rank in self._awaited else f"is not one of 1 to {len(self._awaited)}"
+        name = min(differ, key=lambda each: (each != "version", each != "nnodes", each))
+        return (
+            f"was started with {name}={theirs.get(name)}, and the first with {name}={own.get(name)}: start"
+            " all with the same"
         )
-        with self._news:
-            while len(self._nodes) < parallel.nnodes - 1 and self._problem is None:
-                if time.monotonic() > deadline:
-                    missing = [str(rank) for rank in range(1, parallel.nnodes) if rank not in self._nodes]
-                    raise ConfigError(
-                        f"no word from node {', '.join(missing)} of {parallel.nnodes} within {timeout_s:g} s "
-                        f"(VLLM_ENGINE_READY_TIMEOUT_S): start it with --node-rank and the same --nnodes, "
-                        f"--master-addr and --master-port"
-                    )
-                self._news.wait(LOOK_S)
-        if self._problem is not None:
-            raise ConfigError(self._problem)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed at the end
-            while True:
-                sock, (address, *_) = self._listener.accept()
-                threading.Thread(
-                    target=self._attend, args=(_tuned(sock), address), name="quire-node", daemon=True
-                ).start()
-
-    def _attend(self, pipe: Connection, address: str) -> None:
-        """One connection, from its first word to its end."""
-        node: _Node | None = None
-        try:
-            if not pipe.poll(GREETING_S) or not isinstance(
-                first := _from_node(pipe.recv_bytes(_LONGEST)), Join
-            ):
-                return
-            node = _Node(first.node_rank, address, pipe)
-            if (problem := self._admit(node, first)) is not None:
-                node.send(End(problem))
-                node = None
-                return
-            while True:
-                self._take(node, _from_node(pipe.recv_bytes(_LONGEST)))
-        except (EOFError, OSError, msgspec.MsgspecError) as error:
-            log.debug("The connection from %s ends: %r", address, error)
-        finally:
-            pipe.close()
-            if node is not None:
-                self._lose(node)
-
-    def _admit(self, node: _Node, join: Join) -> str | None:
-        """Why not, if it does not belong here; while others are awaited that ends the start."""
-        own, nnodes = self._settings, self.config.parallel.nnodes
-        differ = [name for name in own | join.settings if own.get(name) != join.settings.get(name)]
-        with self._news:
-            problem = None
-            if differ:
-                name = min(differ, key=lambda each: (each != "version", each != "nnodes", each))
-                problem = (
-                    f"node {node.rank} ({node.address}) was started with {name}={join.settings.get(name)},"
-                    f" and the first with {name}={own.get(name)}: start all with the same"
-                )
-            elif not 0 < node.rank < nnodes:
-                problem = f"node rank {node.rank} is not one of 1 to {nnodes - 1}"
-            elif node.rank in self._nodes:
-                problem = (
-                    f"two machines have --node-rank {node.rank}: {self._nodes[node.rank].address} and"
-                    f" {node.address}; give each its own"
-                )
-            if problem is None:
-                log.info("Node %d is there (%s)", node.rank, node.address)
-                self._nodes[node.rank] = node
-            elif self._local is None:
-                self._problem = problem
-            self._news.notify_all()
-        return problem
-
-    def _take(self, node: _Node, message: Any) -> None:
-        if isinstance(message, Said):
-            self.heard.put((node.rank * self._count + message.index, message.word))
-        elif isinstance(message, Answer):
-            self._answers.put(message.data)
-
-    def _lose(self, node: _Node) -> None:
-        with self._news:
-            if self._nodes.get(node.rank) is not node:
-                return
-            if self._local is None and self._problem is None:  # it may come again while others are awaited
-                log.warning("Node %d (%s) went away", node.rank, node.address)
-                del self._nodes[node.rank]
-                return
-        why = f"the connection to node {node.rank} ({node.address}) is lost"
-        for index in range(node.rank * self._count, (node.rank + 1) * self._count):
-            self.heard.put((index, Gone(why)))
-
-    # ---- as a crew
 
     def tell(self, order: bytes) -> None:
-        for node in self._nodes.values():
-            node.send(Tell(order))
+        super().tell(order)
         assert self._local is not None
         self._local.tell(order)
 
     def send(self, plan: bytes, timeout_s: float) -> None:
-        for node in self._nodes.values():
-            node.send(Plan(plan))
+        super().send(plan, timeout_s)
         assert self._local is not None
         self._local.send(plan, timeout_s)
 
     def receive(self, timeout_s: float) -> bytes | None:
         if self._answers_here and self._local is not None:
             return self._local.receive(timeout_s)
-        with contextlib.suppress(queue.Empty):
-            return self._answers.get(timeout=max(timeout_s, 0.0))
-        return None
+        return super().receive(timeout_s)
 
     def end(self) -> None:
-        with contextlib.suppress(OSError):  # who is in accept() wakes up
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        nodes, self._nodes = self._nodes, {}
-        for node in nodes.values():
-            if self.farewell is not None:
-                node.send(End(self.farewell))
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(node.pipe.fileno())) as sock:
-                sock.shutdown(socket.SHUT_WR)
+        super().end()
         if self._local is not None:
             self._local.end()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"the engine cannot listen for other machines on {host}:{port} ({os.strerror(error.errno or 0)}):"
+            " give a free --master-port, and this machine's own address as --master-addr"
+        ) from error
 
 
 # ---- the other machines
@@ -367,7 +179,7 @@ class NodeAgent:
         log.info("Node %d looks for the engine at %s:%d", parallel.node_rank, *where)
         while time.monotonic() < deadline:
             try:
-                return _tuned(socket.create_connection(where, timeout=GREETING_S))
+                return tuned(socket.create_connection(where, timeout=GREETING_S))
             except OSError:
                 time.sleep(RETRY_S)
         raise ConfigError(
@@ -381,12 +193,12 @@ class NodeAgent:
 
         def send(message: Any) -> None:
             with sending, contextlib.suppress(OSError):
-                head.send_bytes(_encode(message))
+                head.send_bytes(encode(message))
 
         try:
             send(Join(self.config.parallel.node_rank, shared_settings(self.config)))
             while True:
-                match _from_head(head.recv_bytes(_LONGEST)):
+                match decode_from_head(head.recv_bytes(LONGEST)):
                     case Welcome(meeting):
                         self._start_ranks(meeting, send)
                     case Tell(data):
