@@ -49,7 +49,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "spec_model": (),
         "spec_tokens": (),
         "speculative_config": (),
-        "tensor_parallel_size": (1,),
         "weight_transfer_config": (),
         "worker_cls": ("auto",),
         "worker_extension_cls": ("",),

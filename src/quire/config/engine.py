@@ -25,6 +25,7 @@ from quire.config.sections import (
     SchedulerSection,
     options,
 )
+from quire.config.shares import check_shares, of_one
 from quire.config.topology import local_ranks
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
@@ -73,6 +74,11 @@ class EngineConfig:
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
+    @property
+    def own_facts(self) -> ArchFacts:
+        """The model as one of the devices has it that divide each layer."""
+        return of_one(self.checkpoint.facts, self.parallel.tensor_parallel_size)
+
 
 def resolve(
     given: Mapping[str, Any],
@@ -89,6 +95,8 @@ def resolve(
     env = env or Env.read(os.environ)
     values = checked(given)
     parallel = _parallel(values, machine)
+    tp_size = parallel.tensor_parallel_size
+    check_shares(checkpoint.facts, tp_size, with_experts=not parallel.enable_expert_parallel)
     pooling = settle(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
@@ -101,7 +109,7 @@ def resolve(
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
     cache = _cache(values, model.dtype, machine, env, checkpoint)
-    values = _with_room_for_states(values, cache, machine, checkpoint.facts, usage)
+    values = _with_room_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
     return EngineConfig(
         model=model,
         load=LoadSection(**_of("load", values)),

@@ -95,8 +95,8 @@ def _check_shares(scheme: Grouped, name: str, runs: Runs, inputs: Run) -> None:
 def _pieces(
     scheme: Grouped, outputs: int, inputs: Run, device: torch.device, *front: int
 ) -> dict[str, Piece]:
-    """Unfilled, of one weight or of as many as `front` says. Where each share of inputs has some of all groups
-    it needs all that is stored of these."""
+    """Unfilled, of one weight or of as many as `front` says. Where each share of inputs has some of all
+    groups it needs all that is stored of these."""
     needs_all = scheme.act_order or scheme.group < 0
     own, whole = (_sizes(scheme, outputs, size) for size in (inputs.size, inputs.all))
     pieces = {}
@@ -110,7 +110,7 @@ def _pieces(
 
 
 def _sizes(scheme: Grouped, outputs: int, inputs: int) -> Sizes:
-    groups = 1 if scheme.group < 0 else inputs // scheme.group
+    groups = 1 if scheme.group < 0 else max(1, inputs // scheme.group)
     return LAYOUTS[scheme.layout].sizes(scheme, outputs, inputs, groups)
 
 

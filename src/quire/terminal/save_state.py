@@ -5,9 +5,12 @@ import time
 from pathlib import Path
 
 from quire.capacity import human
+from quire.comm.group import Group
+from quire.comm.world import World
 from quire.config.borrowed import BORROWED
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
+from quire.config.ranks import Rank
 from quire.errors import ConfigError
 from quire.loader.sharded import Kept, save_state
 from quire.loader.shards import copy_around
@@ -28,13 +31,17 @@ def run(args: argparse.Namespace) -> int:
     to = Path(args.output).expanduser()
     config = configure(given_from(args) | {"model": args.model_tag})
     refuse(config, to)
-    worker = Worker(config)
-    worker.load()
     checkpoint, started = config.checkpoint, time.monotonic()
     source = FORMATS[detect(checkpoint, config.load.load_format)](checkpoint, config.model.seed)
-    kept = Kept.of(checkpoint.facts.architecture, worker.dtype, worker.device, config.model.quantization)
     to.mkdir(parents=True, exist_ok=True)
-    num_bytes = save_state(worker.model, kept, source.shapes({}), to)
+    num_bytes, size = 0, config.parallel.tensor_parallel_size
+    for rank in range(size):  # one after the other: to load a share, nobody else is needed
+        worker = Worker(config, World(Rank(tp=rank), tp=Group(rank, size)))
+        worker.load()
+        kept = Kept.of(
+            checkpoint.facts.architecture, worker.dtype, worker.device, config.model.quantization, size
+        )
+        num_bytes += save_state(worker.model, kept, source.shapes({}), to, rank)
     copy_around(checkpoint.path, to)
     print(f"Wrote {human(num_bytes)} to {to} in {time.monotonic() - started:.1f} s")
     return 0

@@ -45,7 +45,7 @@ class Host:
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Reckoned: to use memory is to take it here."""
-        facts, dtype, limits = config.checkpoint.facts, config.model.dtype, config.scheduler
+        facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
         activations = activation_bytes(
             facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=limits.max_num_seqs
         )

@@ -177,7 +177,7 @@ class PoolingRunner:
         if self.device.type == "cpu":
             tokens = limits.max_num_batched_tokens
             activations = activation_bytes(
-                config.checkpoint.facts, config.model.dtype, num_tokens=tokens, num_seqs=0
+                config.own_facts, config.model.dtype, num_tokens=tokens, num_seqs=0
             )
             return Needs(weights, activations, other=kept)
         batch = self._blank(limits.max_num_batched_tokens, config.model.max_model_len)

@@ -52,7 +52,7 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.kept_as = _KEPT_AS.get(config.cache.kv_cache_dtype, self.dtype)
         """The type of the cache."""
-        facts, parallel = config.checkpoint.facts, config.parallel
+        facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
         whole = layout(cache_specs(facts), config.model.max_model_len)
         self.layout = whole.of(self.stage.layers(len(facts.layers)))
@@ -64,7 +64,7 @@ class Worker:
         self._runner: Runner | StageRunner | PoolingRunner | None = None
 
     def _backend(self) -> AttentionBackend:
-        config, facts = self.config, self.config.checkpoint.facts
+        config, facts = self.config, self.config.own_facts
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
@@ -97,6 +97,7 @@ class Worker:
             build=None if config.pooling is None else pooling_builder(config),
             tell=tell,
             stage=self.stage,
+            world=self.world,
         )
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
