@@ -162,9 +162,9 @@ def pack_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks, (exponent[..., 0] + 127).to(torch.uint8), numbers
 
 
-def gpt_oss(folder: Path) -> tuple[Path, Any]:
+def gpt_oss(folder: Path, intermediate_size: int = 96) -> tuple[Path, Any]:
     """A tiny gpt-oss with packed experts, and its twin with their numbers."""
-    path, hf_model = make_tiny("gpt_oss", folder, hidden_size=64, intermediate_size=96)
+    path, hf_model = make_tiny("gpt_oss", folder, hidden_size=64, intermediate_size=intermediate_size)
     tensors, state = load_file(path / "model.safetensors"), hf_model.state_dict()
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         blocks, scales, numbers = pack_mxfp4(tensors.pop(name))

@@ -15,6 +15,7 @@ from quire.config.quant.schemes import BitsAndBytes
 from quire.errors import ConfigError
 from quire.kernels.table import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
+from quire.quant.shares import Run
 from quire.quant.experts import ExpertShape
 from quire.quant.plain import PlainFormat
 from quire.quant.weight import LinearShape
@@ -45,7 +46,7 @@ def test_logits_of_a_checkpoint(family: str, kind: str, nested: bool, tmp_path: 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_an_example_of_the_package(kind: Any) -> None:
     """The first of two numbers is in the high half of a byte."""
-    packed = Packed4(1, 1, 64, BitsAndBytes(kind), CPU)
+    packed = Packed4(1, (Run(1),), Run(64), BitsAndBytes(kind), CPU)
     packed.codes[0, :, 0] = torch.tensor([*bytes.fromhex(EXAMPLES[kind])], dtype=torch.uint8)
     packed.absmax.fill_(1.0)
     packed.table[0] = TABLES[kind]
@@ -57,7 +58,7 @@ def test_an_example_of_the_package(kind: Any) -> None:
 
 def test_halves_for_the_gpu_stand_for_the_same() -> None:
     torch.manual_seed(0)
-    packed = Packed4(1, 6, 256, BitsAndBytes("nf4"), CPU)
+    packed = Packed4(1, (Run(6),), Run(256), BitsAndBytes("nf4"), CPU)
     packed.codes.random_(0, 256)
     packed.absmax.uniform_(0.1, 1)
     packed.table[0] = TABLES["nf4"]

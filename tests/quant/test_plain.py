@@ -99,7 +99,7 @@ def test_many_tokens_are_activated_by_who_takes_them(
     ready(mlp.gate_up)
     ready(mlp.down)
     mlp.gate_up.gated = None
-    mlp.down.weight.of_gates = lambda gates: torch.tensor(gates.shape)
+    mlp.down.of_gates = lambda gates: torch.tensor(gates.shape)
     assert (mlp(torch.randn(num, 8)).tolist() == [num, 12]) == taken
 
 

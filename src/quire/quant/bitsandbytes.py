@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from quire.kernels.table import BLOCK, Halves, in_halves, scaled
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.int8 import CodedExperts, Stored, are_together
+from quire.quant.shares import Run, Runs, check_units
 from quire.quant.weight import LinearShape, Piece, Text, Weight, bias_of, unfilled
 from quire.quant.widened import use_plain, use_plain_experts, widened, widened_experts
 
@@ -36,6 +38,8 @@ class BitsAndBytesFormat:
         plain = functools.partial(self.plain.linear, parts, shape)
         if self.scheme.kind == "int8":
             return Stored(shape, plain, Int8("channel", "none"), _SCALES, _LARGEST)
+        for part, runs in zip(parts, shape.outputs, strict=False):
+            _check(part, runs, shape.inputs or Run(shape.size_in))
         return Table4(shape, plain, self.scheme)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
@@ -47,30 +51,45 @@ class BitsAndBytesFormat:
             )
         if self.scheme.kind == "int8":
             return CodedExperts(shape, plain, "channel", _SCALES, _LARGEST)
+        if shape.inner is not None:
+            _check(parts[0], (shape.inner,), Run(shape.hidden))
+            _check(parts[-1], (Run(shape.hidden),), shape.inner)
         return TableExperts(shape, plain, self.scheme)
 
 
 class Packed4(nn.Module):
-    """`num` matrices [rows, columns] as they are stored: bytes of two codes, row after row, and what scales
-    them."""
+    """`num` matrices as they are stored, or what a device has of their rows or columns: bytes of two codes,
+    row after row, and what scales them."""
 
-    def __init__(self, num: int, rows: int, columns: int, scheme: BitsAndBytes, device: torch.device) -> None:
+    def __init__(
+        self, num: int, rows: Runs, columns: Run, scheme: BitsAndBytes, device: torch.device
+    ) -> None:
         super().__init__()
-        self.size, self.scheme = (rows, columns), scheme
-        blocks = -(-rows * columns // BLOCK)
+        self.rows, self.columns, self.scheme = rows, columns, scheme
+        self.size = sum(run.size for run in rows), columns.size
+        numbers = math.prod(self.size)
+        self.is_share = not (columns.is_whole and all(run.is_whole for run in rows))
+        """Then no block is cut, and rows are whole blocks."""
         made = functools.partial(unfilled, num, device=device)
-        self.codes = made(rows * columns // 2, 1, dtype=torch.uint8)
-        self.absmax = made(blocks, dtype=torch.uint8 if scheme.nested else torch.float32)
+        self.codes = made(numbers // 2, 1, dtype=torch.uint8)
+        self.absmax = made(-(-numbers // BLOCK), dtype=torch.uint8 if scheme.nested else torch.float32)
         self.table = made(16, dtype=torch.float32)
         self.state = made(_TEXT_BYTES, dtype=torch.uint8).zero_()
-        self.nested_absmax = made(-(-blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
+        all_blocks = -(-sum(run.all for run in rows) * columns.all // BLOCK)
+        self.nested_absmax = made(-(-all_blocks // _NESTED) if scheme.nested else 0, dtype=torch.float32)
         self.nested_table = made(256 if scheme.nested else 0, dtype=torch.float32)
 
     def pieces(self) -> dict[str, Piece]:
-        """By the suffix of its name. What has blocks across rows is not divided."""
+        """By the suffix of its name. What scales scales is not divided."""
+        codes, absmax = Piece(self.codes, None), Piece(self.absmax, None)
+        if self.is_share:
+            codes, absmax = (
+                Piece(of.view(len(of), self.size[0], -1), 1, 2, per_input=per, is_flat=True)
+                for of, per in ((self.codes, 2), (self.absmax, BLOCK))
+            )
         pieces = {
-            "weight": Piece(self.codes, None),
-            "weight.absmax": Piece(self.absmax, None),
+            "weight": codes,
+            "weight.absmax": absmax,
             "weight.quant_map": Piece(self.table, None),
             f"weight.quant_state.bitsandbytes__{self.scheme.kind}": Text(self.state, None),
         }
@@ -89,8 +108,21 @@ class Packed4(nn.Module):
         absmax = self.absmax[i]
         if not self.scheme.nested:
             return absmax
-        scale = self.nested_absmax[i].repeat_interleave(_NESTED)[: len(absmax)]
+        scale = self.nested_absmax[i][self._blocks() // _NESTED]
         return self.nested_table[i][absmax.long()] * scale + self._offset(i)
+
+    def _blocks(self) -> Tensor:
+        """The numbers of these blocks when all are counted."""
+        device = self.codes.device
+        if not self.is_share:
+            return torch.arange(self.absmax.shape[1], device=device)
+        rows, first = [], 0
+        for run in self.rows:
+            rows.append(torch.arange(run.size, device=device) + first + run.start)
+            first += run.all
+        columns = self.columns.per(BLOCK)
+        within = torch.arange(columns.size, device=device) + columns.start
+        return (torch.cat(rows)[:, None] * columns.all + within).flatten()
 
     def _offset(self, i: int) -> float:
         """What was taken off all scales before they were narrowed."""
@@ -111,9 +143,9 @@ class Table4(Weight):
     def __init__(self, shape: LinearShape, plain: Callable[[], Weight], scheme: BitsAndBytes) -> None:
         super().__init__(shape)
         self.plain, self.kind = plain, scheme.kind
-        self.stored = nn.ModuleList(
-            Packed4(1, size, shape.size_in, scheme, shape.device) for size in shape.sizes_out
-        )
+        outputs = shape.outputs or tuple((Run(size),) for size in shape.sizes_out)
+        columns = shape.inputs or Run(shape.size_in)
+        self.stored = nn.ModuleList(Packed4(1, rows, columns, scheme, shape.device) for rows in outputs)
         self.bias = bias_of(shape)
         self.codes: nn.Parameter | None = None
         """After `repack` codes on a GPU, or else numbers."""
@@ -123,8 +155,7 @@ class Table4(Weight):
 
     def parts(self) -> list[dict[str, Piece]]:
         parts = [
-            {suffix: piece._replace(tensor=piece.tensor[0]) for suffix, piece in stored.pieces().items()}
-            for stored in self._stored()
+            {suffix: _of_one(piece) for suffix, piece in stored.pieces().items()} for stored in self._stored()
         ]
         if self.bias is not None:
             for part, piece in zip(parts, self.bias.split(list(self.shape.sizes_out)), strict=True):
@@ -176,10 +207,13 @@ class TableExperts(StoredExperts):
         self.plain, self.kind = plain, scheme.kind
         self.gate_up: nn.Parameter | None = None
         self.down: nn.Parameter | None = None
-        wide = shape.intermediate, shape.hidden
-        sizes = {"gate": wide, "up": wide, "down": wide[::-1]}
+        inner, hidden = shape.inner or Run(shape.intermediate), Run(shape.hidden)
+        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.stored = nn.ModuleDict(
-            {name: Packed4(shape.experts, *size, scheme, shape.device) for name, size in sizes.items()}
+            {
+                name: Packed4(shape.experts, (rows,), columns, scheme, shape.device)
+                for name, (rows, columns) in sizes.items()
+            }
         )
 
     def parts(self) -> dict[str, dict[str, Piece]]:
@@ -198,6 +232,22 @@ class TableExperts(StoredExperts):
     def find_kernels(self) -> None:
         assert self.gate_up is not None and self.down is not None
         use_plain_experts(self, self.gate_up, self.down)
+
+
+def _check(name: str, rows: Runs, columns: Run) -> None:
+    """Blocks go on from one row to the next: a share of them needs rows of whole blocks."""
+    check_units(name, (columns,), BLOCK, "blocks")
+    if columns.all % BLOCK and not all(run.is_whole for run in rows):
+        raise ConfigError(
+            f"{name}: blocks of {BLOCK} go on from one row of {columns.all} to the next, so that no share of "
+            "rows is whole blocks; use tensor_parallel_size 1, or a checkpoint that is stored in another way"
+        )
+
+
+def _of_one(piece: Piece) -> Piece:
+    """Of the only matrix."""
+    outputs, inputs = (None if axis is None else axis - 1 for axis in (piece.outputs, piece.inputs))
+    return piece._replace(tensor=piece.tensor[0], outputs=outputs, inputs=inputs)
 
 
 def _kept(tensor: Tensor) -> nn.Parameter:

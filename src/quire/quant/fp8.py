@@ -18,6 +18,7 @@ from quire.kernels.fp8 import BLOCK, E4M3, Scaled, linear, narrowed, widened
 from quire.kernels.linear import Matrix, Product
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
+from quire.quant.shares import check_units
 from quire.quant.weight import LinearShape, Piece, Weight, bias_of, lend, lent, unfilled
 
 
@@ -33,10 +34,16 @@ class Fp8Format:
             )
 
     def linear(self, parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        if self.scheme.weights == "block":
+            for part, runs in zip(parts, shape.outputs, strict=False):
+                check_units(part, runs, BLOCK, "blocks")
+            check_units(", ".join(parts), (shape.inputs,) if shape.inputs else (), BLOCK, "blocks")
         self._check(parts, shape.sizes_out[:-1])
         return Fp8Weight(self.scheme, shape)
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
+        if self.scheme.weights == "block" and shape.inner is not None:
+            check_units(", ".join(parts), (shape.inner,), BLOCK, "blocks")
         self._check(parts, (shape.intermediate,))
         return Fp8Experts(self.scheme, shape)
 
@@ -196,7 +203,8 @@ class Fp8Matrices(nn.Module):
         }[self.per]
         pieces = {"weight": Piece(weight, self.axis, self.axis + 1)}
         if self.scheme.stored:
-            pieces[self.scheme.scale_name] = Piece(scale, outputs, inputs)
+            unit = BLOCK if self.per == "block" else 1
+            pieces[self.scheme.scale_name] = Piece(scale, outputs, inputs, unit, unit)
         return pieces
 
     def begin(self) -> None:

@@ -16,6 +16,7 @@ from quire.kernels.quantized import interleaves, pack
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
 from quire.quant.gguf import cut
+from quire.quant.shares import check_units
 from quire.quant.weight import LinearShape, Piece, Weight, unfilled
 
 
@@ -34,6 +35,8 @@ class Mxfp4Format:
                 f"{parts[0]}: mxfp4 needs all experts of a layer in one tensor, gate and up together;"
                 " use the unquantized checkpoint"
             )
+        if shape.inner is not None:
+            check_units(parts[1], (shape.inner,), BLOCK, "blocks")
         for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
             if size % BLOCK:
                 raise ConfigError(
@@ -51,9 +54,13 @@ class Mxfp4Experts(StoredExperts):
         self.down, self.down_scales = _unfilled(shape, shape.hidden, shape.intermediate)
 
     def parts(self) -> dict[str, dict[str, Piece]]:
+        stored = {"gate_up": (self.gate_up, self.gate_up_scales), "down": (self.down, self.down_scales)}
         return {
-            "gate_up": {"_blocks": Piece(self.gate_up, 1, 2), "_scales": Piece(self.gate_up_scales, 1, 2)},
-            "down": {"_blocks": Piece(self.down, 1, 2), "_scales": Piece(self.down_scales, 1, 2)},
+            name: {
+                "_blocks": Piece(blocks, 1, 2, per_input=BLOCK),
+                "_scales": Piece(scales, 1, 2, per_input=BLOCK),
+            }
+            for name, (blocks, scales) in stored.items()
         }
 
     def finish(self) -> None:
