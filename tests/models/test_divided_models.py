@@ -1,17 +1,23 @@
 """Models whose layers several devices share say what one device says."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from encoders import ENCODERS, make
+from oracle import load_tiny, make_batch, make_tiny, random_prompts, run_paged
 from threads import run_threads, tp_worlds
 from torch import Tensor
 
+from quire.comm.world import World
+from quire.config.pooling import PoolingFacts
+from quire.models.pooling import PoolingModel
+
 STEPS = [[10, 0, 17], [1, 4, 6], [1, 1, 1]]
 """Parts of prompts, then decodes."""
-PROMPTS = random_prompts(12, 5, 24)
+PROMPTS = random_prompts(12, 5, 24, vocab=96)
 
 
 def logits(path: Path, size: int, **options: Any) -> list[list[Tensor]]:
@@ -21,6 +27,27 @@ def logits(path: Path, size: int, **options: Any) -> list[list[Tensor]]:
     return run_threads(
         size, lambda world: run_paged(models[world.tp.rank], PROMPTS, STEPS), worlds=lambda _: worlds
     )
+
+
+def pooled(path: Path, size: int, *, task: str, label_ids: list[int]) -> list[list[Tensor]]:
+    """Of each device: the states of all tokens, and what is made of them."""
+    pooling = PoolingFacts(task, "LAST", 3)
+    build = functools.partial(PoolingModel, pooling=pooling, label_ids=label_ids)
+    worlds = tp_worlds(size)
+    models: list[Any] = [load_tiny(path, world=world, max_model_len=48, build=build) for world in worlds]
+
+    @torch.inference_mode()
+    def run(world: World) -> list[Tensor]:
+        model = models[world.tp.rank]
+        model.settle()
+        batch = make_batch([(ids, 0) for ids in PROMPTS], [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]], 4)
+        for module in model.modules():
+            if hasattr(module, "backend"):
+                module.backend.plan(batch)
+        states = model(batch)
+        return [states, model.vectors(states)]
+
+    return run_threads(size, run, worlds=lambda _: worlds)
 
 
 def compare(path: Path, size: int, **options: Any) -> None:
@@ -80,3 +107,17 @@ def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
     architecture, size, settings = MODELS[name]
     path, _ = make_tiny(architecture, tmp_path, **settings)
     compare(path, size)
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, "decoder", "decoder, of tokens"])
+def test_pooled_states_are_those_of_one_device(name: str, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"task": "classify", "label_ids": [3, 90] if name == "decoder, of tokens" else []}
+    if name in ENCODERS:
+        path = make(tmp_path / "encoder", ENCODERS[name][0], **ENCODERS[name][1]).path
+    else:
+        asked["task"] = "classify" if asked["label_ids"] else "embed"
+        path, _ = make_tiny("LlamaForCausalLM", tmp_path)
+    (expected,) = pooled(path, 1, **asked)
+    for ours in pooled(path, 2, **asked):
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -15,9 +15,9 @@ from quire.config.quant.schemes import BitsAndBytes
 from quire.errors import ConfigError
 from quire.kernels.table import in_halves, scaled, split
 from quire.quant.bitsandbytes import BitsAndBytesFormat, Packed4
-from quire.quant.shares import Run
 from quire.quant.experts import ExpertShape
 from quire.quant.plain import PlainFormat
+from quire.quant.shares import Run
 from quire.quant.weight import LinearShape
 
 CPU = torch.device("cpu")

@@ -1,5 +1,5 @@
-"""Weights in every format, divided: the same logits as of one device, and shares that would cut what is stored
-as one are refused."""
+"""Weights in every format, divided: the same logits as of one device; shares that would cut what is stored as
+one are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,12 @@
 """BERT, and by their facts RoBERTa and XLM-R."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
+from quire.comm.group import ALONE
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.kernels.encoder import Spans
 from quire.layers.embedding import Embedding
@@ -22,8 +25,9 @@ class Embeddings(nn.Module):
         assert facts.encoder is not None
         self.first = facts.encoder.first_position
         self.words = Embedding(facts.vocab, facts.hidden, scope / "word_embeddings")
-        self.positions = Embedding(facts.encoder.positions, facts.hidden, scope / "position_embeddings")
-        self.types = Embedding(facts.encoder.token_types, facts.hidden, scope / "token_type_embeddings")
+        whole = replace(scope, group=ALONE)  # too few to be worth a sum
+        self.positions = Embedding(facts.encoder.positions, facts.hidden, whole / "position_embeddings")
+        self.types = Embedding(facts.encoder.token_types, facts.hidden, whole / "token_type_embeddings")
         self.norm = norm_of(facts, scope / "LayerNorm")
 
     def forward(self, batch: Batch) -> Tensor:
