@@ -24,7 +24,8 @@ TIMEOUT_S = 60.0
 class Outcome:
     """What the stages say of one step: the last one's result, or an error of any of them."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, errors: list[dict[int, Any]]) -> None:
+        self.errors = errors
         self.said: SimpleQueue[tuple[int, StepResult | Exception]] = SimpleQueue()
         self.num_stages = num_stages
 
@@ -32,6 +33,7 @@ class Outcome:
         by_stage = dict(self.said.get(timeout=TIMEOUT_S) for _ in range(self.num_stages))
         for said in by_stage.values():
             if isinstance(said, Exception):
+                self.errors.append(by_stage)
                 raise said
         result = by_stage[self.num_stages - 1]
         assert isinstance(result, StepResult)
@@ -44,6 +46,8 @@ class StagedExecutor:
     def __init__(self, config: EngineConfig) -> None:
         pp = groups(config.parallel.pipeline_parallel_size)
         self.workers = [Worker(config, World(Rank(pp=number), pp=group)) for number, group in enumerate(pp)]
+        self.errors: list[dict[int, Any]] = []
+        """By stage, of the steps that failed."""
         self.plans: list[SimpleQueue[tuple[StepPlan, Outcome] | None]] = [SimpleQueue() for _ in pp]
         self.threads = [
             threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(len(pp))
@@ -61,7 +65,7 @@ class StagedExecutor:
         return size
 
     def submit(self, plan: StepPlan) -> Outcome:
-        outcome = Outcome(len(self.workers))
+        outcome = Outcome(len(self.workers), self.errors)
         for plans in self.plans:
             plans.put((plan, outcome))
         return outcome

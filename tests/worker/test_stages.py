@@ -9,6 +9,10 @@ import pytest
 from oracle import make_tiny
 from staged import Engine
 
+from quire.attention.batch import Batch
+
+POISON = 91
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gemma2": {"num_hidden_layers": 4, "sliding_window": 5},
@@ -59,3 +63,39 @@ def test_two_and_three_stages_say_what_one_worker_says(family: str, tmp_path: Pa
                 for a, b in zip(mine[id], theirs[id], strict=True):
                     assert a.token_ids[0] == b.token_ids[0]
                     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_a_step_that_fails_in_one_stage_fails_behind_it_and_nowhere_else(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent for it is taken for the next step's, or its tokens for an answer."""
+    model, _ = make_tiny("llama", tmp_path, num_hidden_layers=3)
+    engine = Engine(model, pipeline_parallel_size=3, enable_prefix_caching=False)
+    body = engine.executor.workers[broken].model
+    forward = body.forward
+
+    def breaks(batch: Batch) -> Any:
+        if (batch.token_ids == POISON).any():
+            raise RuntimeError("poisoned")
+        return forward(batch)
+
+    monkeypatch.setattr(body, "forward", breaks)
+    for number in range(6):
+        prompt = [number * 9 + at for at in range(5)]
+        engine.add(str(number), [*prompt, POISON] if number == 3 else prompt, count=8)
+    engine.run()
+    engine.close()
+    assert [len(engine.tokens[str(number)]) for number in range(6)] == [8, 8, 8, 0, 8, 8]
+    ended = {id: finish.reason for step in engine.steps for id, finish in step.finished.items()}
+    assert ended == dict.fromkeys(map(str, range(6)), "length") | {"3": "error"}
+    alone = Engine(model, enable_prefix_caching=False)
+    for number in {*range(6)} - {3}:
+        alone.add(str(number), [number * 9 + at for at in range(5)], count=8)
+    assert alone.run() == {id: said for id, said in engine.tokens.items() if id != "3"}
+    alone.close()
+    for said in engine.executor.errors:
+        assert [isinstance(said[stage], Exception) for stage in range(3)] == [
+            stage >= broken for stage in range(3)
+        ]
+    assert engine.executor.errors

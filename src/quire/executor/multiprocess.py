@@ -145,11 +145,11 @@ class RankedExecutor:
     def _fail(self, step: int, error: str) -> NoReturn:
         """Raise what a step failed with, once it is known whether all ranks stand where they did before."""
         until = time.monotonic() + ALIKE_S
-        while len(self._failed.get(step, ())) < len(self.crew.names) and time.monotonic() < until:
+        while not self._is_alike(self._failed.get(step, {})) and time.monotonic() < until:
             time.sleep(0.005)
             self.watch(failures_count=False)
         failed = self._failed.pop(step, {})
-        if len(failed) < len(self.crew.names):
+        if not self._is_alike(failed):
             names = ", ".join(self.crew.names[index] for index in sorted(failed))
             self._die(f"step {step} failed on {names} only: {error}")
         raise EngineError(error)
@@ -170,10 +170,16 @@ class RankedExecutor:
                 self._failed_at = time.monotonic()
         if failures_count and self._failed and time.monotonic() - self._failed_at > ALIKE_S:
             step, failed = next(iter(self._failed.items()))
-            if len(failed) < len(self.crew.names):
+            if not self._is_alike(failed):
                 index, first = next(iter(failed.items()))
                 self._die(f"step {step} failed on {self.crew.names[index]}: {first.error}")
             self._failed.clear()  # of steps that nobody waits for any more
+
+    def _is_alike(self, failed: dict[int, Failed]) -> bool:
+        """Whether all ranks of a stage said so, if one did; stages before it may have done their part."""
+        parallel = self.config.parallel
+        stages = [Rank.of(index, parallel).pp for index in failed]
+        return bool(failed) and all(stages.count(stage) == parallel.tensor_parallel_size for stage in stages)
 
     def give_up(self, step: int) -> NoReturn:
         limit = f"{self._step_s:g} s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)"

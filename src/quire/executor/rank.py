@@ -25,7 +25,7 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 
 STEPS_UNDER_WAY = 2
-"""On a device that nobody waits for: its buffers are made for so many."""
+"""On a device that nobody waits for: its buffers are made for so many, or for one for each stage."""
 _LONG_S = 3600.0
 _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
 """What a rank says that waited for another."""
@@ -148,7 +148,9 @@ class Steps:
         self.port = port
         self._rows = threading.Lock()
         """Held by who reads or writes the worker's rows."""
-        self._under_way = threading.Semaphore(STEPS_UNDER_WAY)
+        self._under_way = threading.Semaphore(
+            max(STEPS_UNDER_WAY, place.config.parallel.pipeline_parallel_size)
+        )
         self._launched: queue.SimpleQueue[tuple[int, Pending]] = queue.SimpleQueue()
 
     def run(self) -> None:

@@ -35,11 +35,13 @@ class Computed(NamedTuple):
 
 
 @contextmanager
-def device_failures() -> Iterator[None]:
+def device_failures(kinds: tuple[type[Exception], ...] = (torch.AcceleratorError,)) -> Iterator[None]:
     """The device's state is lost with such an error, and with it every request."""
     try:
         yield
-    except torch.AcceleratorError as error:
+    except EngineDead:
+        raise
+    except kinds as error:
         raise EngineDead(f"the device failed: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Stages of a pipeline: what one hands to the next, and the runner of one that is not the last."""
 
+import math
 from collections import deque
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from quire.comm.group import Group, Sending
 from quire.data.plan import Pending, StepPlan, StepResult
+from quire.errors import EngineError
 from quire.worker.device import Device, Passed
 from quire.worker.host import Done
 from quire.worker.rows import Rows
@@ -35,6 +37,8 @@ class Link:
     def receive(self, into: Passed) -> None:
         for part in into:
             self.group.receive(part, self.group.rank - 1)
+        if self._device.type == "cpu" and _is_mark(into):
+            raise EngineError("the step failed in a stage before this one")
 
     def send(self, passed: Passed) -> None:
         """It must stay as it is. Waits only for what was sent long before, and does so on the device."""
@@ -44,6 +48,17 @@ class Link:
                 sending.wait()
         sent = [self.group.isend(part, self.group.rank + 1) for part in passed]
         self._under_way.append((passed, sent))
+
+    def fail(self, num_tokens: int) -> None:
+        """The step broke here: send a mark in place of what the stages behind wait for. A CPU sees it; what a
+        GPU has would have to be waited for, and there the worker ends."""
+        x, residual = self.room(num_tokens)
+        self.send((x.fill_(torch.inf), residual.fill_(torch.nan)))
+
+
+def _is_mark(passed: Passed) -> bool:
+    x, residual = (float(part[0, 0]) for part in passed)
+    return math.isinf(x) and math.isnan(residual)
 
 
 class StageRunner:
@@ -61,7 +76,7 @@ class StageRunner:
         try:
             passed = step.forward()
         except Exception:
-            self.link.send(self.link.room(plan.total_tokens))  # the next stage waits for something
+            self.link.fail(plan.total_tokens)
             raise
         self.link.send(passed)
         self.all_rows.advance(plan)

@@ -61,6 +61,9 @@ class Worker:
         self.model: Any = None
         self._needs: Needs | None = None
         """None of a model without a cache."""
+        self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
+        if self.stage.count > 1 and self.device.type == "cuda":
+            self._fatal = (Exception,)  # the stages behind could not be told without a wait
         self._runner: Runner | StageRunner | PoolingRunner | None = None
 
     def _backend(self) -> AttentionBackend:
@@ -152,7 +155,7 @@ class Worker:
 
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
-        with device_failures():
+        with device_failures(self._fatal):
             return self._runner.submit(plan)
 
     def close(self) -> None:
