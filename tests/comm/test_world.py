@@ -27,7 +27,12 @@ def talk(world: World) -> dict[str, Any]:
     }
     if pp.size > 1:
         y = torch.full((3,), float(tp.rank))
-        pp.send(y, 1) if pp.rank == 0 else pp.receive(y, 0)
+        if pp.rank == 0:
+            pp.send(y, 1)
+            pp.isend(y, 1).wait()
+        else:
+            pp.receive(y, 0)
+            pp.receive(y.fill_(-1), 0)
         told["heard"] = y.tolist()
     return told
 

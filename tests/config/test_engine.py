@@ -21,6 +21,7 @@ from quire.config.layout import CacheSpec
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.quant.facts import QuantFacts
+from quire.config.ranks import stage_layers
 from quire.config.sections import SECTIONS, options
 from quire.errors import ConfigError
 from quire.logs import warn_once
@@ -123,6 +124,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
         ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5", "at most 1"]),
         ({"gpu_memory_utilization": float("nan")}, ["nan", "above 0"]),
         ({"gpu_memory_utilization": "half"}, ["'half'", "a number"]),
+        ({"pipeline_parallel_size": 3}, ["pipeline_parallel_size=3", "2 layers", "at most 2"]),
+        ({"pipeline_parallel_size": 2, "pp_layer_partition": "1,1,1"}, ["3 parts", "is 2"]),
+        ({"pipeline_parallel_size": 2, "pp_layer_partition": "2,1"}, ["'2,1'", "3 layers", "has 2"]),
+        ({"pipeline_parallel_size": 2, "pp_layer_partition": "2,0"}, ["'2,0'", "each part needs one"]),
+        ({"pipeline_parallel_size": 2, "pp_layer_partition": "1;1"}, ["'1;1'", "'8,8,6'"]),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, ["pipeline_parallel_size=2", "pooling"]),
+        ({"pipeline_parallel_size": 2, "load_format": "sharded_state"}, ["sharded_state"]),
         ({"block_size": 24}, ["block_size=24", "power of two"]),
         ({"block_size": 512}, ["block_size=512", "at most 256"]),
         ({"block_size": True}, ["block_size=True", "an integer"]),
@@ -482,7 +490,7 @@ def test_env_prefers_its_own_names_and_keeps_xdg() -> None:
         make(env=Env.read({"VLLM_ATTENTION_BACKEND": "triton_attn"})).attention.attention_backend
         == "TRITON_ATTN"
     )
-    assert len(dataclasses.fields(Env)) <= 13
+    assert len(dataclasses.fields(Env)) <= 14
     with pytest.raises(ConfigError, match="VLLM_PORT='tcp'"):
         Env.read({"VLLM_PORT": "tcp"})
 
@@ -523,3 +531,34 @@ def test_a_model_with_states_has_as_many_rows_as_have_room(monkeypatch: pytest.M
     monkeypatch.setattr("quire.config.engine.cache_specs", lambda facts: states)
     assert make({"kv_cache_memory_bytes": 4 << 30}).scheduler.max_num_seqs == 20
     assert make({"kv_cache_memory_bytes": 4 << 30, "max_num_seqs": 64}).scheduler.max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "partition", "counts"),
+    [
+        (6, 3, "", [2, 2, 2]),
+        (7, 3, "", [2, 3, 2]),
+        (8, 3, "", [3, 3, 2]),
+        (22, 4, "", [5, 6, 6, 5]),
+        (3, 2, "", [2, 1]),
+        (22, 3, "8,8,6", [8, 8, 6]),
+        (5, 1, "", [5]),
+    ],
+)
+def test_layers_of_stages(layers: int, stages: int, partition: str, counts: list[int]) -> None:
+    """As vLLM divides them: the last stage, which has the head, gets none of what is left over."""
+    made = stage_layers(layers, stages, partition)
+    assert [len(stage) for stage in made] == counts
+    assert [layer for stage in made for layer in stage] == [*range(layers)]
+
+
+def test_stages_and_where_they_are_said(warnings: Any) -> None:
+    env = Env.read({"VLLM_PP_LAYER_PARTITION": "1,1"})
+    two = make(
+        {"pipeline_parallel_size": 2, "async_scheduling": True},
+        machine=dataclasses.replace(cuda(), num_devices=2),
+        env=env,
+    )
+    assert two.parallel.pp_layer_partition == "1,1" and not two.scheduler.async_scheduling
+    assert [message for message in warnings() if "async_scheduling" in message]
+    assert make(env=Env.read({"VLLM_PP_LAYER_PARTITION": "7"})).parallel.pp_layer_partition == ""

@@ -77,3 +77,15 @@ def test_specs_are_what_the_facts_say() -> None:
     layers = tuple(LayerFacts(RopeFacts(), window) for window in (None, 32))
     facts = ArchFacts("Qwen3ForCausalLM", 320, 64, 128, 4, 2, 16, 1e-5, layers)
     assert cache_specs(facts) == (CacheSpec("full", numbers=32), window(32, numbers=32))
+
+
+def test_a_stage_has_the_groups_of_all_and_room_for_its_own_layers() -> None:
+    """Block tables and blocks of a group are the same in every stage."""
+    whole = layout([window(6), FULL, window(6), FULL, STATE], 100)
+    first, second = whole.of(range(3)), whole.of(range(3, 5))
+    assert first.windows == second.windows == whole.windows == (None, 6)
+    assert first.places == {1: (0, 0), 0: (1, 0), 2: (1, 1)} and len(first.slabs) == 2
+    assert second.places == {3: (0, 0)} and len(second.slabs) == 1
+    assert (first.bytes_per_row, second.bytes_per_row) == (0, whole.bytes_per_row)
+    assert whole.of(range(4, 5)).slabs == ()
+    assert whole.of(range(5)) == whole
