@@ -41,9 +41,10 @@ class Outcome:
 
 
 class StagedExecutor:
-    """A worker in a thread for each stage."""
+    """A worker in a thread for each stage; or each in turn, all in this one."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, in_threads: bool = True) -> None:
+        self.in_threads = in_threads
         pp = groups(config.parallel.pipeline_parallel_size)
         self.workers = [Worker(config, World(Rank(pp=number), pp=group)) for number, group in enumerate(pp)]
         self.errors: list[dict[int, Any]] = []
@@ -60,42 +61,50 @@ class StagedExecutor:
         for worker in self.workers:
             worker.allocate(size)
             worker.warm_up()
-        for thread in self.threads:
+        for thread in self.threads if self.in_threads else ():
             thread.start()
         return size
 
     def submit(self, plan: StepPlan) -> Outcome:
         outcome = Outcome(len(self.workers), self.errors)
-        for plans in self.plans:
+        for number, plans in enumerate(self.plans):
             plans.put((plan, outcome))
+            if not self.in_threads:
+                self._run_one(number)
         return outcome
 
     def watch(self) -> None: ...
 
     def close(self) -> None:
-        for plans in self.plans:
+        for plans in self.plans if self.in_threads else ():
             plans.put(None)
-        for thread in self.threads:
+        for thread in self.threads if self.in_threads else ():
             thread.join(TIMEOUT_S)
 
     def _run(self, number: int) -> None:
-        while (given := self.plans[number].get()) is not None:
-            plan, outcome = given
-            try:
-                outcome.said.put((number, self.workers[number].submit(plan).wait()))
-            except Exception as error:
-                outcome.said.put((number, error))
+        while self._run_one(number):
+            pass
+
+    def _run_one(self, number: int) -> bool:
+        if (given := self.plans[number].get()) is None:
+            return False
+        plan, outcome = given
+        try:
+            outcome.said.put((number, self.workers[number].submit(plan).wait()))
+        except Exception as error:
+            outcome.said.put((number, error))
+        return True
 
 
 class Engine:
     """A core over stages (or over one worker), and what it said."""
 
-    def __init__(self, model: Path, **given: Any) -> None:
+    def __init__(self, model: Path, *, in_threads: bool = True, **given: Any) -> None:
         # Tapes of two threads would be one.
         own = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
         own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
         self.config = configure(own | given)
-        self.executor = StagedExecutor(self.config)
+        self.executor = StagedExecutor(self.config, in_threads)
         size = self.executor.start()
         depth = self.config.parallel.pipeline_parallel_size
         self.core = EngineCore(self.executor, build_scheduler(self.config, size), depth=depth)

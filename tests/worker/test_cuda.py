@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import make_tiny, run_hf
+from staged import Engine
 from torch import Tensor
 
 from quire.attention.batch import Batch
@@ -37,7 +38,7 @@ from quire.sampling.rows import (
 )
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda import _GRAPH_BYTES, Cuda
-from quire.worker.device import Computed, Model
+from quire.worker.device import Computed, Model, Passed
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -67,11 +68,13 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, again: Callable[[], Computed], done: Computed) -> None:
+    def remember(self, again: Callable[[], Computed | Passed], done: Computed | Passed) -> None:
         self.again, self.done = again, _flat(done)
 
 
-def _flat(done: Computed) -> list[Tensor]:
+def _flat(done: Computed | Passed) -> list[Tensor]:
+    if not isinstance(done, Computed):
+        return [*done]
     assert done.token_ids is not None and done.asked is not None
     return [done.hidden, done.logits, done.token_ids, *done.asked]
 
@@ -84,7 +87,7 @@ def captured(graph: Replayed, pool: object) -> Iterator[None]:
 
 
 class WithGraphs(OnCPU):
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed:
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         compute = functools.partial(super().compute, batch, sheet)
         done = compute()
         if Replayed.capturing:
@@ -110,13 +113,17 @@ def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
     return started(OnCPU, tiny, monkeypatch)
 
 
-def started(
-    kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80
-) -> Worker:
+def use(kind: type[Cuda], monkeypatch: pytest.MonkeyPatch) -> None:
     def open_device(model: Model, all_rows: Rows, device: torch.device) -> Cuda:
         return kind(model, all_rows, best, device)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+
+
+def started(
+    kind: type[Cuda], tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_blocks: int = 80
+) -> Worker:
+    use(kind, monkeypatch)
     given = {"model": str(tiny[0]), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
     made = Worker(configure(given | {"use_tqdm_on_load": False, "num_gpu_blocks_override": num_blocks}))
     made.start()
@@ -272,6 +279,24 @@ def test_each_group_of_layers_has_blocks_of_its_own(
     assert core.scheduler.kv.windows == (None, 5, 5)
     for number, tokens in enumerate(prompts):
         assert found[str(number)] == greedy(tiny[1], tokens, 12 - number), number
+
+
+@pytest.mark.parametrize("kind", [OnCPU, pytest.param(WithGraphs, marks=NEEDS_KERNELS)])
+def test_stages_of_a_pipeline(kind: type[Cuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage before sent is read where a graph was captured with it, and is not overwritten before it
+    has been sent on; the values of tokens come with the plans."""
+    tiny = make_tiny("qwen3", tmp_path, num_hidden_layers=3)
+    if kind is WithGraphs:
+        pretend_graphs(monkeypatch)
+    use(kind, monkeypatch)
+    engine = Engine(tiny[0], in_threads=False, pipeline_parallel_size=3, max_num_seqs=4)
+    prompts = [list(range(start, start + length)) for start, length in ((5, 9), (40, 14), (40, 2), (60, 11))]
+    for number, tokens in enumerate(prompts):
+        engine.add(str(number), tokens, count=7)
+    engine.run()
+    assert not engine.executor.errors
+    for number, tokens in enumerate(prompts):
+        assert engine.tokens[str(number)] == greedy(tiny[1], tokens, 7), number
 
 
 class Measured(OnCPU):
