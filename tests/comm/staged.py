@@ -29,6 +29,9 @@ class Outcome:
         self.said: SimpleQueue[tuple[int, StepResult | Exception]] = SimpleQueue()
         self.num_stages = num_stages
 
+    def ready(self, timeout_s: float) -> bool:
+        return self.said.qsize() == self.num_stages
+
     def wait(self) -> StepResult:
         by_stage = dict(self.said.get(timeout=TIMEOUT_S) for _ in range(self.num_stages))
         for said in by_stage.values():

@@ -139,9 +139,7 @@ class Progress:
             self._tell(percent / 100)
 
 
-def _load(
-    source: Source, model: nn.Module, checkpoint: Checkpoint, stage: Stage, progress: Progress
-) -> None:
+def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, stage: Stage, progress: Progress) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
