@@ -29,7 +29,7 @@ class Chained(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         for stage in self.stages[:-1]:
-            batch.before = stage(batch)
+            batch.before = torch.stack(stage(batch))
         out: Tensor = self.stages[-1](batch)
         return out
 

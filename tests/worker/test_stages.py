@@ -10,6 +10,8 @@ from oracle import make_tiny
 from staged import Engine
 
 from quire.attention.batch import Batch
+from quire.kernels import native
+from quire.worker.host import Host
 
 POISON = 91
 
@@ -99,3 +101,19 @@ def test_a_step_that_fails_in_one_stage_fails_behind_it_and_nowhere_else(
             stage >= broken for stage in range(3)
         ]
     assert engine.executor.errors
+
+
+@pytest.mark.skipif(native.library() is None, reason="tapes are of native kernels")
+def test_decodes_of_every_stage_are_taped(tmp_path: Path) -> None:
+    model, _ = make_tiny("llama", tmp_path, num_hidden_layers=3)
+    said = []
+    for given in ({}, {"pipeline_parallel_size": 3, "enforce_eager": False}):
+        engine = Engine(model, in_threads=False, **given)
+        for number in range(5):
+            engine.add(str(number), [number * 9 + at for at in range(5)], count=12)
+        said.append(engine.run())
+    assert said[0] == said[1]
+    for worker in engine.executor.workers:
+        assert worker._runner is not None and isinstance(worker._runner.device, Host)
+        tapes = worker._runner.device._tapes._tapes
+        assert tapes and None not in tapes.values()

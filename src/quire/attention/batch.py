@@ -32,8 +32,8 @@ class Batch:
     seq_lens_host: NDArray[np.int32]
     token_types: Tensor | None = None
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
-    before: tuple[Tensor, Tensor] | None = None
-    """What the stage before made of the tokens, [T, hidden] each: what its last layer said, and what that is
+    before: Tensor | None = None
+    """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""
     attention: Any = None
     """What the attention backend's `plan(batch)` made of all this, once per step."""

@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
-        x, residual = batch.before or self.embedded(batch)
+        x, residual = self.embedded(batch) if batch.before is None else batch.before
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         if self.norm is None:

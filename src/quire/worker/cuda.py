@@ -39,7 +39,8 @@ class Cuda:
         self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor], device: torch.device
     ) -> None:
         max_rows = len(all_rows.num_tokens)
-        in_flight = IN_FLIGHT if model.link is None else max(IN_FLIGHT, model.link.num_stages + 1)
+        self.num_stages = 1 if model.link is None else model.link.num_stages
+        in_flight = max(IN_FLIGHT, self.num_stages + 1)
         self.model = model
         self.sample = sample
         self.device = device
@@ -65,7 +66,7 @@ class Cuda:
         self._compile(config)
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
         activations += 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
-        sizes = ladder(limits.max_num_seqs) if self._captures(config) else []
+        sizes = ladder(self._most_decodes(config)) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
@@ -75,6 +76,10 @@ class Cuda:
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts)
+
+    def _most_decodes(self, config: EngineConfig) -> int:
+        """In one step: those of a pipeline are spread over as many as it has stages."""
+        return -(-config.scheduler.max_num_seqs // self.num_stages)
 
     def _captures(self, config: EngineConfig) -> bool:
         return self.model.attention.capturable and not config.model.enforce_eager
@@ -143,7 +148,7 @@ class Cuda:
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
-            self.graphs.capture(config.scheduler.max_num_seqs, seconds=_CAPTURE_S)
+            self.graphs.capture(self._most_decodes(config), seconds=_CAPTURE_S)
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
@@ -165,8 +170,7 @@ class Cuda:
                 self._in_passing = done.token_ids
             return done
 
-        before = None if graph.before is None else (graph.before[0][:count], graph.before[1][:count])
-        return self.model.step(run, before, lends=True)
+        return self.model.step(run, None if graph.before is None else graph.before[:, :count])
 
     def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
         sizes = sizes_of(plan, len(ids), len(self.block_tables))

@@ -56,11 +56,12 @@ class Neighbours(Protocol):
     is_first: bool
     is_last: bool
 
-    def room(self, num_tokens: int) -> Passed: ...
+    def room(self, num_tokens: int) -> Tensor:
+        """[2, tokens, hidden]"""
 
     def num_bytes(self, num_tokens: int) -> int: ...
 
-    def receive(self, into: Passed) -> None: ...
+    def receive(self, into: Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -68,16 +69,14 @@ class Step:
     """A step that is ready to run once the stage before has sent what it needs."""
 
     run: Callable[[], Any]
-    before: Passed | None = None
+    before: Tensor | None = None
     """Where that goes."""
-    receive: Callable[[Passed], None] | None = None
-    lends: bool = False
-    """Whether the next step writes where this one's results are."""
+    receive: Callable[[Tensor], None] | None = None
 
     def forward(self) -> Passed:
-        """The layers of a stage that is not the last."""
-        x, residual = self._run()
-        return (x.clone(), residual.clone()) if self.lends else (x, residual)
+        """The layers of a stage that is not the last. The next step may write to the same memory."""
+        passed: Passed = self._run()
+        return passed
 
     def draw(self) -> Computed:
         """The last layers, and the tokens that come of them."""
@@ -126,12 +125,12 @@ class Model:
         """Whether it has the head."""
         return self.link is None or self.link.is_last
 
-    def room(self, num_tokens: int) -> Passed | None:
+    def room(self, num_tokens: int) -> Tensor | None:
         """For what the stage before makes of so many tokens; None if there is none."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
-    def step(self, run: Callable[[], Any], before: Passed | None, *, lends: bool = False) -> Step:
-        return Step(run, before, None if self.link is None else self.link.receive, lends)
+    def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
+        return Step(run, before, None if self.link is None else self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
         """[T, hidden], or what is to be passed on."""

@@ -23,7 +23,7 @@ IN_FLIGHT = 3
 """Host buffers of each kind: one more than there are steps under way; of a pipeline these are as many as its
 stages."""
 Compute = Callable[[Batch, dict[str, Tensor]], Computed | Passed]
-Room = Callable[[int], Passed | None]
+Room = Callable[[int], Tensor | None]
 """For what the stage before makes of so many tokens."""
 
 
@@ -81,7 +81,7 @@ class Graphs:
 class Graph:
     """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
 
-    before: Passed | None = None
+    before: Tensor | None = None
     """Where what the stage before sends is to lie."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Graph:
         compute: Compute,
         block_tables: Tensor,
         pool: Any,
-        before: Passed | None,
+        before: Tensor | None,
         in_flight: int,
     ) -> None:
         num_groups, num_rows, width = block_tables.shape

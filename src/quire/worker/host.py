@@ -71,7 +71,7 @@ class Host:
             return self._compute(batch, sheet)
 
         if taped:
-            return self.model.step(lambda: self._tapes.run(num_rows, run), batch.before, lends=True)
+            return self.model.step(lambda: self._tapes.run(num_rows, run), batch.before)
         return self.model.step(run, batch.before)
 
     def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:

@@ -5,6 +5,7 @@ from collections import deque
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.comm.group import Group, Sending
 from quire.data.plan import Pending, StepPlan, StepResult
@@ -22,42 +23,46 @@ class Link:
         self.num_stages = group.size
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self._hidden, self._dtype, self._device = hidden, dtype, device
-        self._under_way: deque[tuple[Passed, list[Sending]]] = deque()
+        self._under_way: deque[tuple[Tensor, Sending]] = deque()
         """What was sent and may not have arrived: of as many steps as there are stages."""
 
-    def room(self, num_tokens: int) -> Passed:
-        """For what comes of so many tokens; zeros."""
-        x, residual = torch.zeros(2, num_tokens, self._hidden, dtype=self._dtype, device=self._device)
-        return x, residual
+    def room(self, num_tokens: int) -> Tensor:
+        """[2, tokens, hidden] for what comes of so many tokens; zeros."""
+        return torch.zeros(2, num_tokens, self._hidden, dtype=self._dtype, device=self._device)
 
     def num_bytes(self, num_tokens: int) -> int:
         """What is received and under way, at most, if each step has so many tokens."""
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
-    def receive(self, into: Passed) -> None:
-        for part in into:
-            self.group.receive(part, self.group.rank - 1)
+    def receive(self, into: Tensor) -> None:
+        """One message, whose room may be a part of a larger one."""
+        whole = into if into.is_contiguous() else into.new_empty(into.shape)
+        self.group.receive(whole, self.group.rank - 1)
+        if whole is not into:
+            into.copy_(whole)
         if self._device.type == "cpu" and _is_mark(into):
             raise EngineError("the step failed in a stage before this one")
 
     def send(self, passed: Passed) -> None:
-        """It must stay as it is. Waits only for what was sent long before, and does so on the device."""
-        assert passed[0].dtype == passed[1].dtype == self._dtype
+        """A copy. Waits only for what was sent as many steps before as there are stages."""
+        self._send(torch.stack(passed))
+
+    def _send(self, message: Tensor) -> None:
+        assert message.dtype == self._dtype
         while len(self._under_way) >= self.group.size:
-            for sending in self._under_way.popleft()[1]:
-                sending.wait()
-        sent = [self.group.isend(part, self.group.rank + 1) for part in passed]
-        self._under_way.append((passed, sent))
+            self._under_way.popleft()[1].wait()
+        self._under_way.append((message, self.group.isend(message, self.group.rank + 1)))
 
     def fail(self, num_tokens: int) -> None:
         """The step broke here: send a mark in place of what the stages behind wait for. A CPU sees it; what a
         GPU has would have to be waited for, and there the worker ends."""
-        x, residual = self.room(num_tokens)
-        self.send((x.fill_(torch.inf), residual.fill_(torch.nan)))
+        mark = self.room(num_tokens)
+        mark[0], mark[1] = torch.inf, torch.nan
+        self._send(mark)
 
 
-def _is_mark(passed: Passed) -> bool:
-    x, residual = (float(part[0, 0]) for part in passed)
+def _is_mark(message: Tensor) -> bool:
+    x, residual = message[:, 0, 0].tolist()
     return math.isinf(x) and math.isnan(residual)
 
 
