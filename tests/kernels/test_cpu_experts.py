@@ -107,10 +107,13 @@ class Layer:
 
     def check(self, num_tokens: int, tolerance: float, per_token: int = 3) -> None:
         x, ids, weights = self.inputs(num_tokens, per_token)
-        ours = self.experts(x, ids, weights)
-        expected = experts.mix(x, ids, weights, self.weights, self.activation)
-        assert ours.dtype == x.dtype and ours.shape == expected.shape
-        assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+        for absent in (False, True):
+            if absent:  # experts that are elsewhere; of some tokens all
+                ids[::2, 0], ids[1::3] = -1, -1
+            ours = self.experts(x, ids, weights)
+            expected = experts.mix(x, ids, weights, self.weights, self.activation)
+            assert ours.dtype == x.dtype and ours.shape == expected.shape
+            assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
 
 
 def make(
@@ -189,6 +192,13 @@ def test_a_tape_follows_the_ids(kind: str | torch.dtype, num_tokens: int, num_th
             x.copy_(torch.randn(x.shape))
             tape.replay()
             assert torch.equal(out, step())
+
+
+def test_no_expert_is_here() -> None:
+    layer = Layer(torch.float32)
+    for num_tokens in (1, 3):
+        x, ids, weights = layer.inputs(num_tokens)
+        assert not layer.experts(x, ids.fill_(-1), weights).any()
 
 
 def test_no_tokens_give_no_tokens() -> None:

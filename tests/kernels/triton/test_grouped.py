@@ -104,6 +104,7 @@ def test_experts(bits: int, activation: str) -> None:
     plain = [torch.stack([wide for _, wide in of]) for of in made]
     biases = random(experts, 2 * inner), random(experts, hidden)
     ids = torch.rand(num, experts, device=DEVICE).topk(2).indices.to(torch.int32)
+    ids[0, 0] = -1  # an expert that is elsewhere
     x, weights = random(num, hidden), torch.rand(num, 2, device=DEVICE)
     ours = mix(x, ids, weights, packed[0], packed[1], biases, activation)
     wide = ExpertWeights(plain[0].float(), plain[1].float(), *(bias.float() for bias in biases))

@@ -129,6 +129,7 @@ def test_experts(plan: Rows | Tiles, bias: bool, monkeypatch: pytest.MonkeyPatch
     up, up_weight = made("Q4_1", experts * 2 * inner, hidden)
     down, down_weight = made("Q8_0", experts * hidden, inner, seed=1)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2).indices.to(torch.int32)
+    ids[0, 0], ids[1] = -1, -1  # experts that are elsewhere
     weights, x = torch.rand(tokens, 2, device=DEVICE), random(tokens, hidden) / 8
     biases = (random(experts, 2 * inner), random(experts, hidden)) if bias else ()
     whole = (up_weight.view(experts, 2 * inner, -1), down_weight.view(experts, hidden, -1), *biases)

@@ -125,13 +125,13 @@ typedef struct {
 typedef struct {
     void *out; /* [tokens, hidden] */
     const void *x;
-    const int32_t *ids; /* [tokens, per_token] */
+    const int32_t *ids; /* [tokens, per_token]; below 0: no expert of ours */
     const float *weights;
     const Matrix *gate_up, *down;          /* [experts, num_parts], [experts] */
     const float *gate_up_bias, *down_bias; /* [experts, 2 * size], [experts, hidden]; or NULL */
     int64_t *counts;                       /* [1 + experts]: the number of groups; then how many rows an expert has */
     Group *groups;                         /* [experts], or as many as there are rows */
-    int32_t *tokens, *places;              /* the token of a row; the row of a pair */
+    int32_t *tokens, *places;              /* the token of a row; the row of a pair, or -1 */
     uint8_t *prepared_x, *prepared_inner;
     float *inner, *outer; /* [rows, 2 * size], [rows, hidden] */
     int64_t num_tokens, per_token, num_experts, num_parts, hidden, size, x_stride, activation, bf16;
@@ -165,7 +165,8 @@ static void make_groups(const ExpertsJob *job)
     Group *group = job->groups;
     memset(next, 0, (size_t)job->num_experts * sizeof *next);
     for (long pair = 0; pair < rows; pair++)
-        next[job->ids[pair]]++;
+        if (job->ids[pair] >= 0)
+            next[job->ids[pair]]++;
     for (long expert = 0; expert < job->num_experts; expert++) {
         long count = next[expert];
         next[expert] = first;
@@ -182,10 +183,17 @@ static void make_groups(const ExpertsJob *job)
     }
     job->counts[0] = group - job->groups;
     for (long pair = 0; pair < rows; pair++) {
-        long row = next[job->ids[pair]]++;
+        long row = job->ids[pair] < 0 ? -1 : next[job->ids[pair]]++;
         job->places[pair] = (int32_t)row;
-        job->tokens[row] = (int32_t)(pair / job->per_token);
+        if (row >= 0)
+            job->tokens[row] = (int32_t)(pair / job->per_token);
     }
+}
+
+static long rows_of(const ExpertsJob *job)
+{
+    const Group *end = job->groups + job->counts[0];
+    return job->counts[0] ? end[-1].first + end[-1].count : 0;
 }
 
 /* A row of its group, and behind the last one those that fill up a panel. */
@@ -199,14 +207,15 @@ static void prepare(const LinearJob *product, long row, uint8_t *into)
 static const uint8_t *prepare_x(const ExpertsJob *job)
 {
     const Group *group = job->groups;
-    if (job->num_tokens == 1) { /* the same for all experts: every thread has it for itself */
+    long rows = rows_of(job);
+    if (job->num_tokens == 1 && rows) { /* the same for all experts: every thread has it for itself */
         uint8_t *own = job->prepared_x + omp_get_thread_num() * job->prepared_x_bytes;
         LinearJob product = product_of(job, group, GATE_UP);
         prepare(&product, 0, own);
         return own;
     }
 #pragma omp for schedule(static)
-    for (long row = 0; row < job->num_tokens * job->per_token; row++) {
+    for (long row = 0; row < rows; row++) {
         for (; row >= group->first + group->count; group++)
             ;
         LinearJob product = product_of(job, group, GATE_UP);
@@ -218,9 +227,9 @@ static const uint8_t *prepare_x(const ExpertsJob *job)
 static void activate_rows(const ExpertsJob *job)
 {
     const Group *group = job->groups;
-    long size = job->size;
+    long size = job->size, rows = rows_of(job);
 #pragma omp for schedule(static)
-    for (long row = 0; row < job->num_tokens * job->per_token; row++) {
+    for (long row = 0; row < rows; row++) {
         for (; row >= group->first + group->count; group++)
             ;
         float *at = job->inner + row * 2 * size;
@@ -254,7 +263,8 @@ static void add_up(const ExpertsJob *job)
         for (long i = start; i < end; i += LANES) {
             vf sum = {0};
             for (long pair = token * each; pair < (token + 1) * each; pair++)
-                sum = fused(take(job->outer, 0, job->places[pair] * job->hidden + i, end - i), splat(job->weights[pair]), sum);
+                if (job->places[pair] >= 0)
+                    sum = fused(take(job->outer, 0, job->places[pair] * job->hidden + i, end - i), splat(job->weights[pair]), sum);
             put(job->out, (int)job->bf16, token * job->hidden + i, end - i, sum);
         }
     }

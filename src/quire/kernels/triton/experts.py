@@ -103,6 +103,8 @@ def _up_rows(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(ids + pair).to(tl.int64)
+    if expert < 0:
+        return
     at = weight + (expert * 2 * size_out + n)[:, None] * size_in + k[None, :]
     gate = tl.load(at, mask=exist, other=0.0, eviction_policy="evict_first")
     at += size_out.to(tl.int64) * size_in
@@ -151,15 +153,16 @@ def _down_rows(
     token, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     rank, k = tl.arange(0, EXPERTS), tl.arange(0, LENGTH)
     pair = token.to(tl.int64) * TOP + rank
-    expert = tl.load(ids + pair, mask=rank < TOP, other=0, cache_modifier=".cg").to(tl.int64)
+    expert = tl.load(ids + pair, mask=rank < TOP, other=-1, cache_modifier=".cg").to(tl.int64)
+    here = expert >= 0
     share = tl.load(weights + pair, mask=rank < TOP, other=0.0, cache_modifier=".cg")
     row = expert[:, None] * size_out + n[None, :]
-    known = (rank < TOP)[:, None] & (n < size_out)[None, :]
+    known = here[:, None] & (n < size_out)[None, :]
     held = known[:, :, None] & (k < size_in)[None, None, :]
     at = weight + row[:, :, None] * size_in + k[None, None, :]
     w = tl.load(at, mask=held, other=0.0, eviction_policy="evict_first")
     follow(OVERLAP)
-    exist = (rank < TOP)[:, None] & (k < size_in)[None, :]
+    exist = here[:, None] & (k < size_in)[None, :]
     values = tl.load(x + pair[:, None] * size_in + k[None, :], mask=exist, other=0.0).to(tl.float32)
     values *= share[:, None]
     if scale is None:

@@ -92,7 +92,10 @@ def _up_rows(
     stripes = tl.cdiv(size_out, ROWS)
     pair, n = tl.program_id(0) // stripes, tl.program_id(0) % stripes * ROWS + tl.arange(0, ROWS)
     follow(OVERLAP)
-    row = tl.load(ids + pair).to(tl.int64) * 2 * size_out + n
+    expert = tl.load(ids + pair).to(tl.int64)
+    if expert < 0:
+        return
+    row = expert * 2 * size_out + n
     x += pair // TOP * x_stride
     gate = _row_sums(x, codes, scales, row, n < size_out, blocks)
     up = _row_sums(x, codes, scales, row + size_out, n < size_out, blocks)
@@ -126,11 +129,13 @@ def _down_rows(
     y = tl.zeros([ROWS], tl.float32)
     for rank in range(TOP):
         pair = token * TOP + rank
-        row = tl.load(ids + pair).to(tl.int64) * size_out + n
-        one = _row_sums(x + pair.to(tl.int64) * blocks * 32, codes, scales, row, n < size_out, blocks)
-        if bias is not None:
-            one += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)
-        y += one * tl.load(weights + pair)
+        expert = tl.load(ids + pair).to(tl.int64)
+        if expert >= 0:
+            row = expert * size_out + n
+            one = _row_sums(x + pair.to(tl.int64) * blocks * 32, codes, scales, row, n < size_out, blocks)
+            if bias is not None:
+                one += tl.load(bias + row, mask=n < size_out, other=0.0).to(tl.float32)
+            y += one * tl.load(weights + pair)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 

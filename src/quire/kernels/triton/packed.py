@@ -167,7 +167,10 @@ def rows(
     start = 0
     if TOP > 0:
         follow(OVERLAP)
-        start = tl.load(ids + pair) * (size_out * (2 if GATED else 1))
+        expert = tl.load(ids + pair)
+        if expert < 0:
+            return
+        start = expert * (size_out * (2 if GATED else 1))
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride

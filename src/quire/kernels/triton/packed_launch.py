@@ -120,7 +120,7 @@ def mix(
         out = torch.empty_like(x)
         _launch_rows(between, x, gate_up, gate_up_bias, plan, activation, ids=ids, top=top, ahead=ahead)
         _launch_rows(apart, between, down, down_bias, plan, ids=ids, top=1, ahead=ahead)
-        add(out, apart, weights, ahead=ahead)
+        add(out, apart, ids, weights, ahead=ahead)
         return out
     most = most_tiles(num * top, num_experts, plan.num)
 

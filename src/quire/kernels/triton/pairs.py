@@ -28,8 +28,9 @@ def _count(
 ) -> None:
     """Grid (pairs / CHUNK): how many pairs of a chunk each expert has."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    found = tl.load(ids + at, mask=at < num, other=0)
-    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(found, BINS, mask=at < num))
+    found = tl.load(ids + at, mask=at < num, other=-1)
+    row = counts + tl.program_id(0) * BINS + tl.arange(0, BINS)
+    tl.store(row, tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0))
 
 
 @triton.jit(do_not_specialize=["num", "chunks", "span"])
@@ -57,7 +58,8 @@ def _sort(
     totals, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     if ALONE:
         at = tl.arange(0, CHUNK)
-        totals += tl.histogram(tl.load(ids + at, mask=at < num, other=0), BINS, mask=at < num)
+        found = tl.load(ids + at, mask=at < num, other=-1)
+        totals += tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
     else:
         for i in range(chunks):
             row = tl.load(counts + i * BINS + bins)
@@ -84,8 +86,9 @@ def _sort(
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
-    """Pairs by expert [pairs]; how many tiles of up to `height` pairs of one expert there are, and from 4 on
-    the expert of each, its first pair, its end, and nothing."""
+    """Pairs by expert [pairs], those of experts that are elsewhere (an id below 0) left out; how many tiles of
+    up to `height` pairs of one expert there are, and from 4 on the expert of each, its first pair, its end,
+    and nothing."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
@@ -135,16 +138,16 @@ def sorted_mix(
     pairs = sort(ids, num_experts, height, ahead=ahead)
     up(between, x, pairs, ahead=ahead)
     down(apart, between, pairs, ahead=ahead)
-    add(out, apart, weights, ahead=ahead)
+    add(out, apart, ids, weights, ahead=ahead)
     return out
 
 
-def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
-    """The rows of each token's pairs, weighed."""
+def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) -> None:
+    """The rows of each token's pairs, weighed; there is none where an id is below 0."""
     num, hidden = out.shape
     top = weights.shape[1]
     launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
-        out, x, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
+        out, x, ids, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
         launch_pdl=ahead,
     )  # fmt: skip
 
@@ -153,6 +156,7 @@ def add(out: Tensor, x: Tensor, weights: Tensor, *, ahead: bool) -> None:
 def _sum(
     out: tl.tensor,
     x: tl.tensor,
+    ids: tl.tensor,
     weights: tl.tensor,
     size: tl.tensor,
     TOP: tl.constexpr,
@@ -164,7 +168,8 @@ def _sum(
     token, rank = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     at, pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), token * TOP + rank
     follow(OVERLAP)
-    exist = (rank < TOP)[:, None] & (at < size)[None, :]
+    here = tl.load(ids + pair, mask=rank < TOP, other=-1) >= 0
+    exist = here[:, None] & (at < size)[None, :]
     values = tl.load(x + pair[:, None] * size + at[None, :], mask=exist, other=0.0).to(tl.float32)
     share = tl.load(weights + pair, mask=rank < TOP, other=0.0)
     total = tl.sum(values * share[:, None], 0)
