@@ -1,17 +1,18 @@
 """A mixture of experts: the router, the experts, and the one that every token is given to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from quire.comm.group import ALONE
 from quire.config.facts import ArchFacts, MoeFacts
 from quire.layers.linear import Linear, WholeLinear
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.experts import ExpertShape
-from quire.quant.shares import Run, Runs, divided
+from quire.quant.shares import Run, Runs, divided, picked
 from quire.quant.weight import Chooses, Piece
 
 _FEW = 1024
@@ -106,10 +107,14 @@ class Experts(nn.Module):
         self.names = _as_stored(NAMES[moe.names], scope)
         self.plain = moe.plain
         self.scope_name = scope.name
-        self.group = scope.group
-        self.own = divided(scope.group, moe.intermediate)
+        self.dispatch = scope.ep
+        self.places = None if scope.ep is None else scope.ep.place(moe.experts, scope.device)
+        """Of whole experts, some of which are here."""
+        self.group = scope.group if self.places is None else ALONE
+        self.own = divided(self.group, moe.intermediate)
+        self.num_experts = moe.experts
         shape = ExpertShape(
-            experts=moe.experts,
+            experts=len(self.here),
             hidden=hidden,
             intermediate=self.own.size,
             activation=_FACTORS[activation] if moe.plain else activation,
@@ -120,8 +125,17 @@ class Experts(nn.Module):
         )
         self.weights = scope.experts(tuple(name for name, _ in self._stored_names()), shape)
 
+    @property
+    def here(self) -> Sequence[int]:
+        """The experts of this device, in rising order before any has moved."""
+        if self.places is None:
+            return range(self.num_experts)
+        return self.places.placement.by_rank[self.places.rank]
+
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.mix(x, ids, weights)
+        if self.dispatch is None or self.places is None:
+            return self.mix(x, ids, weights)
+        return self.dispatch(x, ids, weights, self.places, self.mix)
 
     def targets(self) -> Iterator[Target]:
         parts = self.weights.parts()
@@ -129,7 +143,13 @@ class Experts(nn.Module):
             for suffix, piece in parts[part].items():
                 yield from self._of_piece(name, part, suffix, piece)
         if biases := self.weights.bias_parts():
-            yield from self._biases(biases)
+            yield from map(self._of_those_here, self._biases(biases))
+
+    def _of_those_here(self, target: Target) -> Target:
+        """The same of some experts in one tensor of all."""
+        if self.places is None:
+            return target
+        return target._replace(axis=0, runs=picked(self.here, self.num_experts))
 
     def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
         runs = self._both() if part == "gate_up" else (self.own,)
@@ -137,16 +157,17 @@ class Experts(nn.Module):
         if self.names.stored == "each":
             where, _, last = name.rpartition(".")
             of_one = None if target.axis is None else target.axis - 1
-            for i, expert in enumerate(piece.tensor):
+            for i, expert in zip(self.here, piece.tensor, strict=True):
                 yield target._replace(name=f"{where}.{i}.{last}.{suffix}", tensor=expert, axis=of_one)
-        elif suffix.startswith("_"):
-            yield target._replace(name=f"{name}{suffix}")
+            return
+        if suffix.startswith("_"):
+            target = target._replace(name=f"{name}{suffix}")
         elif self.names.stored in ("across", "in_turns") and suffix == "weight":
             axis = None if target.axis is None else 3 - target.axis
-            yield target._replace(name=name, tensor=piece.tensor.transpose(1, 2), axis=axis)
-        else:
-            bare = self.names.stored == "bare" and suffix == "weight"
-            yield target._replace(name=name) if bare else target
+            target = target._replace(name=name, tensor=piece.tensor.transpose(1, 2), axis=axis)
+        elif self.names.stored == "bare" and suffix == "weight":
+            target = target._replace(name=name)
+        yield self._of_those_here(target)
 
     def _biases(self, parts: dict[str, Piece]) -> Iterator[Target]:
         where = ".".join((self.scope_name, self.names.experts[0]))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.comm.dispatch import Dispatch
 from quire.comm.group import ALONE, Group
 from quire.config.ranks import Stage
 from quire.kernels.ops import Ops
@@ -42,6 +43,8 @@ class Scope:
     """The same for a layer's experts."""
     group: Group = ALONE
     """Who share each layer: asked for the share of a size, and told what is to be added up."""
+    ep: Dispatch | None = None
+    """The way to experts on other devices; None: all are here, or a share of each."""
     stage: Stage = Stage()
     """Which of the model's layers are built here."""
     is_stored: Callable[[str], bool] = _unknown

@@ -13,6 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
+from quire.comm.dispatch import Dispatch
 from quire.comm.world import World
 from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
@@ -41,6 +42,8 @@ Found = tuple[Target, Loads]
 """What a tensor of the checkpoint fills, and the layer that it is of."""
 _NUM_NAMED = 5
 _ALONE = World()
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
+"""The number of one."""
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
@@ -67,13 +70,14 @@ def load_model(
     tell: Callable[[float], None] | None = None,
     world: World = _ALONE,
     stage: Stage = _WHOLE,
+    ep: Dispatch | None = None,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
-    that is there is told to `tell` as it grows.
+    that is there is told to `tell` as it grows. With `ep` each worker has some of the experts.
     """
     group = world.tp
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
@@ -81,6 +85,8 @@ def load_model(
         method = None if quant is None else quant.method
         source.check(Kept.of(checkpoint.facts.architecture, dtype, device, method, group.size))
         source.open(group.rank)
+        if ep is not None:
+            raise ConfigError("a saved state has a share of each expert: load the checkpoint it was made of")
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
 
@@ -101,6 +107,7 @@ def load_model(
         is_stored=is_stored,
         group=group,
         stage=stage,
+        ep=ep,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())
@@ -108,7 +115,7 @@ def load_model(
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
-            _load(source, model, checkpoint, stage, bar)
+            _load(source, model, checkpoint, stage, bar, spread=ep is not None)
     return model.eval()
 
 
@@ -139,12 +146,20 @@ class Progress:
             self._tell(percent / 100)
 
 
-def _load(source: Source, model: nn.Module, checkpoint: Checkpoint, stage: Stage, progress: Progress) -> None:
+def _load(
+    source: Source,
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    stage: Stage,
+    progress: "Progress",
+    *,
+    spread: bool,
+) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
     targets = {name: target for name, (target, _) in found.items()}
-    _check(source, targets, checkpoint, stage)
+    _check(source, targets, checkpoint, stage, spread=spread)
     progress.reset(len(targets))
     left = Counter(id(layer) for _, layer in found.values())
     for name in _filled(source, _begun(source.order(targets), found, stored)):
@@ -223,8 +238,10 @@ def _cut(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
-def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage) -> None:
-    """Compare names and shapes before a byte is read."""
+def _check(
+    source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage, *, spread: bool
+) -> None:
+    """Compare names and shapes before a byte is read; `spread`: other workers have other experts."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
     if missing:
@@ -239,10 +256,14 @@ def _check(source: Source, targets: dict[str, Target], checkpoint: Checkpoint, s
                 f"{target.shape}"
             )
     known = stage.layers(len(checkpoint.facts.layers)) if stage.count > 1 else None
+    shared = {_EXPERT.sub(".*.", name) for name in targets} if spread else set()
     extra = [
         name
         for name in shapes
-        if name not in targets and not _is_harmless(name, checkpoint) and not _is_elsewhere(name, known)
+        if name not in targets
+        and not _is_harmless(name, checkpoint)
+        and not _is_elsewhere(name, known)
+        and _EXPERT.sub(".*.", name) not in shared
     ]
     if odd := [name for name in extra if name.endswith(_MARKS)]:
         raise ConfigError(

@@ -45,6 +45,20 @@ def divided(group: Group, size: int) -> Run:
     return Run(share, group.rank * share, size)
 
 
+def picked(numbers: Iterable[int], size: int) -> Runs:
+    """Some numbers of a size, in rising order."""
+    runs: list[Run] = []
+    end = 0
+    for number in numbers:
+        if runs and number == end:
+            runs[-1] = Run(runs[-1].size + 1, runs[-1].start, runs[-1].whole + 1)
+        else:
+            runs.append(Run(1, number - end, number - end + 1))
+        end = number + 1
+    runs[-1] = runs[-1]._replace(whole=runs[-1].whole + size - end)
+    return tuple(runs)
+
+
 def padded(group: Group, size: int) -> Run:
     """The same of a size that does not divide: the last device may have fewer."""
     share = -(-size // group.size)

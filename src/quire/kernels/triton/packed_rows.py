@@ -74,7 +74,9 @@ def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sixteen(x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr):
+def _sixteen(
+    x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
+):
     """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
     a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
     return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1)
@@ -113,7 +115,11 @@ def _held(
     at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
     scales = tl.load(bits.scales + at, mask=exist, other=0)
     if FORM.subs != "":
-        return words, scales, tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+        return (
+            words,
+            scales,
+            tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0),
+        )
     else:
         return words, scales, scales
 

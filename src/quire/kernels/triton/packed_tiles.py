@@ -133,7 +133,9 @@ def _spread(
         return (number + _number(pair >> 16, KIND) if FORM.lows else number).to(KIND)
     else:
         ASM: tl.constexpr = _spreading(FORM, AT, tl.float16 == KIND)
-        pairs = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, pair], dtype=tl.int16, is_pure=True, pack=2)
+        pairs = tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r", [words, pair], dtype=tl.int16, is_pure=True, pack=2
+        )
         return pairs.to(KIND, bitcast=True)
 
 
