@@ -61,7 +61,8 @@ class Roll:
         self._place = f"{host}:{port}"
         self._nodes: dict[bytes, _Node] = {}
         self._remind_at = time.monotonic() + REMIND_S
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         try:
             self._socket.bind(f"tcp://{self._place}")
@@ -101,9 +102,9 @@ class Roll:
 
     def _note(self, who: bytes, message: Enlist) -> str:
         """Write down where its cores are, or say why not."""
-        if message.problem and not self.was_complete:
-            raise ConfigError(f"{message.node}: {message.problem}")
         if message.problem:
+            if who in self._nodes and not self.was_complete:
+                raise ConfigError(f"{message.node}: {message.problem}")
             log.error("%s ends: %s", message.node, message.problem)
             return ""
         if message.size != self.size:
@@ -151,6 +152,7 @@ class Roll:
         for who in self._nodes:
             self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem, ends=True))])
         self._socket.close()
+        self._context.term()  # waits until they are told
 
 
 class Announcer:
@@ -160,13 +162,14 @@ class Announcer:
         self.head = f"{host}:{port}"
         self.was_heard = False
         self.ends = False
-        """The head has ended, and so shall this."""
+        """The head has ended, or does not want this machine, which then ends, too."""
         self._message = Enlist(f"{socket.gethostname()} (pid {os.getpid()})", size, dict(addresses))
         self._heard_at = time.monotonic()
         self._next = 0.0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 1)  # news of yesterday are of no use to a head that comes late
         self._socket.connect(f"tcp://{self.head}")
 
     def tick(self, *, is_up: bool, timeout_s: float) -> None:
@@ -186,7 +189,9 @@ class Announcer:
             said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
             self._heard_at = now
             if said.problem:
-                raise ConfigError(f"the head at {self.head} {'ended' if said.ends else 'refused'}: {said.problem}")
+                self.ends = True
+                how = "ended" if said.ends else "refused"
+                raise ConfigError(f"the head at {self.head} {how}: {said.problem}")
             self.ends = self.ends or said.ends
             if not self.was_heard:
                 log.info("The head at %s knows of data-parallel ranks %s", self.head, self._ranks)
@@ -204,10 +209,11 @@ class Announcer:
 
     def close(self, problem: str = "") -> None:
         """The head is told if this machine cannot do its part."""
-        if problem:
+        if problem and not self.ends:
             self._message.problem = problem
             self._send()
         self._socket.close()
+        self._context.term()
 
 
 def own_address(head: str, given: str | None) -> str:

@@ -1,0 +1,172 @@
+"""Two cores behind one address: they answer as one does, and one answers while the other is dead."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve_process import SHARED_FLAGS, ServeProcess, Start, eventually, free_port
+from tiny_text import TextModel
+
+PROMPTS = ["The quick", "A page is", "One two three", "a book; a quire", "naïve café", "dog"]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    log = tmp_path_factory.mktemp("pair") / "log"
+    flags = ("-dp", "2", "--health-timeout", "4")
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
+        started.until_healthy(num_api=2)
+        yield started
+        started.end_cleanly()
+
+
+def by_engine(server: ServeProcess, name: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == f"vllm:{name}" and "le" not in sample.labels:
+                engine = sample.labels["engine"]
+                found[engine] = found.get(engine, 0.0) + sample.value
+    return found
+
+
+def cores(server: ServeProcess) -> dict[int, int]:
+    """Pids by rank, as the log names them."""
+    alive = server.with_role("EngineCore")
+    said = re.findall(r"\(EngineCore_DP(\d) pid=(\d+)\)", server.text())
+    return {int(rank): int(pid) for rank, pid in said if int(pid) in alive}
+
+
+def at_rest(server: ServeProcess) -> bool:
+    numbers = server.metrics()
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(server.health() == 200 for _ in range(4)) and not any(
+        sum(by_engine(server, name).values()) for name in gauges if name in numbers
+    )
+
+
+def ask(server: ServeProcess, rank: int | None = None, **body: Any) -> httpx.Response:
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    asked = {"model": "tiny", "prompt": "The quick", "temperature": 0, "ignore_eos": True} | body
+    with httpx.Client(base_url=server.url, timeout=60) as fresh:
+        return fresh.post("/v1/completions", json=asked, headers=headers)
+
+
+def test_two_cores_answer_as_one_and_are_told_apart(pair: ServeProcess, server: ServeProcess) -> None:
+    """Catches another answer, ranks that are not honoured, and numbers without their engine."""
+    expected = [server.complete(prompt=prompt, max_tokens=12)["choices"][0]["text"] for prompt in PROMPTS]
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda prompt: ask(pair, prompt=prompt, max_tokens=12), PROMPTS))
+    assert [reply.json()["choices"][0]["text"] for reply in replies] == expected
+    before = by_engine(pair, "request_success_total")
+    assert ask(pair, rank=1, max_tokens=3, n=2, temperature=1).json()["usage"]["completion_tokens"] == 6
+    after = by_engine(pair, "request_success_total")
+    assert {engine: after[engine] - before[engine] for engine in after} == {"0": 0, "1": 2}
+    assert by_engine(pair, "cache_config_info") == {"0": 1, "1": 1}
+    refused = ask(pair, rank=2)
+    assert refused.status_code == 400 and "ranks 0 to 1" in refused.json()["error"]["message"]
+    assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
+    eventually("the log names both", lambda: len(cores(pair)) == 2)
+
+
+def test_equal_beginnings_meet_in_one_cache(pair: ServeProcess) -> None:
+    """Catches an affinity that spreads a conversation over caches."""
+    text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
+    before = by_engine(pair, "prefix_cache_hits_total")
+    for i in range(4):
+        assert ask(pair, prompt=f"{text}{i}", max_tokens=2).status_code == 200
+    after = by_engine(pair, "prefix_cache_hits_total")
+    # Both API processes may have to learn where it lies.
+    hits = sorted(after[engine] - before[engine] for engine in after)
+    assert hits[1] > 0 and sum(hits) >= 2 * hits[1] / 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_core_is_lost_under_load(pair: ServeProcess, how: int) -> None:
+    """Catches requests that hang, a server that is down with one core, one that does not come back, and
+    counters that keep what the dead had."""
+    eventually("it is at rest", lambda: at_rest(pair))
+    eventually("both have spoken", lambda: len(cores(pair)) == 2)
+    victim = cores(pair)[1]
+    expected = ask(pair, max_tokens=600).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(12) as pool, pair.streaming(max_tokens=3000) as stream:
+        next(stream)
+        running = [pool.submit(ask, pair, max_tokens=600) for _ in range(8)]
+        eventually("both work", lambda: min(by_engine(pair, "num_requests_running").values()) > 0)
+        os.kill(victim, how)
+        time.sleep(0.3)
+        later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]
+        assert all(each.result().status_code == 200 for each in later)
+        if how == signal.SIGSTOP:
+            eventually("a core that stands still is told of", lambda: pair.health() == 503, 15)
+            assert ask(pair, max_tokens=5).status_code == 200
+            os.kill(victim, signal.SIGCONT)
+        replies = [each.result() for each in running]
+        *_, last = stream
+    assert [reply.status_code for reply in replies] == [200] * 8
+    assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
+    assert last == "[DONE]"
+    eventually("it is well and at rest", lambda: at_rest(pair))
+    assert ask(pair, max_tokens=3, rank=1).status_code == 200
+    assert (cores(pair)[1] != victim) == (how == signal.SIGKILL)
+    assert len(pair.with_role("EngineCore")) == len(pair.with_role("APIServer")) == 2
+
+
+def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
+    """Catches cores that go on computing for nobody."""
+    eventually("it is at rest", lambda: at_rest(pair))
+    dead = pair.with_role("APIServer")[0]
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(ask, pair, max_tokens=3000) for _ in range(8)]
+        eventually("both work", lambda: min(by_engine(pair, "num_requests_running").values()) > 0)
+        os.kill(dead, signal.SIGKILL)
+        failures = [each.exception() for each in running]
+    assert None in failures and any(failures), "those of the other live on"
+    eventually("it is back", lambda: len(set(pair.with_role("APIServer")) - {dead}) == 2)
+    eventually("it is well and at rest", lambda: at_rest(pair))
+
+
+def test_a_head_and_a_headless_server(start: Start, tiny: TextModel) -> None:
+    """Catches ranks that must come in order, numbers that stay on the other machine, and what is left."""
+    rpc = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
+    two = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", *rpc)
+    node = start(*two, "--headless", "--data-parallel-start-rank", "1")
+    time.sleep(1.0)
+    head = start(*two, "--api-server-count", "1")
+    wrong = start("--headless", "-dp", "4", "-dpl", "1", "-dpr", "3", *rpc)
+    head.until_healthy()
+    assert wrong.exit_code() == 1
+    assert "data_parallel_size is 2 at the head, and 4 at" in wrong.text()
+    again = start(*two, "--headless", "--data-parallel-start-rank", "1")
+    assert again.exit_code() == 1
+    assert "data-parallel rank 1 is taken by" in again.text()
+    one = ask(head, rank=0, max_tokens=9).json()["choices"][0]["text"]
+    assert ask(head, rank=1, max_tokens=9).json()["choices"][0]["text"] == one
+    eventually("its numbers are here", lambda: by_engine(head, "prompt_tokens_total")["1"] > 0)
+    dead = node.core
+    with head.streaming(max_tokens=8000) as stream:
+        next(stream)
+        os.kill(dead, signal.SIGKILL)
+        replies = [ask(head, max_tokens=5) for _ in range(4)]
+    assert [reply.status_code for reply in replies] == [200] * 4
+    eventually("it is back", lambda: ask(head, rank=1, max_tokens=3).status_code == 200)
+    head.process.send_signal(signal.SIGTERM)
+    assert head.exit_code() == node.exit_code() == 0, node.text()
+
+
+def test_what_cannot_be_laid_out_is_one_line(start: Start) -> None:
+    taken = free_port()
+    rpc = ("-dpp", str(taken))
+    first = start("-dp", "2", "-dpl", "1", *rpc)
+    eventually("it listens", lambda: "APIServer" in first.text())
+    second = start("-dp", "2", "-dpl", "1", *rpc)
+    assert second.exit_code() == 1
+    last = second.text().strip().splitlines()[-1]
+    assert f"cannot listen on 127.0.0.1:{taken} for data-parallel ranks: Address already in use" in last
