@@ -31,6 +31,7 @@ from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, text_of
 from quire.logs import get_logger
 from quire.metrics import Metric
+from quire.offline import SpreadEngine
 from quire.prepare import configure
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import refuse
@@ -43,12 +44,14 @@ Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """An engine in this process. `model` is a directory, a GGUF file or a hub id; without one it is the
-    packaged SmolLM2-135M-Instruct. Every engine argument may be given by keyword."""
+    """An engine in this process, or with `data_parallel_size` several in processes of their own. `model` is a
+    directory, a GGUF file or a hub id; without one it is the packaged SmolLM2-135M-Instruct. Every engine
+    argument may be given by keyword."""
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         self.config = configure({"model": model} | engine_args)
-        self.llm_engine = LocalEngine(self.config)
+        spread = self.config.parallel.data_parallel_size > 1
+        self.llm_engine: LocalEngine | SpreadEngine = (SpreadEngine if spread else LocalEngine)(self.config)
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -17,6 +19,21 @@ BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """A process that ran this long starts again at the first backoff."""
 _HEAR_S = 0.01
+
+
+@contextmanager
+def main_left_out() -> Iterator[None]:
+    """Processes that are spawned meanwhile do not run the user's script, which has nothing for them, and no
+    `if __name__ == "__main__"` perhaps."""
+    main = sys.modules["__main__"]
+    before = {name: getattr(main, name, None) for name in ("__spec__", "__file__")}
+    for name in before:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(main, name, value)
 
 
 @dataclass
@@ -38,7 +55,8 @@ class Child:
         self.says, theirs = connection.Pipe(duplex=False)
         try:
             self.process = self.make(theirs)
-            self.process.start()
+            with main_left_out():
+                self.process.start()
         finally:
             theirs.close()
         self.started_at = time.monotonic()

@@ -1,0 +1,146 @@
+"""SpreadEngine: cores in processes of their own, behind the calls of an engine that the caller steps."""
+
+import asyncio
+import atexit
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from quire.config.engine import EngineConfig
+from quire.data.params import SamplingParams
+from quire.data.pooling import PoolingParams
+from quire.errors import RequestError
+from quire.frontend.answer import Answer
+from quire.frontend.engine import AsyncEngine
+from quire.frontend.inputs import Prompt
+from quire.frontend.outputs import AnyOutput
+from quire.private import private_engine
+
+T = TypeVar("T")
+
+
+class SpreadEngine:
+    """An engine of several cores, each a process: requests in, `step()` by `step()`, outputs out.
+
+    What speaks with the cores runs on a loop of its own, in a thread: the caller may have a loop already.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-cores", daemon=True)
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self.close = weakref.finalize(self, _end, self._loop, self._thread, self._stack)
+        """Ends the cores."""
+        self.close.atexit = False
+        atexit.register(self.close)  # before multiprocessing waits for its children
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._arrived: queue.SimpleQueue[tuple[str, AnyOutput | Exception]] = queue.SimpleQueue()
+        try:
+            self._engine: AsyncEngine = self._wait(self._stack.enter_async_context(private_engine(config)))
+        except BaseException:
+            self.close()
+            raise
+        self.inputs = self._engine.inputs
+        self.tokenizer = self._engine.tokenizer
+        self.max_model_len = self.inputs.max_model_len
+        self.metrics = None if config.observability.disable_log_stats else self._engine.metrics
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        max_logprobs: int | None = None,
+    ) -> None:
+        """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
+        if request_id in self._tasks:
+            raise RequestError(f"request id {request_id!r} is in use")
+        if not isinstance(prompt, Prompt):
+            prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
+
+        async def begin() -> None:
+            answer: Answer[Any]
+            if isinstance(params, PoolingParams):
+                answer = self._engine.encode(prompt, params, request_id, priority=priority)
+            else:
+                answer = self._engine.generate(
+                    prompt, params, request_id, priority=priority, max_logprobs=max_logprobs
+                )
+            self._tasks[request_id] = asyncio.create_task(self._follow(request_id, answer))
+
+        self._wait(begin())
+
+    async def _follow(self, request_id: str, answer: Answer[Any]) -> None:
+        try:
+            async for output in answer:
+                output.request_id = request_id
+                self._arrived.put((request_id, output))
+        except Exception as error:  # handed to the caller, who raises it in `step`
+            self._arrived.put((request_id, error))
+        finally:
+            await answer.aclose()
+
+    def abort_request(self, request_ids: Iterable[str]) -> list[AnyOutput]:
+        """End requests early, without a last output."""
+        ended = [task for id in list(request_ids) if (task := self._tasks.pop(id, None)) is not None]
+
+        async def abort() -> None:
+            for task in ended:
+                task.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+
+        self._wait(abort())
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._tasks)
+
+    def step(self) -> list[AnyOutput]:
+        """What has come, at least one output. If a request fails, all are gone and the engine is usable."""
+        if not self._tasks:
+            return []
+        found: list[AnyOutput] = []
+        while not found:
+            found += self._take(*self._arrived.get())
+        while not self._arrived.empty():
+            found += self._take(*self._arrived.get())
+        return found
+
+    def _take(self, request_id: str, item: AnyOutput | Exception) -> list[AnyOutput]:
+        if request_id not in self._tasks:
+            return []  # of one that was given up
+        if isinstance(item, Exception):
+            self.abort_request(list(self._tasks))
+            raise item
+        if item.finished:
+            del self._tasks[request_id]
+        return [item]
+
+    def reset_prefix_cache(self) -> bool:
+        return self._wait(self._engine.reset_prefix_cache())
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack) -> None:
+    if threading.current_thread() is thread:  # the collector may find the engine there
+        loop.create_task(stack.aclose()).add_done_callback(lambda _: loop.stop())
+        return
+    asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

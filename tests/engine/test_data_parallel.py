@@ -1,0 +1,106 @@
+"""LLM over several cores: the same answers in the same order, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_text import TextModel, open_text, text_model
+
+from quire import LLM, SamplingParams
+from quire.errors import EngineDead, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, n=3)
+PROMPTS = [[5 + i, 6, 7 * i % 50 + 5, *range(20, 20 + i)] for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return text_model(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def pair(model: TextModel) -> Iterator[LLM]:
+    llm = open_text(model, data_parallel_size=2, disable_log_stats=False)
+    yield llm
+    children = cores()
+    llm.llm_engine.close()
+    assert len(children) == 2 and not psutil.wait_procs(children, timeout=10)[1]
+
+
+def cores() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if each.name().startswith("quire:Engine")]
+
+
+def ids(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[list[int]]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    return [[list(each.token_ids) for each in output.outputs] for output in outputs]
+
+
+def test_answers_are_those_of_one_core_in_order(model: TextModel, pair: LLM) -> None:
+    one = open_text(model)
+    assert ids(pair, PROMPTS, GREEDY) == ids(one, PROMPTS, GREEDY)
+    assert ids(pair, PROMPTS, SEEDED) == ids(one, PROMPTS, SEEDED), "seeds are drawn in the order of prompts"
+    assert pair.get_world_size() == 2 and pair.get_world_size(include_dp=False) == 1
+    ended = {metric.labels["engine"] for metric in pair.get_metrics() if metric.labels.get("engine")}
+    assert ended == {"0", "1"}
+    assert pair.reset_prefix_cache()
+
+
+def test_what_is_wrong_with_a_prompt_is_said_at_once_and_nothing_stays(pair: LLM) -> None:
+    with pytest.raises(RequestError, match="out of vocabulary"):
+        pair.generate([[5], [10**6]], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError):
+        pair.generate([[5], [6]], [GREEDY, SamplingParams(temperature=0, logprobs=10**6)], use_tqdm=False)
+    assert not pair.llm_engine.has_unfinished_requests()
+    assert len(ids(pair, PROMPTS[:2], GREEDY)) == 2
+
+
+def test_beams(model: TextModel, pair: LLM) -> None:
+    from quire import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=3, max_tokens=4)
+    prompts: Any = [{"prompt_token_ids": [5, 6, 7]}]
+    both = [llm.beam_search(prompts, params)[0] for llm in (pair, open_text(model))]
+    assert [beam.tokens for beam in both[0].sequences] == [beam.tokens for beam in both[1].sequences]
+
+
+def test_a_dead_core_costs_nothing_while_there_is_another(model: TextModel) -> None:
+    llm = open_text(model, data_parallel_size=2)
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = ids(llm, PROMPTS, long)
+    first, second = cores()[-2:]
+    engine = llm.llm_engine
+    for number, prompt in enumerate(PROMPTS):
+        llm.enqueue([prompt], long, use_tqdm=False)
+        if number == 6:
+            os.kill(second.pid, signal.SIGKILL)
+    outputs: Any = llm.wait_for_completion(use_tqdm=False)
+    assert [[list(output.outputs[0].token_ids)] for output in outputs] == expected
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        for _ in range(100):
+            ids(llm, PROMPTS, long)
+    assert not engine.has_unfinished_requests()
+    engine.close()
+
+
+def test_a_script_without_a_guard_and_without_an_end(model: TextModel, tmp_path: Path) -> None:
+    """Catches cores that run the user's script once more, and a process that waits for them at its end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from quire import LLM, SamplingParams\n"
+        f"llm = LLM({str(model.path)!r}, dtype='float32', num_gpu_blocks_override=64, data_parallel_size=2)\n"
+        "params = SamplingParams(temperature=0, max_tokens=4)\n"
+        "print([output.outputs[0].text for output in llm.generate(['a', 'b'], params, use_tqdm=False)])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[") == 1
