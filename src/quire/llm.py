@@ -5,12 +5,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from tqdm import tqdm
 
 from quire.config.args import EngineArgs
+from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
 from quire.core.local import LocalEngine
 from quire.data.outputs import BeamSearchOutput, RequestOutput
@@ -31,10 +32,12 @@ from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, text_of
 from quire.logs import get_logger
 from quire.metrics import Metric
-from quire.offline import SpreadEngine
 from quire.prepare import configure
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import refuse
+
+if TYPE_CHECKING:
+    from quire.offline import SpreadEngine
 
 log = get_logger(__name__)
 
@@ -50,8 +53,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         self.config = configure({"model": model} | engine_args)
-        spread = self.config.parallel.data_parallel_size > 1
-        self.llm_engine: LocalEngine | SpreadEngine = (SpreadEngine if spread else LocalEngine)(self.config)
+        self.llm_engine = _open_engine(self.config)
         self._template = read_template(self.config.model.chat_template)
         self._ids = itertools.count()
         self._queued: dict[str, AnyOutput | None] = {}
@@ -383,6 +385,15 @@ class LLM:
         parallel = self.config.parallel
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return size * parallel.data_parallel_size if include_dp else size
+
+
+def _open_engine(config: EngineConfig) -> "LocalEngine | SpreadEngine":
+    """With one core it is stepped in this process."""
+    if config.parallel.data_parallel_size == 1:
+        return LocalEngine(config)
+    from quire.offline import SpreadEngine  # what speaks with other processes is of no use to one core
+
+    return SpreadEngine(config)
 
 
 def _refuse(**given: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny_text import text_model
 
-from quire.bench.datasets import random_samples, sharegpt_samples
+from quire.bench.datasets import prefix_samples, random_samples, sharegpt_samples
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,3 +61,14 @@ def test_a_file_of_another_shape_is_refused(tokenizer: Tokenizer, tmp_path: Path
 def test_a_missing_file_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere.json"):
         sharegpt_samples(3, tmp_path / "nowhere.json", tokenizer)
+
+
+def test_prefixes_are_repeated_and_ends_are_not() -> None:
+    samples = prefix_samples(
+        12, vocab=1000, num_prefixes=3, prefix_len=20, suffix_len=5, output_len=4, seed=1
+    )
+    starts = [tuple(sample.prompt_ids[:20]) for sample in samples]
+    assert sorted(starts.count(start) for start in set(starts)) == [4, 4, 4]
+    assert starts != sorted(starts), "they come in any order"
+    assert len({tuple(sample.prompt_ids[20:]) for sample in samples}) == 12
+    assert {(len(sample.prompt_ids), sample.output_len) for sample in samples} == {(25, 4)}

@@ -429,6 +429,8 @@ def test_names_and_logging_by_usage() -> None:
 
 def test_a_thread_for_each_core_unless_asked() -> None:
     assert make().parallel.cpu_threads == cpu().num_cores
+    assert make({"data_parallel_size": 3}).parallel.cpu_threads == max(cpu().num_cores // 3, 1)
+    assert make({"data_parallel_size": 999}).parallel.cpu_threads == 1
     assert make({"cpu_threads": 3}).parallel.cpu_threads == 3
     with pytest.raises(ConfigError, match="cpu_threads"):
         make({"cpu_threads": 0})
@@ -446,7 +448,7 @@ def test_resolved_values_are_concrete() -> None:
         "download_dir",
         "gguf_file",
     }
-    may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
+    may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
     found = {
         f.name
         for s in SECTIONS

@@ -4,16 +4,18 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from quire.frontend.router import PrefixKeys, Router
 
-BLOCK = 16
+BLOCK, ROWS = 16, 64
 
 
 def make(num_cores: int = 3, **options: object) -> Router:
-    return Router(num_cores, block_size=BLOCK, **options)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": ROWS} | options
+    return Router(num_cores, **settings)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -60,7 +62,7 @@ def test_equal_beginnings_go_to_one_core_until_it_is_too_busy() -> None:
     placed = [router.place(str(i), [*shared, *prompt(i, 16)], among=ALL) for i in range(40)]
     assert len(set(placed[:3])) == 1
     busy = [core.own for core in router.cores]
-    assert max(busy) - min(busy) <= 4, "a prefix that all share must not fill one core"
+    assert max(busy) - min(busy) <= 6, "a prefix that all share must not fill one core"
     for i in range(40):
         router.end(str(i))
         router.end(str(i))
@@ -131,7 +133,7 @@ def test_policies() -> None:
 class Fleet:
     """Cores in simulated time, and API processes that each see their own requests and the beats."""
 
-    NUM_CORES, NUM_API, SLOTS, BEAT_S = 4, 3, 64, 0.1
+    NUM_CORES, NUM_API, BEAT_S = 4, 3, 0.1
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -145,8 +147,11 @@ class Fleet:
         self.waiting: list[deque[int]] = [deque() for _ in cores]
         self.requests: dict[int, tuple[int, int, float, list[int]]] = {}
         """API process, core, seconds of service, prompt."""
-        self.busy_s, self.up_s = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
-        self.work_s = [0.0] * self.NUM_CORES
+        self.busy, self.fair_busy = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
+        """Load of each core over time, and what it would have been with equal shares for those that were
+        up."""
+        self.work_s, self.fair_work_s = [0.0] * self.NUM_CORES, [0.0] * self.NUM_CORES
+        """Likewise, seconds of work that it was given."""
         self.num_events = self.num_again = 0
         self.prefixes = [prompt(i, 96) for i in range(300)]
         self.suffixes = prompt(1000, 5000)
@@ -167,11 +172,14 @@ class Fleet:
         among = [core for core in range(self.NUM_CORES) if self.up[core]]
         core = self.routers[api].place(str(number), tokens, among=among)
         self.requests[number] = api, core, service_s, tokens
+        self.work_s[core] += service_s
+        for each in among:
+            self.fair_work_s[each] += service_s / len(among)
         self.waiting[core].append(number)
         self.admit(core)
 
     def admit(self, core: int) -> None:
-        while self.waiting[core] and len(self.running[core]) < self.SLOTS:
+        while self.waiting[core] and len(self.running[core]) < ROWS:
             number = self.waiting[core].popleft()
             self.running[core].add(number)
             self.at(self.requests[number][2], "end", number)
@@ -182,20 +190,20 @@ class Fleet:
         api, core, service_s, _ = self.requests.pop(number)
         self.running[core].discard(number)
         self.routers[api].end(str(number))
-        self.work_s[core] += service_s
         self.admit(core)
 
     def beat(self) -> None:
+        loads = [len(self.running[core]) + len(self.waiting[core]) for core in range(self.NUM_CORES)]
         for core in range(self.NUM_CORES):
             if self.up[core]:
-                self.busy_s[core] += (len(self.running[core]) + len(self.waiting[core])) * self.BEAT_S
-                self.up_s[core] += self.BEAT_S
+                self.busy[core] += loads[core]
+                self.fair_busy[core] += sum(loads) / sum(self.up)
                 for router in self.routers:
                     router.hear(
                         core,
                         num_running=len(self.running[core]),
                         num_waiting=len(self.waiting[core]),
-                        kv_usage=len(self.running[core]) / self.SLOTS,
+                        kv_usage=len(self.running[core]) / ROWS,
                     )
 
     def die(self, core: int) -> None:
@@ -244,8 +252,52 @@ def test_load_stays_even_through_deaths_and_restarts(num_requests: int) -> None:
     fleet = Fleet(seed=7)
     fleet.run(num_requests, rate=80)
     assert fleet.num_again > num_requests / 1000
-    for done in (fleet.busy_s, fleet.work_s):
-        rates = [seconds / up_s for seconds, up_s in zip(done, fleet.up_s, strict=True)]
-        assert max(rates) <= 1.1 * min(rates), rates
+    for had, fair in ((fleet.busy, fleet.fair_busy), (fleet.work_s, fleet.fair_work_s)):
+        shares = [each / its_due for each, its_due in zip(had, fair, strict=True)]
+        assert max(shares) <= 1.1 * min(shares), shares
     assert all(core.own == 0 for router in fleet.routers for core in router.cores)
     assert all(not router._placed for router in fleet.routers)
+
+
+class Cache:
+    """Blocks of a core by the tokens up to their end, the longest unused go first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.blocks: dict[tuple[int, ...], None] = {}
+
+    def read(self, tokens: list[int]) -> int:
+        """The tokens of a prompt that were cached; all of its blocks are now."""
+        ends = range(BLOCK, len(tokens), BLOCK)
+        prefixes = [tuple(tokens[:end]) for end in ends]
+        num_hit = next((i for i, prefix in enumerate(prefixes) if prefix not in self.blocks), len(prefixes))
+        for prefix in reversed(prefixes):
+            self.blocks.pop(prefix, None)
+            self.blocks[prefix] = None
+        while len(self.blocks) > self.num_blocks:
+            del self.blocks[next(iter(self.blocks))]
+        return num_hit * BLOCK
+
+
+def hit_rate(policy: str) -> float:
+    """Of two cores, whose caches hold two fifths of 40 prefixes each, with 8 requests at a time."""
+    draw = random.Random(1)
+    prefixes = [prompt(i, 12 * BLOCK) for i in range(40)]
+    router = make(2, policy=policy, max_num_seqs=128)
+    caches = [Cache(16 * 13) for _ in range(2)]
+    num_hit = num_asked = 0
+    running: deque[str] = deque()
+    for i in range(2000):
+        tokens = [*draw.choice(prefixes), *prompt(1000 + i, 20)]
+        num_hit += caches[router.place(str(i), tokens, among=(0, 1))].read(tokens)
+        num_asked += len(tokens)
+        running.append(str(i))
+        if len(running) > 8:
+            running.rotate(draw.randrange(9))
+            router.end(running.popleft())
+    return num_hit / num_asked
+
+
+def test_affinity_makes_one_cache_of_two() -> None:
+    rates = {policy: hit_rate(policy) for policy in ("round_robin", "affinity")}
+    assert rates["affinity"] >= 1.8 * rates["round_robin"], rates

@@ -55,6 +55,27 @@ def random_samples(
     ]
 
 
+def prefix_samples(
+    count: int,
+    *,
+    vocab: int,
+    num_prefixes: int,
+    prefix_len: int,
+    suffix_len: int,
+    output_len: int,
+    seed: int = 0,
+) -> list[Sample]:
+    """Random ids in any order: each of the prefixes equally often, with another end every time."""
+    draw = random.Random(seed)
+    prefixes = [[draw.randrange(vocab) for _ in range(prefix_len)] for _ in range(num_prefixes)]
+    samples = [
+        Sample(prefixes[i % num_prefixes] + [draw.randrange(vocab) for _ in range(suffix_len)], output_len)
+        for i in range(count)
+    ]
+    draw.shuffle(samples)
+    return samples
+
+
 def sharegpt_samples(
     count: int, path: Path, tokenizer: Tokenizer, *, output_len: int | None = None, seed: int = 0
 ) -> list[Sample]:

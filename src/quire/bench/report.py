@@ -114,6 +114,8 @@ def lines(result: Mapping[str, Any], *, metrics: Sequence[str], percentiles: Seq
         )
         for percent in percentiles:
             shown += row(f"P{percent:g} {short} (ms):", f"p{percent:g}_{name}_ms")
+    if "prefix_cache_hit_rate" in result:
+        shown.append(f"{'Prefix cache hit rate (%):':<40} {result['prefix_cache_hit_rate']:<10.2f}")
     shown += _draft_lines(result)
     return [*shown, "=" * WIDTH]
 

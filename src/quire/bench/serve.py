@@ -16,8 +16,16 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from quire.bench.cpu import CpuWatch, check_pid, listening_pids, report
-from quire.bench.datasets import Query, custom_queries, random_queries, random_samples, sharegpt_queries
+from quire.bench.datasets import (
+    Query,
+    custom_queries,
+    prefix_samples,
+    random_queries,
+    random_samples,
+    sharegpt_queries,
+)
 from quire.bench.drafts import draft_counters, draft_summary
+from quire.bench.prefix_hits import prefix_summary
 from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
 from quire.bench.serve_flags import add_flags
 from quire.bench.traffic import ENDPOINTS, Record, drive, request_body, send, send_times
@@ -65,12 +73,12 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
         ]
         await _until_ready(client, path, requests[0], args.ready_check_timeout_sec)
         await _warm_up(client, path, requests[0], args.num_warmups, args.max_concurrency)
-        drafts = await _draft_counters(client)
+        before = await _metrics_page(client)
         watch = CpuWatch(_server_pids(args)) if args.cpu_report else None
         records, duration = await _run(client, path, requests, args)
         # Read at once: whatever comes later is no part of the run.
         spent = watch.spent() if watch is not None else []
-        drafted = draft_summary(drafts, await _draft_counters(client))
+        after = await _metrics_page(client)
     finally:
         client.close()
     numbers = summarise(
@@ -83,7 +91,8 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Recor
     if watch is not None:
         print("\n".join(report(spent, seconds=duration, num_tokens=numbers["total_output_tokens"])))
         numbers["cpu"] = [asdict(each) for each in spent]
-    return _heading(args, model) | numbers | drafted, records
+    numbers |= draft_summary(draft_counters(before), draft_counters(after))
+    return _heading(args, model) | numbers | prefix_summary(before, after), records
 
 
 async def _run(
@@ -197,10 +206,22 @@ def _tokenizer(args: argparse.Namespace, root: str | None) -> Tokenizer | None:
 
 
 def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query]:
+    vocab = args.random_vocab or (tokenizer.vocab_size if tokenizer is not None else 256)
+    if args.dataset_name == "prefix_repetition":
+        samples = prefix_samples(
+            args.num_prompts,
+            vocab=vocab,
+            num_prefixes=args.prefix_repetition_num_prefixes,
+            prefix_len=args.prefix_repetition_prefix_len,
+            suffix_len=args.prefix_repetition_suffix_len,
+            output_len=args.prefix_repetition_output_len,
+            seed=args.seed,
+        )
+        return random_queries(samples, tokenizer)
     if args.dataset_name == "random":
         samples = random_samples(
             args.num_prompts,
-            vocab=args.random_vocab or (tokenizer.vocab_size if tokenizer is not None else 256),
+            vocab=vocab,
             input_len=args.random_input_len,
             output_len=args.random_output_len,
             range_ratio=args.random_range_ratio,
@@ -229,13 +250,13 @@ def _server_pids(args: argparse.Namespace) -> list[int]:
     return [*listening_pids(parts.port or 80), os.getpid()]
 
 
-async def _draft_counters(client: HttpClient) -> dict[str, float]:
-    """Empty where the server has no metrics page, or one without speculative decoding."""
+async def _metrics_page(client: HttpClient) -> str:
+    """Empty where the server has none."""
     try:
         response = await client.request("GET", "/metrics")
     except ServerGone:
-        return {}
-    return draft_counters(response.body.decode(errors="replace")) if response.status == 200 else {}
+        return ""
+    return response.body.decode(errors="replace") if response.status == 200 else ""
 
 
 def _allow_many_files() -> None:

@@ -69,7 +69,10 @@ def _traffic_flags(parser: FlagParser) -> None:
 def _dataset_flags(parser: FlagParser) -> None:
     group = parser.add_argument_group("Prompts", "What is asked.")
     group.add_argument(
-        "--dataset-name", choices=("random", "sharegpt", "custom"), default="random", help="Kind of prompts."
+        "--dataset-name",
+        choices=("random", "prefix_repetition", "sharegpt", "custom"),
+        default="random",
+        help="Kind of prompts; those of prefix_repetition begin alike in groups.",
     )
     group.add_argument("--dataset-path", metavar="FILE", help="JSON of sharegpt, JSON lines of custom.")
     group.add_argument(
@@ -100,6 +103,20 @@ def _dataset_flags(parser: FlagParser) -> None:
         type=int,
         metavar="N",
         help="Random ids are below it. Default: the tokenizer's size, else 256, which every model has.",
+    )
+    for name, default, text in (
+        ("prefix", 256, "Tokens of a common beginning."),
+        ("suffix", 256, "Tokens after it, which no two requests share."),
+        ("output", 128, "Tokens generated for each request."),
+    ):
+        flag = f"--prefix-repetition-{name}-len"
+        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} Default: {default}.")
+    group.add_argument(
+        "--prefix-repetition-num-prefixes",
+        type=int,
+        default=10,
+        metavar="N",
+        help="Common beginnings. Default: 10.",
     )
     group.add_argument(
         "--sharegpt-output-len", type=int, metavar="N", help="Default: the length of the dataset's answers."

@@ -170,7 +170,9 @@ def _parallel(values: Mapping[str, Any], machine: Machine) -> ParallelSection:
         )
     own = {"cpu_threads": 1, **own, "device": machine.device, "distributed_executor_backend": backend}
     section = ParallelSection(**own)
-    here = max(len(local_ranks(section)), 1) * world
+    local = local_ranks(section)
+    section = replace(section, data_parallel_size_local=len(local), data_parallel_start_rank=local.start)
+    here = max(len(local), 1) * world
     _check_nodes(own, backend, machine, here, nnodes)
     if "cpu_threads" in values:
         return section

@@ -206,8 +206,8 @@ class ParallelSection:
     """Copies of the engine behind one address."""
     data_parallel_size_local: Annotated[int | None, Rule(at_least=0, short="-dpl")] = None
     """Those of them that run on this machine. Default: all, or one with data_parallel_rank."""
-    data_parallel_start_rank: Annotated[int | None, Rule(at_least=0, short="-dpr")] = None
-    """Number of the first of them. Default: 0."""
+    data_parallel_start_rank: Annotated[int, Rule(at_least=0, short="-dpr")] = 0
+    """Number of the first of them."""
     data_parallel_rank: Annotated[int | None, Rule(at_least=0, short="-dpn")] = None
     """Number of the only copy of this server, where something else spreads requests over the servers."""
     data_parallel_address: Annotated[str, Rule(short="-dpa")] = "127.0.0.1"

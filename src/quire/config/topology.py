@@ -26,7 +26,7 @@ def local_ranks(parallel: ParallelSection) -> range:
     """The data-parallel ranks whose cores run on this machine."""
     size, start, count = (
         parallel.data_parallel_size,
-        parallel.data_parallel_start_rank or 0,
+        parallel.data_parallel_start_rank,
         parallel.data_parallel_size_local,
     )
     if parallel.data_parallel_hybrid_lb and parallel.data_parallel_external_lb:

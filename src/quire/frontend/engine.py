@@ -112,7 +112,11 @@ class AsyncEngine:
             for place, (rank, address) in enumerate(addresses.items())
         ]
         self._router = Router(
-            len(self._links), block_size=facts.block_size, policy=routing, first=first % len(self._links)
+            len(self._links),
+            block_size=facts.block_size,
+            max_num_seqs=facts.max_num_seqs // len(self._links),
+            policy=routing,
+            first=first % len(self._links),
         )
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
         self._flights: dict[str, _Flight] = {}

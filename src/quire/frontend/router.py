@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 CAPACITY = 1 << 17
 """Prefixes remembered: with the depths below, those of thousands of long prompts."""
-SLACK = 3.0
-"""Requests that the core which knows all of a prompt may be ahead of the least busy one,"""
+SLACK_ROWS = 1 / 16
+"""How far the core that knows all of a prompt may be ahead of the least busy one: this part of the sequences
+that it runs at once,"""
 SLACK_SHARE = 0.1
-"""and this part of what that one has."""
+"""and this part of what the other has."""
 MIN_SHARE = 0.05
 """A smaller part of a prompt is not worth a thought."""
 PRESSURE = 6.0
@@ -83,20 +84,23 @@ class Router:
         num_cores: int,
         *,
         block_size: int,
+        max_num_seqs: int,
         policy: str = "affinity",
         capacity: int = CAPACITY,
         first: int = 0,
     ) -> None:
-        """`first` is where turns begin, so that several processes do not all begin with the same core."""
+        """`max_num_seqs` run at once in each core. `first` is where turns begin, so that several processes do
+        not all begin with the same core."""
         self.policy = policy
         self.cores = [_Core() for _ in range(num_cores)]
         self._keys = PrefixKeys(block_size)
+        self._slack = SLACK_ROWS * max_num_seqs
         self._capacity = capacity
         self._turn = first
         self._placed: dict[str, tuple[int, int]] = {}
         """By request: core and number of sequences."""
-        self._known: dict[int, int] = {}
-        """By the key of a prefix: the cores that were sent it, as bits. Longest unused first."""
+        self._known: dict[int, tuple[int, ...]] = {}
+        """By the key of a prefix: the cores that were sent it, its home first. Longest unused first."""
 
     def place(
         self,
@@ -138,8 +142,8 @@ class Router:
         """A core is gone, with its requests and its cache."""
         self._placed = {id: placed for id, placed in self._placed.items() if placed[0] != core}
         self.cores[core] = _Core()
-        left = ~(1 << core)
-        self._known = {key: bits & left for key, bits in self._known.items() if bits & left}
+        without = ((key, tuple(x for x in cores if x != core)) for key, cores in self._known.items())
+        self._known = {key: cores for key, cores in without if cores}
 
     def forget_prefixes(self) -> None:
         self._known.clear()
@@ -159,26 +163,26 @@ class Router:
         """The core that has most of the prompt and is not too far ahead of the least busy."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
-        slack = SLACK + SLACK_SHARE * least
-        refused = 0
+        slack = self._slack + SLACK_SHARE * least
+        tried: tuple[int, ...] = ()
         for depth, key in zip(reversed(depths), reversed(keys), strict=True):
             share = depth / length
             if share < MIN_SHARE:
                 break
-            bits = self._known.get(key, 0) & ~refused
-            if not bits:
+            cores = self._known.get(key, ())
+            if cores == tried:
                 continue
-            holders = [core for core in among if bits >> core & 1]
-            if holders:
-                best = min(holders, key=lambda core: (loads[core], self._rotated(core)))
-                if loads[best] <= least + slack * share:
-                    return best
-            refused |= bits
+            for core in cores:
+                if core not in tried and core in loads and loads[core] <= least + slack * share:
+                    return core
+            tried = cores
         return self._least(among)
 
     def _remember(self, keys: list[int], core: int) -> None:
-        known, bit = self._known, 1 << core
+        """A core that helps out does not become the home: its copy is the one that is left to age."""
+        known = self._known
         for key in keys:
-            known[key] = known.pop(key, 0) | bit
+            cores = known.pop(key, ())
+            known[key] = cores if core in cores else (*cores, core)
         while len(known) > self._capacity:
             del known[next(iter(known))]
