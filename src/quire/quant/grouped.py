@@ -261,8 +261,7 @@ class GroupedExperts(StoredExperts):
         return read(self.scheme, stored, _sizes_of(self.shape)[name][1])
 
     def _on_gpu(self) -> bool:
-        from quire.kernels.triton.grouped import pack, stack
-        from quire.kernels.triton.grouped_experts import mix
+        from quire.kernels.triton.grouped_experts import mix, pack, stack
         from quire.kernels.triton.matmul import has_room
 
         if not has_room() or self.shape.hidden % 8 or self.shape.intermediate % 8:

@@ -1,5 +1,7 @@
 """Products with weights in groups against torch, in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,23 +10,23 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.experts import mix as mix_reference
 from quire.kernels.reference import Reference
 from quire.kernels.triton.grouped import (
-    GroupedWeight,
-    choose,
     gated,
     linear,
     multiply,
     pack,
-    stack,
     unpack,
     unpack_reference,
 )
-from quire.kernels.triton.grouped_experts import mix
-from quire.kernels.triton.matmul import Rows, Tiles
+from quire.kernels.triton.grouped_experts import mix, stack
+from quire.kernels.triton.grouped_experts import pack as pack_expert
+from quire.kernels.triton.matmul import Tiles
+from quire.kernels.triton.packed_plans import choose
+from quire.kernels.triton.packed_rows import Whole
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float16
-PLANS = [Rows(8, 4), Tiles(16, 32, 64, 1, 4, 3), Tiles(16, 16, 16, 3, 2, 3), Tiles(64, 64, 32, 1, 4, 3)]
+PLANS = [Whole(2, 1), Tiles(16, 32, 64, 1, 4, 3), Tiles(16, 16, 32, 3, 2, 3), Tiles(64, 64, 128, 1, 4, 3)]
 SHAPES = [(4, 64, 192), (4, 32, 96), (8, -1, 80)]
 gpu = pytest.mark.gpu
 
@@ -42,8 +44,8 @@ def random(*shape: int) -> Tensor:
 
 
 def weight_of(
-    outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype = DTYPE
-) -> tuple[GroupedWeight, Tensor]:
+    outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype = DTYPE, pack: Any = pack
+) -> tuple[Any, Tensor]:
     """Random, and what it means."""
     groups = 1 if group < 0 else inputs // group
     codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
@@ -77,13 +79,12 @@ def test_what_is_packed_can_be_unpacked(bits: int, group: int, inputs: int) -> N
 
 @pytest.mark.parametrize(("bits", "group", "inputs"), SHAPES)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_products_of_odd_sizes(plan: Rows | Tiles, bits: int, group: int, inputs: int) -> None:
-    num = 2 if isinstance(plan, Rows) else 19
+def test_products_of_odd_sizes(plan: Whole | Tiles, bits: int, group: int, inputs: int) -> None:
+    num = 2 if isinstance(plan, Whole) else 19
     (weight, plain), x, bias = weight_of(22, inputs, bits, group), random(num, inputs + 8)[:, 8:], random(22)
     close(multiply(x, weight, bias, plan), product(x, plain) + bias.double())
-    if isinstance(plan, Rows) or plan.splits == 1:
-        expected = Reference().gated(product(x, plain).to(DTYPE), "silu")
-        close(multiply(x, weight, None, plan, gated=True), expected)
+    expected = Reference().gated(product(x, plain).to(DTYPE), "silu")
+    close(multiply(x, weight, None, plan, gated=True), expected)
 
 
 @pytest.mark.parametrize("num", [1, 40])
@@ -97,7 +98,7 @@ def test_what_is_chosen_multiplies(num: int) -> None:
 def test_experts(bits: int, activation: str) -> None:
     num, experts, hidden, inner = 9, 3, 96, 64
     made = [
-        [weight_of(*size, bits, 32) for _ in range(experts)]
+        [weight_of(*size, bits, 32, pack=pack_expert) for _ in range(experts)]
         for size in ((2 * inner, hidden), (hidden, inner))
     ]
     packed = [stack([weight for weight, _ in of]) for of in made]
@@ -112,15 +113,17 @@ def test_experts(bits: int, activation: str) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 2, 16, 17, 64, 100, 128, 256, 300, 512])
-def test_every_shape_has_a_plan_that_fits(num: int) -> None:
+@pytest.mark.parametrize("unit", [16, 32])
+def test_every_shape_has_a_plan_that_fits(num: int, unit: int) -> None:
     for size_out, size_in in [(6144, 4096), (4096, 14336), (28672, 4096), (576, 1536), (100, 96)]:
-        assert choose(num, size_out, size_in, 1) is not None
         for parts in (1, 2):
-            plan = choose(num, size_out, size_in, parts)
+            plan = choose(num, size_out, size_in, parts, unit)
+            assert plan is not None or num > 128
+            assert isinstance(plan, Whole) == (num == 1)
             if isinstance(plan, Tiles):
-                held = plan.stages * plan.length * 2 * (4 * plan.num + parts * plan.rows)
+                held = plan.stages * plan.length * (2 * plan.num + parts * plan.rows * 16 // unit)
                 assert held < 225 * 1024 and plan.splits * 256 <= max(size_in, 256)
-                assert parts == 1 or plan.splits == 1
+                assert plan.length % unit == 0 and 256 % plan.length == 0
 
 
 @gpu

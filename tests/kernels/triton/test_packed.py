@@ -10,10 +10,9 @@ from quire.kernels.experts import ExpertWeights
 from quire.kernels.quantized import TYPES, unpack_reference
 from quire.kernels.reference import Reference
 from quire.kernels.triton import packed_launch
+from quire.kernels.triton.matmul import Tiles
 from quire.kernels.triton.packed_launch import (
     Rows,
-    Tiles,
-    Whole,
     choose,
     form_of,
     gated,
@@ -23,6 +22,7 @@ from quire.kernels.triton.packed_launch import (
     rows,
     unpack,
 )
+from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.packed_tiles import takes
 from quire.kernels.triton.planes import KINDS, Planes, pack
 

@@ -2,19 +2,124 @@
 of a weight spread on their way to the tensor cores."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.grouped import GroupedWeight, spread
 from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
 from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
+
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class GroupedExperts(NamedTuple):
+    """The weights [size_out, size_in] of experts as the kernels read them.
+
+    Codes lie in pieces of `16 / bits` runs: the 16 bits of `codes` that are i-th in a piece hold, from the
+    lowest on, the i-th code of each run.
+    """
+
+    codes: Tensor
+    """[experts * size_out, padded size_in * bits / 16] int16"""
+    heads: Tensor
+    """[experts, groups, size_out] int32: the scale above the zero, both in the type of x. The zero has what
+    `offset` says added to it."""
+    bits: int
+    group: int
+    run: int
+    size_in: int
+
+
+def offset(bits: int, dtype: torch.dtype) -> int:
+    """What a code has added to it when its bits are put under those of this number."""
+    return 1024 if dtype == torch.float16 else 128 if bits == 4 else 0
+
+
+def run_of(size_in: int, group: int, bits: int) -> int:
+    """As long as a group allows, and as divides the inputs, if any does."""
+    fitting = [run for run in (64, 32, 16) if group % run == 0 and size_in % (16 // bits * run) == 0]
+    return fitting[0] if fitting else 16
+
+
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torch.dtype) -> GroupedExperts:
+    """`codes` uint8 [out, in], `scales` and `zeros` [out, groups] -> what the kernels read."""
+    size_out, size_in = codes.shape
+    group = size_in // scales.shape[1]
+    run, per = run_of(size_in, group, bits), 16 // bits
+    padded = triton.cdiv(size_in, per * run) * per * run
+    if scales.shape[1] == 1:
+        group = padded
+    pieces = F.pad(codes, (0, padded - size_in)).view(size_out, -1, per, run)
+    packed = torch.zeros(size_out, padded // (per * run), run, dtype=torch.int32, device=codes.device)
+    for i in range(per):
+        packed |= pieces[:, :, i].to(torch.int32) << bits * i
+    packed = packed.to(torch.int16).view(size_out, -1)
+    high = _bits_of(scales, dtype) << 16
+    heads = (high | _bits_of(zeros + offset(bits, dtype), dtype)).t()
+    heads = F.pad(heads, (0, 0, 0, triton.cdiv(padded, group) - len(heads))).contiguous()
+    return GroupedExperts(packed, heads, bits, group, run, size_in)
+
+
+def stack(weights: Sequence[GroupedExperts]) -> GroupedExperts:
+    """Those of experts, as one: codes [experts * size_out, ...], heads [experts, ...]."""
+    codes, heads = torch.cat([each.codes for each in weights]), torch.stack([each.heads for each in weights])
+    return weights[0]._replace(codes=codes, heads=heads)
+
+
+def _bits_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+@triton.constexpr_function
+def _spreading(bits: int, run: int, is_half: bool) -> str:
+    """Assembly: of the codes of two words, those in run `run` as two numbers: (code - zero) * scale."""
+    kind, under = ("f16x2", "0x64006400") if is_half else ("bf16x2", "0x43004300")
+    mask = "0x00ff00ff" if bits == 8 and is_half else "0x000f000f"
+    low = f"lop3.b32 t, t, {mask}, {under}, 0xea;"
+    if bits == 8 and not is_half:  # 8 bits do not fit under a number: 16 * high + low
+        low = (
+            f"mov.b32 v, {under}; mov.b32 w, 0x41804180; shr.b32 u, t, 4;"
+            f"lop3.b32 u, u, {mask}, {under}, 0xea; sub.{kind} u, u, v; {low} sub.{kind} t, t, v;"
+            f"fma.rn.{kind} t, u, w, t;"
+        )
+    shift, scaled = f"shr.b32 t, $1, {bits * run};", f"sub.{kind} t, t, $2; mul.{kind} $0, t, $4;"
+    return f"{{ .reg .b32 t, u, v, w; {shift} {low} {scaled} }}"
+
+
+@triton.jit
+def _doubled(low: tl.tensor) -> tl.tensor:
+    """16 bits, and the same above them."""
+    return (low & 0xFFFF) | (low << 16)
+
+
+@triton.jit
+def spread(
+    words: tl.tensor, heads: tl.tensor, KIND: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
+) -> tl.tensor:
+    """Run `RUN` of words [rows, length] with the heads of the rows, as numbers."""
+    if _INTERPRETED:
+        zero = (heads & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
+        scale = (heads >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)[:, None]
+        base: tl.constexpr = 1024 if tl.float16 == KIND else 128 if BITS == 4 else 0
+        code = (words.to(tl.int32) >> BITS * RUN) & ((1 << BITS) - 1)
+        return ((code.to(tl.float32) - (zero - base)) * scale).to(KIND)
+    else:
+        zero = tl.broadcast_to(_doubled(heads)[:, None], words.shape)
+        scale = tl.broadcast_to(_doubled(heads >> 16)[:, None], words.shape)
+        ASM: tl.constexpr = _spreading(BITS, RUN, tl.float16 == KIND)
+        pairs = tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r,r,r", [words, zero, scale], dtype=tl.int16, is_pure=True, pack=2
+        )
+        return pairs.to(KIND, bitcast=True)
 
 
 class Tile(NamedTuple):
@@ -130,8 +235,8 @@ def mix(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: GroupedWeight,
-    down: GroupedWeight,
+    gate_up: GroupedExperts,
+    down: GroupedExperts,
     biases: tuple[Tensor | None, Tensor | None],
     activation: str,
 ) -> Tensor:
@@ -151,7 +256,7 @@ def multiply(
     x: Tensor,
     pairs: Sorted,
     *,
-    weight: GroupedWeight,
+    weight: GroupedExperts,
     bias: Tensor | None,
     tile: Tile,
     top: int,

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import packed, packed_rows, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
 from quire.kernels.triton.launch import launch, overlap
-from quire.kernels.triton.matmul import arrivals_of, tiled
+from quire.kernels.triton.matmul import Tiles, aligned, arrivals_of, has_room, tiled
+from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.pairs import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.planes import KINDS, TILE, Planes
 
@@ -33,24 +33,6 @@ class Rows(NamedTuple):
 
     two: bool
     warps: int
-
-
-class Whole(NamedTuple):
-    """`packed_rows.rows` in so many programs at most."""
-
-    programs: int
-    warps: int
-
-
-class Tiles(NamedTuple):
-    """`packed.tiles` with so many rows of x, rows of the weight and columns at a time, in `splits`."""
-
-    num: int
-    rows: int
-    length: int
-    splits: int
-    warps: int
-    stages: int
 
 
 Plan = Rows | Whole | Tiles | None
@@ -186,7 +168,7 @@ def _launch_tiles(
         size = (2 if activation else 1) * splits * num * size_out
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     kernel = packed_tiles.tiles if spread else packed.tiles
-    bits = (_halves_of(planes, plan), whole_bits_of(planes)) if spread else (bits_of(planes),)
+    bits = (packed_tiles.halves(planes.low, plan.rows, plan.length // form.unit), whole_bits_of(planes)) if spread else (bits_of(planes),)
     of = tiled(x, plan.num, plan.length) if spread and pairs is None else x
     launch(kernel, num_tiles, splits)(
         out, of, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
@@ -245,12 +227,6 @@ def _form_of(name: str) -> Form:
     kind = KINDS[name]
     sizes = kind.low, kind.high, kind.unit, kind.words, kind.zero
     return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low])
-
-
-def _halves_of(planes: Planes, plan: Tiles) -> TensorDescriptor:
-    """Of words."""
-    length = plan.length // KINDS[planes.kind].unit * 8
-    return tiled(planes.low.view(torch.int16).flatten(1), plan.rows, length)
 
 
 def whole_bits_of(planes: Planes) -> Bits:

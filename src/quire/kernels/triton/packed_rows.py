@@ -4,13 +4,23 @@ A thread has a unit of each row of the weight, and that of x: each number as two
 of a 32,512th of the unit's largest. So four codes are multiplied at once, and no bit of x that counts is lost.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.codes import words_of
+from quire.kernels.triton.codes import offset_of, words_of
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.planes import TILE
+
+
+class Whole(NamedTuple):
+    """`rows` in so many programs at most."""
+
+    programs: int
+    warps: int
+
 
 _TILE = tl.constexpr(TILE)
 _STEPS = tl.constexpr(32512.0)
@@ -74,9 +84,7 @@ def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sixteen(
-    x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
-):
+def _sixteen(x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr):
     """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
     a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
     return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1)
@@ -88,7 +96,7 @@ def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr):
     most = tl.zeros(u.shape, tl.float32)
     for q in tl.static_range(UNIT // 8):
         most = tl.maximum(most, tl.max(tl.abs(_eight(x, u, exist, q, UNIT)), 1))
-    times = tl.where(most > 0, _STEPS / most, 0.0)
+    times = _STEPS / tl.maximum(most, 1e-30)
     high, low, total = _sixteen(x, u, exist, times, 0, UNIT)
     high2, low2 = high, low
     if UNIT == 32:
@@ -99,33 +107,35 @@ def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _half(word: tl.tensor) -> tl.tensor:
-    """The float16 in the lower half."""
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _number(word: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """In the lower half."""
+    return word.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _held(
-    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
-) -> tl.tuple:
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, total: tl.tensor,
+    FORM: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Words of units u of rows n, and scales and subs, those of which there are two in one."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     words = words_of(bits, n, u, exist, units, FORM)
-    tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
-    at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
-    scales = tl.load(bits.scales + at, mask=exist, other=0)
-    if FORM.subs != "":
-        return (
-            words,
-            scales,
-            tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0),
-        )
+    if FORM.group > 0:
+        at = (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
+        heads = tl.load(bits.scales + at, mask=exist, other=0)
+        return words, heads, heads
     else:
-        return words, scales, scales
+        tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
+        at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
+        heads = tl.load(bits.scales + at, mask=exist, other=0)
+        subs = heads
+        if FORM.subs != "":
+            subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
+        return words, heads, subs
 
 
 @triton.jit
-def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
+def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     """Products of a tile of rows with x: [TILE]."""
     words, heads, subs = held
     high, low, high2, low2, step, total = x
@@ -136,16 +146,20 @@ def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr) -> tl.tensor:
         codes = _apart(words, 4, 0x0F0F0F0F)
         above, below = _sixteen_times(codes, high2, above), _sixteen_times(codes, low2, below)
     dot = ((above << 8) + below).to(tl.float32) * step[None, :]
-    scale, sub = _half(heads), subs.to(tl.int32)
-    if FORM.subs != "":
-        scale *= (sub & 255).to(tl.float32)
-    if FORM.lows:
-        least = _half(heads >> 16)
-        if FORM.subs != "":
-            least *= (sub >> 8).to(tl.float32)
-        return tl.sum(dot * scale - least * total[None, :], 1)
+    if FORM.group > 0:
+        zero = _number(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
+        return tl.sum((dot - total[None, :] * zero) * _number(heads >> 16, KIND), 1)
     else:
-        return tl.sum((dot - total[None, :] * FORM.zero) * scale, 1)
+        scale, sub = _number(heads, tl.float16), subs.to(tl.int32)
+        if FORM.subs != "":
+            scale *= (sub & 255).to(tl.float32)
+        least = total[None, :] * FORM.zero * scale
+        if FORM.lows:
+            low = _number(heads >> 16, tl.float16)
+            if FORM.subs != "":
+                low *= (sub >> 8).to(tl.float32)
+            least = low * total[None, :]
+        return tl.sum(dot * scale - least, 1)
 
 
 @triton.jit
@@ -169,6 +183,7 @@ def rows(
     """Grid (programs, rows of out): `packed.rows` with `UNITS` of whole rows; each program takes every so many
     tiles of rows."""
     GATED: tl.constexpr = ACTIVATION != ""
+    total = size_out * (2 if GATED else 1)
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
     start = 0
     if TOP > 0:
@@ -179,27 +194,27 @@ def rows(
         x += pair.to(tl.int64) * x_stride
     known, n = u < units, tl.program_id(0) * _TILE + tl.arange(0, _TILE)
     exist = (n < size_out)[:, None] & known[None, :]
-    held = _held(bits, start + n, u, exist, units, FORM)
+    held = _held(bits, start + n, u, exist, units, total, FORM)
     more = held
     if GATED:
-        more = _held(bits, start + size_out + n, u, exist, units, FORM)
+        more = _held(bits, start + size_out + n, u, exist, units, total, FORM)
     if TOP == 0:
         follow(OVERLAP)
     parts = _parts(x, u, known, FORM.unit)
-    kind = out.dtype.element_ty
+    kind: tl.constexpr = out.dtype.element_ty
     out += pair.to(tl.int64) * out_stride
     for tile in range(tl.program_id(0), tl.cdiv(size_out, _TILE), each):
         n = tile * _TILE + tl.arange(0, _TILE)
         row, inside, after = start + n, n < size_out, n + each * _TILE
         exist = (after < size_out)[:, None] & known[None, :]
-        ahead = _held(bits, start + after, u, exist, units, FORM)
-        y = _dot(held, parts, FORM)
+        ahead = _held(bits, start + after, u, exist, units, total, FORM)
+        y = _dot(held, parts, FORM, kind)
         held = ahead
         if BIASED:
             y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
         if GATED:
-            ahead = _held(bits, start + size_out + after, u, exist, units, FORM)
-            z = _dot(more, parts, FORM)
+            ahead = _held(bits, start + size_out + after, u, exist, units, total, FORM)
+            z = _dot(more, parts, FORM, kind)
             more = ahead
             if BIASED:
                 z += tl.load(bias + row + size_out, mask=inside, other=0.0).to(tl.float32)

@@ -1,18 +1,27 @@
 """Products of some rows with packed weights (`planes.py`) of whole codes: the tensor cores take the weight as
 their first factor, out of registers, where a code becomes a number in pairs."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.codes import Form
+from quire.kernels.triton.codes import Form, offset_of
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.matmul import tiled
 from quire.kernels.triton.packed import _all, _pairs, _with
 from quire.kernels.triton.planes import TILE
 
 _EIGHT = tl.constexpr(8)
 _TILE = tl.constexpr(TILE)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def halves(words: Tensor, rows: int, units: int) -> TensorDescriptor:
+    """Of words [size_out, units, 4], in tiles."""
+    return tiled(words.view(torch.int16).flatten(1), rows, units * 8)
 
 
 def takes(form: Form) -> bool:
@@ -38,8 +47,12 @@ def _spreading(form: Form, at: int, is_half: bool) -> str:
         )
     else:
         mask, zero = ("0x00ff00ff" if form.low == 8 else "0x000f000f"), under + form.zero
-        code = f"lop3.b32 t, t, {mask}, {above}, 0xea; mov.b32 u, 0x{zero:x}{zero:x}; sub.{kind} t, t, u;"
+        code = f"lop3.b32 t, t, {mask}, {above}, 0xea;"
+        if not form.group:
+            code += f"mov.b32 u, 0x{zero:x}{zero:x}; sub.{kind} t, t, u;"
     last = f"mul.{kind} $0, t, $2;"
+    if form.group:
+        last = f"prmt.b32 v, $2, $2, 0x1010; sub.{kind} t, t, v; prmt.b32 u, $2, $2, 0x3232; mul.{kind} $0, t, u;"
     if form.lows:
         last = f"prmt.b32 u, $2, $2, 0x1010; prmt.b32 v, $2, $2, 0x3232; fma.rn.{kind} $0, t, u, v;"
     return f"{{ .reg .b32 t, u, v; shr.b32 t, $1, {at}; {code} {last} }}"
@@ -85,16 +98,22 @@ def _joined(first: tl.tensor, second: tl.tensor, KIND: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def _pairs_of(
-    bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor,
+def pairs_of(
+    bits: tl.tuple, n: tl.tensor, at: tl.tensor, inside: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of `UNITS` from `at` on of rows n, for each half of a word: [R, UNITS * 8]."""
+    """Of `UNITS` from `at` on of `total` rows' n, for each half of a word: [R, UNITS * 8]."""
     u, tile, r = at + tl.arange(0, UNITS), n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
     exist = inside[:, None] & (u < units)[None, :]
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     stored = tile * (units // WIDTH)
-    if FORM.subs == "":
+    if FORM.group > 0 and FORM.group % (UNITS * FORM.unit) == 0:
+        heads = tl.load(bits.scales + (at * FORM.unit // FORM.group * total + n)[:, None], mask=inside[:, None])
+        pair = tl.broadcast_to(heads, exist.shape)
+    elif FORM.group > 0:
+        of = bits.scales + (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
+        pair = tl.load(of, mask=exist, other=0)
+    elif FORM.subs == "":
         heads = tl.load(bits.scales + (stored + u[None, :] // WIDTH) * _TILE + r, mask=exist, other=0)
         pair = _pair(heads.to(tl.int32), FORM, KIND)
     else:
@@ -129,6 +148,9 @@ def _spread(
     AT: tl.constexpr = FORM.low * (Q % 2 * (FORM.unit // 16) + Q // 2)
     if _INTERPRETED:
         code = (words.to(tl.int32) >> AT & ((1 << FORM.low) - 1)).to(tl.float32) - FORM.zero
+        if FORM.group > 0:
+            code -= _number(pair, KIND) - offset_of(FORM.low, tl.float16 == KIND)
+            return (code * _number(pair >> 16, KIND)).to(KIND)
         number = code * _number(pair, KIND)
         return (number + _number(pair >> 16, KIND) if FORM.lows else number).to(KIND)
     else:
@@ -140,7 +162,7 @@ def _spread(
 
 
 @triton.jit
-def _numbers(words: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+def numbers_of(words: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     """All columns of units, in order: each thread keeps what it has."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1] // _EIGHT
@@ -163,22 +185,23 @@ def _sums(
     """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x is a descriptor of tiles,
     or if rows are `APART`, points to them."""
     row, size_out, inside, real, units, first_m = where
+    total = size_out * (2 if GATED else 1)
     n, k = row + tl.arange(0, ROWS), tl.arange(0, UNITS * FORM.unit)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(steps[0], steps[1]):
         at = step * UNITS
         words = weight.load([row, at * _EIGHT])
-        pair = _pairs_of(bits, n, at, inside, units, FORM, KIND, UNITS)
+        pair = pairs_of(bits, n, at, inside, units, total, FORM, KIND, UNITS)
         if APART:
             held = real[:, None] & (at * FORM.unit + k < units * FORM.unit)[None, :]
             a = tl.load(x + (at * FORM.unit + k)[None, :], mask=held, other=0.0)
         else:
             a = x.load([first_m, at * FORM.unit])
-        acc = tl.dot(_numbers(words, pair, FORM, KIND), tl.trans(a), acc, input_precision="ieee")
+        acc = tl.dot(numbers_of(words, pair, FORM, KIND), tl.trans(a), acc, input_precision="ieee")
         if GATED:
             words = weight.load([row + size_out, at * _EIGHT])
-            pair = _pairs_of(bits, n + size_out, at, inside, units, FORM, KIND, UNITS)
-            up = tl.dot(_numbers(words, pair, FORM, KIND), tl.trans(a), up, input_precision="ieee")
+            pair = pairs_of(bits, n + size_out, at, inside, units, total, FORM, KIND, UNITS)
+            up = tl.dot(numbers_of(words, pair, FORM, KIND), tl.trans(a), up, input_precision="ieee")
     return acc, up
 
 
