@@ -100,9 +100,12 @@ def test_planes_take_no_more_than_the_file(kind: str) -> None:
     assert planes.data.numel() < size * (1.06 if kind == "MXFP4" else 1.05)
 
 
-@pytest.mark.parametrize("plan", [Rows(False, 1), SMALL], ids=str)
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
-def test_gate_and_up_in_one(kind: str, plan: Rows | Tiles) -> None:
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [("Q6_K", Rows(False, 1)), ("Q6_K", SMALL), ("Q4_K", Whole(1, 1)), ("Q4_K", SMALL), ("Q8_0", SMALL)],
+    ids=str,
+)
+def test_gate_and_up_in_one(kind: str, plan: Rows | Whole | Tiles) -> None:
     planes, weight = made(kind, 16, 256)
     x = random(2, 256) / 16
     expected = Reference().gated((x.double() @ weight.T).to(DTYPE), "silu")
@@ -120,11 +123,13 @@ def test_many_rows_are_multiplied_in_shares(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("plan", "bias"), [(Rows(True, 1), True), (Tiles(16, 32, 64, 1, 4, 2), True), (SMALL, False)], ids=str
+    ("plan", "bias"),
+    [(Rows(True, 1), True), (Whole(2, 1), True), (Tiles(16, 32, 64, 1, 4, 2), True), (SMALL, False)],
+    ids=str,
 )
-def test_experts(plan: Rows | Tiles, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(plan: Rows | Whole | Tiles, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert in the place of another, or the type of another part; a pair that is lost."""
-    monkeypatch.setattr(packed_launch, "choose_experts", lambda num_pairs, num_experts: plan)
+    monkeypatch.setattr(packed_launch, "choose_experts", lambda num_pairs, num_experts, whole: plan)
     experts, hidden, inner, tokens = 3, 32, 32, 3
     up, up_weight = made("Q4_1", experts * 2 * inner, hidden)
     down, down_weight = made("Q8_0", experts * hidden, inner, seed=1)

@@ -23,8 +23,6 @@ from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.packed_tiles import halves
 from quire.kernels.triton.planes import TILE, Kind, _bits, _placed
 
-MOST_TILED = 512
-"""More rows are multiplied by the library, with a weight that is unpacked for them."""
 _UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
 
 
@@ -80,7 +78,7 @@ def unpack_reference(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def _unpack(
     out: tl.tensor,
-    weight: tl.tensor,
+    halves: tl.tensor,
     bits: tl.tuple,
     size_in: tl.tensor,
     size_out: tl.tensor,
@@ -92,7 +90,9 @@ def _unpack(
     """Grid (size_out / ROWS, units / UNITS): [size_out, size_in], as numbers."""
     kind: tl.constexpr = out.dtype.element_ty
     n, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS
-    words = weight.load([tl.program_id(0) * ROWS, at * 8])
+    of = at * 8 + tl.arange(0, UNITS * 8)
+    exist = (n < size_out)[:, None] & (of < units * 8)[None, :]
+    words = tl.load(halves + n.to(tl.int64)[:, None] * (units * 8) + of[None, :], mask=exist, other=0)
     pair = packed_tiles.pairs_of(bits, n, at, n < size_out, units, size_out, FORM, kind, UNITS)
     k = at * FORM.unit + tl.arange(0, UNITS * FORM.unit)
     inside = (n < size_out)[:, None] & (k < size_in)[None, :]
@@ -124,7 +124,7 @@ def multiply(
     same = dict(FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=0, OVERLAP=ahead)
     if isinstance(plan, Whole):
         held = max(triton.next_power_of_2(units), 32 * plan.warps)
-        launch(packed_rows.rows, min(triton.cdiv(size_out, TILE), plan.programs), num)(
+        launch(packed_rows.rows, min(triton.cdiv(size_out, TILE * (1 if gated else 2)), plan.programs), num)(
             out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
             UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
         )  # fmt: skip
@@ -147,8 +147,7 @@ def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     size_out, units = weight.codes.shape[:2]
     out = torch.empty(size_out, weight.size_in, dtype=dtype, device=weight.codes.device)
     launch(_unpack, triton.cdiv(size_out, _UNPACKED_ROWS), triton.cdiv(units, _UNPACKED_UNITS))(
-        out, halves(weight.codes, _UNPACKED_ROWS, _UNPACKED_UNITS), _bits_in(weight), weight.size_in, size_out,
-        units, FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
+        out, weight.codes.view(torch.int16), _bits_in(weight), weight.size_in, size_out, units, FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
     )  # fmt: skip
     return out
 
@@ -164,7 +163,7 @@ def _bits_in(weight: GroupedWeight) -> Bits:
 
 def _plan(x: Tensor, weight: GroupedWeight, parts: int) -> Whole | Tiles | None:
     """None: unpacked, by the library."""
-    plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits)) if 0 < len(x) <= MOST_TILED else None
+    plan = choose(len(x), len(weight.codes), weight.size_in, parts, unit_of(weight.bits))
     if isinstance(plan, Whole):
         return plan if x.stride(1) == 1 and weight.size_in % unit_of(weight.bits) == 0 else None
     return plan if plan is not None and aligned(x) and has_room() else None

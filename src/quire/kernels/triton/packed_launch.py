@@ -1,17 +1,19 @@
 """Launches of products with packed weights (`packed.py`): linear layers, experts, rows of a table."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import packed, packed_rows, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
 from quire.kernels.triton.launch import launch, overlap
 from quire.kernels.triton.matmul import Tiles, aligned, arrivals_of, has_room, tiled
+from quire.kernels.triton.packed_plans import choose as choose_spread
 from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.pairs import Sorted, add, most_tiles, sorted_mix
 from quire.kernels.triton.planes import KINDS, TILE, Planes
@@ -43,7 +45,7 @@ def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor |
     """x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
     if out is None:
         out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
-    plan = choose(len(x), planes.rows, planes.columns, 1)
+    plan = _plan(len(x), planes, 1)
     if plan is None:
         return _unpacked_product(out, x, planes, bias)
     return multiply(x, planes, bias, plan, out=out)
@@ -51,7 +53,7 @@ def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor |
 
 def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
     """act(x G^T) * (x U^T) for W = G over U, of which each has whole tiles."""
-    plan = choose(len(x), planes.rows, planes.columns, 2)
+    plan = _plan(len(x), planes, 2)
     if plan is None:
         return gated_of(product(x, planes), activation)
     return multiply(x, planes, None, plan, activation)
@@ -94,8 +96,10 @@ def mix(
         return torch.empty_like(x)
     num_experts = gate_up.rows // (2 * inner)
     hidden = down.rows // num_experts
-    plan = choose_experts(num * top, num_experts)
-    if isinstance(plan, Rows):
+    plan = choose_experts(
+        num * top, num_experts, whole=all(packed_tiles.takes(form_of(of)) for of in (gate_up, down))
+    )
+    if not isinstance(plan, Tiles):
         ahead = overlap(num, hidden)
         between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
         apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
@@ -133,7 +137,7 @@ def _launch_rows(
     form, of = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
     if isinstance(plan, Whole):
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
-        launch(packed_rows.rows, min(triton.cdiv(out.shape[1], TILE), plan.programs), len(out))(
+        launch(packed_rows.rows, min(triton.cdiv(out.shape[1], TILE * (1 if activation else 2)), plan.programs), len(out))(
             out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
             FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, UNITS=units, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=plan.warps,
@@ -162,21 +166,27 @@ def _launch_tiles(
     ahead: bool,
 ) -> None:
     form, (num, size_out), parts = form_of(planes), out.shape, out
-    spread = packed_tiles.takes(form)
+    spread = _spreads(form)
     splits = 1 if pairs is not None or activation and not spread else plan.splits
     if splits > 1:
         size = (2 if activation else 1) * splits * num * size_out
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     kernel = packed_tiles.tiles if spread else packed.tiles
-    bits = (packed_tiles.halves(planes.low, plan.rows, plan.length // form.unit), whole_bits_of(planes)) if spread else (bits_of(planes),)
-    of = tiled(x, plan.num, plan.length) if spread and pairs is None else x
+    of: tuple[Any, ...] = x, bits_of(planes)
+    if spread:
+        halves = packed_tiles.halves(planes.low, plan.rows, plan.length // form.unit)
+        of = x if pairs is not None else _in_tiles(x, plan), halves, whole_bits_of(planes)
     launch(kernel, num_tiles, splits)(
-        out, of, *bits, out if bias is None else bias, (parts, arrivals_of(x.device)),
+        out, *of, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
         FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, NUM=plan.num, ROWS=plan.rows,
         UNITS=plan.length // form.unit, SPLITS=splits, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
         num_stages=plan.stages,
     )  # fmt: skip
+
+
+def _in_tiles(x: Tensor, plan: Tiles) -> TensorDescriptor:
+    return tiled(x if aligned(x) else x.contiguous(), plan.num, plan.length)
 
 
 def rows(ids: Tensor, planes: Planes, dtype: torch.dtype) -> Tensor:
@@ -240,6 +250,18 @@ def bits_of(planes: Planes) -> Bits:
     return Bits(planes.low, planes.high, planes.subs, planes.scales, planes.powers)
 
 
+def _spreads(form: Form) -> bool:
+    """Whether the kernels of whole codes multiply: in tiles, where the copy engine brings them."""
+    return packed_tiles.takes(form) and has_room()
+
+
+def _plan(num: int, planes: Planes, parts: int) -> Plan:
+    form = form_of(planes)
+    if _spreads(form):
+        return choose_spread(num, planes.rows, planes.columns, parts, form.unit)
+    return choose(num, planes.rows, planes.columns, parts)
+
+
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     """How to multiply `num` rows of x with a weight of this shape; `parts` is 2 for gate and up."""
@@ -254,9 +276,9 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
 
 
 @functools.cache
-def choose_experts(num_pairs: int, num_experts: int) -> Rows | Tiles:
+def choose_experts(num_pairs: int, num_experts: int, *, whole: bool) -> Rows | Whole | Tiles:
     """The same for pairs of a token and an expert."""
     mean = num_pairs / num_experts
     if mean <= 0.5:  # hardly two are with one expert
-        return Rows(True, 4)
+        return Whole(132, 2) if whole else Rows(True, 4)
     return Tiles(16, 64, 256, 1, 4, 3) if mean <= 16 else Tiles(64, 128, 128, 1, 8, 3)

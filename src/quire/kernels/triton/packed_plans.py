@@ -2,6 +2,7 @@
 products with different weights."""
 
 import functools
+from typing import NamedTuple
 
 import triton
 
@@ -14,15 +15,42 @@ _MOST_UNITS = 2048
 """That a program holds of a row."""
 
 
+class _Shapes(NamedTuple):
+    """Tiles for so many rows of x, of a product and of gate and up, and how many programs there should be at
+    most; lengths are those of 4 bits."""
+
+    one: Tiles
+    gated: Tiles | None
+    programs: int
+
+
+_SHAPES = {
+    16: _Shapes(Tiles(16, 64, 256, 8, 4, 3), Tiles(16, 128, 256, 2, 8, 3), 768),
+    32: _Shapes(Tiles(32, 64, 256, 8, 4, 3), Tiles(32, 64, 256, 1, 4, 3), 400),
+    64: _Shapes(Tiles(64, 64, 128, 4, 4, 4), Tiles(64, 64, 128, 1, 4, 4), 256),
+    MOST_ROWS: _Shapes(Tiles(128, 64, 128, 4, 4, 3), None, 256),
+}
+"""By the most rows of x."""
+_WIDE = Tiles(128, 256, 128, 1, 8, 3), Tiles(256, 128, 128, 1, 8, 3)
+"""Where many rows, up to 128 or more, meet many outputs."""
+
+
 @functools.cache
 def choose(num: int, size_out: int, size_in: int, parts: int, unit: int) -> Whole | Tiles | None:
     """For `num` rows of x and a weight of this shape, of units of so many columns; `parts` is 2 for gate and
-    up. None: the weight is better unpacked."""
+    up. None: the weight is better unpacked, gate and up better multiplied as one."""
     units = triton.cdiv(size_in, unit)
     if num == 1 and units <= _MOST_UNITS:
-        return Whole(528, 4 if units <= 128 else 8)
+        return Whole(528, 4) if units <= 256 else Whole(264, 4)
     if not 0 < num <= MOST_ROWS:
         return None
-    height = min(max(triton.next_power_of_2(num), 16), 128)
-    length = 128 if unit == 32 else 64
-    return Tiles(height, 128, length, 1, 8, 3)
+    one, gated, programs = next(shapes for most, shapes in _SHAPES.items() if num <= most)
+    if parts == 2 and gated is None:
+        return None
+    plan = gated if parts == 2 and gated is not None else one
+    tiles = triton.cdiv(num, plan.num) * triton.cdiv(size_out // parts, plan.rows)
+    if num > 64 and tiles > 400:
+        plan, most = _WIDE[num > 128], 1
+    else:
+        most = min(plan.splits, (2 if size_in > 8192 else 1) * programs // tiles, size_in // 512)
+    return plan._replace(splits=1 << max(most, 1).bit_length() - 1, length=plan.length * unit // 32)

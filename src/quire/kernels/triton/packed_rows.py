@@ -84,7 +84,9 @@ def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sixteen(x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr):
+def _sixteen(
+    x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
+):
     """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
     a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
     return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1)
@@ -180,43 +182,50 @@ def rows(
     UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (programs, rows of out): `packed.rows` with `UNITS` of whole rows; each program takes every so many
-    tiles of rows."""
+    """Grid (programs, rows of out): two tiles of rows at a time and `UNITS`, which are whole rows; a program
+    takes every so many of them. With an activation the second tile is the up one's. If TOP > 0 a row of out is
+    a pair's: its expert is in `ids`, its token is pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
-    total = size_out * (2 if GATED else 1)
+    HEIGHT: tl.constexpr = _TILE if GATED else 2 * _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
-    start = 0
+    total, start = size_out * (2 if GATED else 1), 0
+    apart = size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
-        start = tl.load(ids + pair) * (size_out * (2 if GATED else 1))
+        start = tl.load(ids + pair) * total
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride
-    known, n = u < units, tl.program_id(0) * _TILE + tl.arange(0, _TILE)
-    exist = (n < size_out)[:, None] & known[None, :]
-    held = _held(bits, start + n, u, exist, units, total, FORM)
-    more = held
-    if GATED:
-        more = _held(bits, start + size_out + n, u, exist, units, total, FORM)
+    known, n = u < units, tl.program_id(0) * HEIGHT + tl.arange(0, _TILE)
+    held = _held(bits, start + n, u, (n < size_out)[:, None] & known[None, :], units, total, FORM)
+    also = _also(n, size_out, GATED)
+    more = _held(bits, start + apart + n, u, also[:, None] & known[None, :], units, total, FORM)
     if TOP == 0:
         follow(OVERLAP)
     parts = _parts(x, u, known, FORM.unit)
     kind: tl.constexpr = out.dtype.element_ty
     out += pair.to(tl.int64) * out_stride
-    for tile in range(tl.program_id(0), tl.cdiv(size_out, _TILE), each):
-        n = tile * _TILE + tl.arange(0, _TILE)
-        row, inside, after = start + n, n < size_out, n + each * _TILE
-        exist = (after < size_out)[:, None] & known[None, :]
-        ahead = _held(bits, start + after, u, exist, units, total, FORM)
+    for step in range(tl.program_id(0), tl.cdiv(size_out, HEIGHT), each):
+        n = step * HEIGHT + tl.arange(0, _TILE)
+        inside, also, after = n < size_out, _also(n, size_out, GATED), n + each * HEIGHT
+        some = (after < size_out)[:, None] & known[None, :]
+        ahead = _held(bits, start + after, u, some, units, total, FORM)
         y = _dot(held, parts, FORM, kind)
-        held = ahead
+        some = _also(after, size_out, GATED)[:, None] & known[None, :]
+        held, ahead = ahead, _held(bits, start + apart + after, u, some, units, total, FORM)
+        z = _dot(more, parts, FORM, kind)
+        more = ahead
         if BIASED:
-            y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(bias + start + n, mask=inside, other=0.0).to(tl.float32)
+            z += tl.load(bias + start + apart + n, mask=also, other=0.0).to(tl.float32)
         if GATED:
-            ahead = _held(bits, start + size_out + after, u, exist, units, total, FORM)
-            z = _dot(more, parts, FORM, kind)
-            more = ahead
-            if BIASED:
-                z += tl.load(bias + row + size_out, mask=inside, other=0.0).to(tl.float32)
             y = gate_times(y.to(kind), z.to(kind), ACTIVATION)
+        else:
+            tl.store(out + n + _TILE, z.to(kind), mask=also)
         tl.store(out + n, y.to(kind), mask=inside)
+
+
+@triton.jit
+def _also(n: tl.tensor, size_out: tl.tensor, GATED: tl.constexpr) -> tl.tensor:
+    """Whether rows of the second tile exist."""
+    return n < (size_out if GATED else size_out - _TILE)

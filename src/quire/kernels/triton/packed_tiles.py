@@ -108,7 +108,9 @@ def pairs_of(
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     stored = tile * (units // WIDTH)
     if FORM.group > 0 and FORM.group % (UNITS * FORM.unit) == 0:
-        heads = tl.load(bits.scales + (at * FORM.unit // FORM.group * total + n)[:, None], mask=inside[:, None])
+        heads = tl.load(
+            bits.scales + (at * FORM.unit // FORM.group * total + n)[:, None], mask=inside[:, None]
+        )
         pair = tl.broadcast_to(heads, exist.shape)
     elif FORM.group > 0:
         of = bits.scales + (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
