@@ -1,0 +1,226 @@
+"""`python -m quire.bench.scale`: TTFT, ITL and throughput of a model on 1 to 128 GPUs, simulated.
+
+The scheduler is the real one. Steps take what one H200 was measured at for a GPU's share of the model, and
+collectives what the links between GPUs are assumed to take.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.bench.layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, Layout, StepCost
+from quire.bench.shapes import BATCHES, MEASURED, SHAPES
+from quire.bench.simulated import MOST_CORES, MOST_IN_LOCKSTEP, Core, Traffic, run
+from quire.bench.step_costs import KV_BYTES_S, Links, fitted
+from quire.errors import ConfigError
+
+ROUNDS = 3
+"""Requests, as a multiple of those at the same time."""
+LEAST_REQUESTS, LEAST_S = 48, 30.0
+"""For each core that is simulated; of requests at a rate."""
+COLUMNS = {
+    "gpus": "{:>5}",
+    "layout": "{:<12}",
+    "at_once": "{:>8}",
+    "ttft_ms": "{:>9}",
+    "ttft_p99_ms": "{:>9}",
+    "itl_ms": "{:>8}",
+    "itl_p99_ms": "{:>8}",
+    "out_tok_s": "{:>10}",
+    "tok_s_gpu": "{:>9}",
+    "weights_gb": "{:>8}",
+    "kv_tokens": "{:>11}",
+}
+TITLES = {
+    "at_once": "requests",
+    "ttft_ms": "TTFT ms",
+    "ttft_p99_ms": "p99",
+    "itl_ms": "ITL ms",
+    "itl_p99_ms": "p99",
+    "out_tok_s": "out tok/s",
+    "tok_s_gpu": "per GPU",
+    "weights_gb": "weights",
+    "kv_tokens": "KV tokens",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m quire.bench.scale",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    made.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    made.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    made.add_argument(
+        "--layouts", nargs="+", help="tp8, tp8pp2, dp16tp8, dp8ep, ... instead of sensible ones for --gpus"
+    )
+    made.add_argument("--concurrency", type=int, default=32, help="requests at the same time, for each GPU")
+    made.add_argument("--request-rate", type=float, help="requests a second for each GPU, instead")
+    made.add_argument("--total", action="store_true", help="these are for all GPUs together")
+    made.add_argument("--num-requests", type=int, help="to the cores that are simulated")
+    made.add_argument("--input-len", type=int, default=1024)
+    made.add_argument("--output-len", type=int, default=256)
+    made.add_argument("--max-num-seqs", type=int, default=1024)
+    made.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    made.add_argument("--all-to-all", action="store_true", help="tokens go only to where their experts are")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--json", action="store_true", help="one line of JSON for each row")
+    for field in dataclasses.fields(Links):
+        flag, kind = f"--{field.name.replace('_', '-')}", int if field.default == 8 else float
+        made.add_argument(flag, type=kind, default=field.default, help="assumed of links")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    links = Links(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Links)})
+    named = [Layout.of(text) for text in args.layouts or ()]
+    if not args.json:
+        print("\n".join(assumptions(args.model, links)))
+        print(" ".join(form.format(TITLES.get(name, name)) for name, form in COLUMNS.items()))
+    for layout in named or sensible(args.model, args.gpus):
+        row = measure(args, layout, links)
+        print(json.dumps(row) if args.json else line(row), flush=True)
+    return 0
+
+
+def sensible(model: str, gpus: Sequence[int]) -> list[Layout]:
+    """For each number of GPUs: shares within a node, stages across nodes or instead of shares, copies for
+    the rest; for a mixture also experts spread over all."""
+    shape, found = SHAPES[model], []
+    for count in gpus:
+        sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if count % (tp * pp) == 0]
+        kept = [(tp, pp) for tp, pp in sizes if pp == 1 or tp * pp == min(count, 8) or (tp == 8 and pp == 2)]
+        found += [Layout(count // (tp * pp), tp, pp) for tp, pp in kept]
+        if shape.experts and count > 1:
+            found += [Layout(count // tp, tp, ep=True) for tp in (1, 8) if count % tp == 0]
+    return found
+
+
+def measure(args: argparse.Namespace, layout: Layout, links: Links) -> dict[str, Any]:
+    """A row of the table; only why, where a layout cannot be."""
+    cost = StepCost(args.model, layout, links, args.all_to_all)
+    per_gpu = 1 / layout.num_gpus if args.total else 1.0
+    num_cores = simulated_cores(layout)
+    on_cores = num_cores * layout.tp * layout.pp * per_gpu
+    at_once = 0 if args.request_rate else max(round(args.concurrency * on_cores), 1)
+    rate = args.request_rate * on_cores if args.request_rate else 0.0
+    traffic = Traffic(
+        args.num_requests or max(ROUNDS * at_once, LEAST_REQUESTS * num_cores, round(LEAST_S * rate)),
+        args.input_len,
+        args.output_len,
+        concurrency=at_once,
+        rate=rate,
+        seed=args.seed,
+    )
+    row = {"model": args.model, "gpus": layout.num_gpus, "layout": str(layout)}
+    if (reason := cost.why_not(traffic.longest)) is not None:
+        return row | {"refused": reason}
+    seen = simulate(
+        *(args.model, _like(layout), links, args.all_to_all, traffic),
+        *(args.max_num_seqs, args.max_num_batched_tokens),
+    )
+    tok_s = seen["tok_s"] * layout.dp / num_cores
+    return row | {
+        "at_once": round(at_once * layout.dp / num_cores) or None,
+        **{name: round(value, 2) for name, value in seen.items() if name != "tok_s"},
+        "out_tok_s": round(tok_s),
+        "tok_s_gpu": round(tok_s / layout.num_gpus),
+        "weights_gb": round(cost.weights_bytes() / 1e9, 1),
+        "kv_tokens": cost.kv_tokens(),
+    }
+
+
+def in_lockstep(layout: Layout) -> bool:
+    return layout.ep and layout.dp > 1
+
+
+def simulated_cores(layout: Layout) -> int:
+    return min(layout.dp, MOST_IN_LOCKSTEP if in_lockstep(layout) else MOST_CORES)
+
+
+def _like(layout: Layout) -> Layout:
+    """The one to simulate: cores that do not wait for each other are as fast whatever their number."""
+    return layout if layout.ep else dataclasses.replace(layout, dp=simulated_cores(layout))
+
+
+@functools.lru_cache(maxsize=256)
+def simulate(
+    model: str,
+    layout: Layout,
+    links: Links,
+    all_to_all: bool,
+    traffic: Traffic,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> dict[str, float]:
+    cores = [
+        Core(
+            StepCost(model, layout, links, all_to_all),
+            max_len=traffic.longest,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        for _ in range(simulated_cores(layout))
+    ]
+    watch = run(cores, traffic, layout.dp if in_lockstep(layout) else 0)
+    first_ms, gaps_ms = 1e3 * np.array(watch.first_s or [0.0]), 1e3 * np.array(watch.gaps_s or [0.0])
+    return {
+        "ttft_ms": float(np.median(first_ms)),
+        "ttft_p99_ms": float(np.percentile(first_ms, 99)),
+        "itl_ms": float(gaps_ms.mean()),
+        "itl_p99_ms": float(np.percentile(gaps_ms, 99)),
+        "tok_s": watch.tokens_s(),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"{row['gpus']:>5} {row['layout']:<12} not simulated: {row['refused']}"
+    shown = {name: f"{value:,}" if isinstance(value, int) else value for name, value in row.items()}
+    return " ".join(
+        form.format(shown[name] if shown[name] is not None else "") for name, form in COLUMNS.items()
+    )
+
+
+def assumptions(model: str, links: Links) -> list[str]:
+    """What a reader must know of the numbers below."""
+    rates, shape = fitted(), SHAPES[model]
+    shares = ", ".join(f"1/{row.tp}" for row in MEASURED if row.model == model)
+    known = f"corrected to what {shares} of it were measured at" if shares else "not measured for this model"
+    reads = ", ".join(f"{rate / 1e12:.2f}" for rate in rates.weight_bytes_s)
+    layer = ", ".join(f"{1e6 * each:.0f}" for each in rates.layer_s)
+    sums = {"small": links.one_shot_s, "to 4 MiB": links.two_shot_s, "larger": links.ring_s}
+    sums["over nodes"] = links.node_ring_s
+    sums_us = ", ".join(f"{name} {1e6 * each:.0f}" for name, each in sums.items())
+    return [
+        f"# {model}: {shape.layers} layers of {shape.hidden}, bytes of a weight: {shape.weight_bytes}",
+        f"# computing ({known}), by rows {', '.join(map(str, BATCHES))}:",
+        f"#   weights {reads} TB/s, and a layer {layer} us beside them;",
+        f"#   products {rates.flops / 1e12:.0f} TFLOP/s, cache {KV_BYTES_S / 1e12:.2f} TB/s, experts"
+        f" {rates.expert_bytes_s / 1e12:.2f} TB/s with uniform routing",
+        f"# links (assumed): NVLink {links.nvlink_bytes_s / 1e9:.0f} GB/s between {links.gpus_per_node} GPUs,"
+        f" a NIC of {links.nic_bytes_s / 1e9:.0f} GB/s for each, {links.efficiency:.0%} of either reached,",
+        "#   and all NICs of a node used by collectives over nodes, but by a send only its own;",
+        f"#   a sum, us: {sums_us}; a send {1e6 * links.send_s:.0f}, to another node"
+        f" {1e6 * links.node_send_s:.0f}; nothing overlaps with computing",
+        f"# memory: {USED_SHARE:.0%} of {GPU_BYTES / 1e9:.0f} GB, {OTHER_BYTES / 1e9:.0f} GB of it neither"
+        " weights nor cache; no prefix is cached",
+        f"# of many copies {MOST_CORES} are simulated ({MOST_IN_LOCKSTEP} of those in lockstep), behind a"
+        " router by load; HTTP, tokenizing and what the host does are not;",
+        "#   TTFT: median; ITL: mean; requests of the first wave are not counted",
+    ]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

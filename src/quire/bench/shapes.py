@@ -1,0 +1,113 @@
+"""Shapes: what of a model decides how long its steps take, and what it needs of memory."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model. Weights are counted in numbers, `weight_bytes` each."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    """Embedding and head are one."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    """Of the expert that every token goes to."""
+    dense_layers: int = 0
+    """First layers of a mixture that are none."""
+    latent: int = 0
+    """Numbers that a token leaves in the cache of a layer, the same for all heads; 0: keys and values."""
+    attention: int = 0
+    """Weights of a layer's attention, where the heads do not say."""
+    weight_bytes: int = 2
+
+    @property
+    def attention_weights(self) -> int:
+        return self.attention or self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    def mlp_weights(self, layer: int) -> int:
+        """Those that every token meets."""
+        if self.is_mixture(layer):
+            return self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
+        return 3 * self.hidden * self.intermediate
+
+    def is_mixture(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def experts_met(self, num_tokens: float) -> float:
+        """By so many tokens of uniform routing, in one layer."""
+        missed: float = (1 - self.experts_per_token / self.experts) ** num_tokens
+        return self.experts * (1 - missed)
+
+    def kv_heads_of(self, tp: int) -> int:
+        """Of one device; heads are held twice where there are fewer than devices."""
+        return max(self.kv_heads // tp, 1)
+
+    def kv_bytes(self, tp: int) -> int:
+        """Of a token in one layer on one device, in 16 bits."""
+        return 2 * (self.latent or 2 * self.kv_heads_of(tp) * self.head_dim)
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+    "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
+    "llama-3.1-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256),
+    "qwen3-30b-a3b": Shape(
+        *(48, 2048, 32, 4, 128, 6144, 151936), experts=128, experts_per_token=8, expert_intermediate=768
+    ),
+    "deepseek-v3": Shape(
+        *(61, 7168, 128, 128, 192, 18432, 129280),
+        experts=256,
+        experts_per_token=8,
+        expert_intermediate=2048,
+        shared_intermediate=2048,
+        dense_layers=3,
+        latent=576,
+        attention=7168 * (1536 + 576) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
+        weight_bytes=1,
+    ),
+}
+
+
+class Measured(NamedTuple):
+    """Rows of `quire.bench.gpu` on one H200, bf16."""
+
+    model: str
+    tp: int
+    """The share of the model that was on the GPU: heads, KV heads, intermediate and vocabulary divided by
+    it, nothing said to other shares."""
+    decode_ms: tuple[float, ...]
+    """At `BATCHES`, with `CONTEXT` tokens a sequence."""
+    prefill_tok_s: float
+
+
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT = 576
+PREFILL_LEN, PREFILL_STEP = 2048, 16384
+
+MEASURED = (
+    Measured("qwen3-0.6b", 1, (0.69, 1.09, 1.56, 3.17, 5.55), 409_024),
+    Measured("llama-3.1-8b", 1, (3.868, 4.486, 5.041, 7.523, 12.016), 44_106),
+    Measured("llama-3.1-8b", 2, (2.238, 2.963, 3.209, 4.492, 6.618), 85_605),
+    Measured("llama-3.1-8b", 4, (1.383, 1.772, 2.134, 3.473, 4.472), 161_041),
+    Measured("llama-3.1-8b", 8, (0.910, 1.339, 1.585, 2.249, 2.794), 290_519),
+    Measured("llama-3.1-70b", 8, (5.607, 6.993, 7.299, 12.318), 34_316),
+    Measured("qwen3-30b-a3b", 1, (2.45, 7.81, 14.16, 17.83, 20.78), 76_630),
+)

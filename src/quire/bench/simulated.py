@@ -1,0 +1,231 @@
+"""A deployment in virtual time: real schedulers, steps that take as long as computed, a router."""
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.bench.layouts import StepCost
+from quire.bench.step_costs import Step
+from quire.data.params import SamplingParams
+from quire.data.plan import StepOutput, StepPlan, StepResult
+from quire.data.request import Request
+from quire.sched.kv_manager import KVManager
+from quire.sched.scheduler import Scheduler
+
+MOST_CORES, MOST_IN_LOCKSTEP = 2, 8
+"""Of cores with equal shares of the traffic, how many are simulated; the others do the same."""
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What comes to the cores that are simulated."""
+
+    num_requests: int
+    input_len: int
+    output_len: int
+    concurrency: int = 0
+    """So many requests at all times, a new one for each that ends; 0: at a rate instead."""
+    rate: float = 0.0
+    """Requests a second, Poisson."""
+    spread: float = 0.5
+    """Lengths are uniform, up to this part of themselves shorter and longer."""
+    seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        return int((1 + self.spread) * (self.input_len + self.output_len)) + 2
+
+    def requests(self) -> Iterator[tuple[float, Request]]:
+        """In the order of their arrival; the time is 0 where concurrency decides."""
+        draw, at = random.Random(self.seed), 0.0
+        for number in range(self.num_requests):
+            at += draw.expovariate(self.rate) if self.rate else 0.0
+            num_in, num_out = (
+                max(1, round(length * draw.uniform(1 - self.spread, 1 + self.spread)))
+                for length in (self.input_len, self.output_len)
+            )
+            yield (
+                at,
+                Request(
+                    id=str(number),
+                    tokens=[0] * num_in,
+                    params=SamplingParams(max_tokens=num_out, ignore_eos=True),
+                    prompt_len=num_in,
+                    limit=num_in + num_out,
+                    seed=number,
+                ),
+            )
+
+
+class Core:
+    """The scheduler of a core, and the stages that compute its plans."""
+
+    def __init__(
+        self, cost: StepCost, *, max_len: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.cost, num_stages = cost, cost.layout.pp
+        kv = KVManager(
+            num_blocks=min(cost.kv_tokens(), max_num_seqs * max_len) // BLOCK_SIZE + 1,
+            block_size=BLOCK_SIZE,
+            max_rows=max_num_seqs,
+            share_prefixes=False,
+        )
+        self.scheduler = Scheduler(
+            kv=kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_len,
+            num_stages=num_stages,
+        )
+        self._depth = max(num_stages, 2)
+        self._free_at = [0.0] * num_stages
+        """When each stage is done with what it has."""
+        self._flights: deque[tuple[StepPlan, float]] = deque()
+
+    @property
+    def load(self) -> int:
+        return len(self.scheduler.requests)
+
+    @property
+    def next_at(self) -> float:
+        """When the oldest step is done."""
+        return self._flights[0][1] if self._flights else float("inf")
+
+    def plan(self) -> tuple[StepPlan, Step] | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        reached = self.scheduler.running.num_computed[plan.rows].astype(np.float64)
+        one = plan.num_tokens == 1
+        pairs = plan.num_tokens * (reached - plan.num_tokens / 2)
+        step = Step(
+            plan.total_tokens, len(plan.sampling_rows), float(reached[one].sum()), float(pairs[~one].sum())
+        )
+        return plan, step
+
+    def launch(self, now: float) -> None:
+        """Plans as far ahead as a core does, each through all stages."""
+        while len(self._flights) < self._depth and (planned := self.plan()) is not None:
+            plan, step = planned
+            arrives = now
+            for stage, took_s in enumerate(self.cost.stage_s(step)):
+                arrives = self._free_at[stage] = max(arrives, self._free_at[stage]) + took_s
+            self._flights.append((plan, arrives))
+
+    def land(self) -> StepOutput:
+        return self.finish(self._flights.popleft()[0])
+
+    def finish(self, plan: StepPlan) -> StepOutput:
+        return self.scheduler.update(plan, StepResult(np.zeros(len(plan.sampling_rows), np.int32)))
+
+
+@dataclass(slots=True)
+class Watch:
+    """What clients see: when each request came, and each of its tokens."""
+
+    steady_from: int
+    """Number of the first request that comes while others are answered: what is before it is a start."""
+    came: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    first_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    landed: list[tuple[float, int]] = field(default_factory=list)
+    steady_at: float = 0.0
+    ends_at: float = 0.0
+
+    def arrive(self, request: Request, now: float) -> None:
+        if len(self.came) == self.steady_from:
+            self.steady_at = now
+        self.came[request.id] = self.ends_at = now
+
+    def see(self, output: StepOutput, now: float) -> None:
+        last, steady = self.last, self.steady_at if len(self.came) > self.steady_from else float("inf")
+        self.landed.append((now, len(output.request_ids)))
+        for id in output.request_ids:
+            before = last.get(id)
+            last[id] = now
+            if self.came[id] < steady:
+                continue
+            if before is None:
+                self.first_s.append(now - self.came[id])
+            else:
+                self.gaps_s.append(now - before)
+
+    def tokens_s(self) -> float:
+        """Between the start and the last arrival: as many requests are there all the time."""
+        within = sum(count for at, count in self.landed if self.steady_at < at <= self.ends_at)
+        return within / max(self.ends_at - self.steady_at, 1e-9)
+
+
+Stepping = Callable[[float, float], tuple[float, list[StepOutput]]]
+"""From a time on, until something happens, or the next request comes: that time, and what came of it."""
+
+
+def _apart(cores: list[Core]) -> Stepping:
+    """Each core steps by itself."""
+
+    def step(now: float, next_arrival: float) -> tuple[float, list[StepOutput]]:
+        for core in cores:
+            core.launch(now)
+        first = min(cores, key=lambda each: each.next_at)
+        if next_arrival < first.next_at:
+            return max(now, next_arrival), []
+        return first.next_at, [first.land()]
+
+    return step
+
+
+def _lockstep(cores: list[Core], dp: int) -> Stepping:
+    """All cores at once, as long as the slowest takes; their tokens meet in the experts."""
+
+    def step(now: float, next_arrival: float) -> tuple[float, list[StepOutput]]:
+        planned = [(core, *made) for core in cores if (made := core.plan()) is not None]
+        if not planned:
+            return max(now, next_arrival), []
+        all_tokens = sum(step.num_tokens for _, _, step in planned) * dp / len(cores)
+        took_s = max(sum(core.cost.stage_s(step, all_tokens)) for core, _, step in planned)
+        return now + took_s, [core.finish(plan) for core, plan, _ in planned]
+
+    return step
+
+
+def run(cores: list[Core], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
+    """All requests, until the last has come and its token, too. With `lockstep_dp` the cores are some of so
+    many that step together."""
+    watch = Watch(traffic.concurrency or traffic.num_requests // 5)
+    coming = traffic.requests()
+    queue: list[tuple[float, int, Request]] = []
+
+    def invite() -> None:
+        if (asked := next(coming, None)) is not None:
+            heapq.heappush(queue, (asked[0], int(asked[1].id), asked[1]))
+
+    def admit(now: float) -> None:
+        while queue and queue[0][0] <= now:
+            at, _, request = heapq.heappop(queue)
+            watch.arrive(request, at if traffic.rate else now)
+            core = min(cores, key=lambda each: each.load)
+            core.scheduler.add(request)
+            if traffic.rate:
+                invite()
+
+    for _ in range(traffic.concurrency or 1):
+        invite()
+    stepping = _lockstep(cores, lockstep_dp) if lockstep_dp else _apart(cores)
+    now = 0.0
+    while queue or any(core.load for core in cores):
+        if not any(core.load for core in cores):
+            now = max(now, queue[0][0])
+        admit(now)
+        now, outputs = stepping(now, queue[0][0] if queue else float("inf"))
+        for output in outputs:
+            watch.see(output, now)
+            if traffic.concurrency:
+                for _ in output.finished:
+                    invite()
+    return watch
