@@ -8,6 +8,7 @@ import pytest
 
 from quire.bench import gpu, scale
 from quire.bench.layouts import Layout, StepCost
+from quire.bench.scale import FREE
 from quire.bench.shapes import BATCHES, MEASURED, SHAPES, Measured
 from quire.bench.simulated import Core, Traffic, run
 from quire.bench.step_costs import PREFILL, Correction, Links, Step, decode_of
@@ -15,8 +16,6 @@ from quire.data.params import SamplingParams
 from quire.data.request import Request
 from quire.errors import ConfigError
 
-FREE = Links(1e30, 1e30, 1.0, *[0.0] * 6)
-"""Links that cost nothing."""
 WHOLE = [row for row in MEASURED if row.tp == 1]
 LIMITS = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}
 
@@ -166,6 +165,21 @@ def test_other_traffic_and_experts(flags: list[str], capsys: pytest.CaptureFixtu
     scale.main(["--model", "qwen3-30b-a3b", "--gpus", "1", *SMALL, "--json", *flags])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["out_tok_s"] > 0 and row["ttft_ms"] > 0 and row["itl_ms"] > 0 for row in rows)
+
+
+def test_single_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    scale.main(["--steps", "--layouts", "tp1", "tp2", "tp3", "--json"])
+    one, two, three = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (one["ms_1"], one["links_ms_1"], one["prefill_tok_s"]) == (
+        3.87,
+        0.0,
+        44_106,
+    ) and "refused" in three
+    assert two["ms_1"] - two["links_ms_1"] == pytest.approx(2.238, abs=0.01)
+    assert two["links_ms_1"] == pytest.approx(32 * 2 * 0.008, rel=0.1)
+    scale.main(["--steps", "--layouts", "tp2", "tp3"])
+    shown = capsys.readouterr().out.splitlines()
+    assert f"{two['ms_1']} ({two['links_ms_1']})" in shown[-2] and "not simulated" in shown[-1]
 
 
 @pytest.mark.parametrize("text", ["tp1", "dp2", "tp8pp2", "dp16tp8", "dp2tp8ep"])

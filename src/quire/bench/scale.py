@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from quire.bench.layouts import GPU_BYTES, OTHER_BYTES, USED_SHARE, Layout, StepCost
-from quire.bench.shapes import BATCHES, MEASURED, SHAPES
+from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, PREFILL_STEP, SHAPES
 from quire.bench.simulated import MOST_CORES, MOST_IN_LOCKSTEP, Core, Traffic, run
-from quire.bench.step_costs import KV_BYTES_S, Links, fitted
+from quire.bench.step_costs import KV_BYTES_S, PREFILL, Links, decode_of, fitted
 from quire.errors import ConfigError
 
 ROUNDS = 3
@@ -50,6 +50,14 @@ TITLES = {
 }
 
 
+FREE = Links(1e30, 1e30, one_shot_s=0, two_shot_s=0, ring_s=0, node_ring_s=0, send_s=0, node_send_s=0)
+"""Links that cost nothing."""
+STEP_TITLE = (
+    f" gpus layout       decode with {CONTEXT} tokens of context, ms (links alone), with "
+    f"{', '.join(map(str, BATCHES))} rows in each copy; prefill of all, tok/s"
+)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m quire.bench.scale",
@@ -70,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-num-seqs", type=int, default=1024)
     made.add_argument("--max-num-batched-tokens", type=int, default=8192)
     made.add_argument("--all-to-all", action="store_true", help="tokens go only to where their experts are")
+    made.add_argument("--steps", action="store_true", help="how long single steps take, and links of it")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--json", action="store_true", help="one line of JSON for each row")
     for field in dataclasses.fields(Links):
@@ -84,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = [Layout.of(text) for text in args.layouts or ()]
     if not args.json:
         print("\n".join(assumptions(args.model, links)))
-        print(" ".join(form.format(TITLES.get(name, name)) for name, form in COLUMNS.items()))
+        print(STEP_TITLE if args.steps else line({name: TITLES.get(name, name) for name in COLUMNS}))
     for layout in named or sensible(args.model, args.gpus):
-        row = measure(args, layout, links)
-        print(json.dumps(row) if args.json else line(row), flush=True)
+        row = steps(args.model, layout, links) if args.steps else measure(args, layout, links)
+        print(json.dumps(row) if args.json else step_line(row) if args.steps else line(row), flush=True)
     return 0
 
 
@@ -136,6 +145,29 @@ def measure(args: argparse.Namespace, layout: Layout, links: Links) -> dict[str,
         "weights_gb": round(cost.weights_bytes() / 1e9, 1),
         "kv_tokens": cost.kv_tokens(),
     }
+
+
+def steps(model: str, layout: Layout, links: Links) -> dict[str, Any]:
+    """One step at a time through all stages, nothing beside it; all cores in lockstep do the same."""
+    cost, computing = (StepCost(model, layout, each) for each in (links, FREE))
+    row: dict[str, Any] = {"model": model, "gpus": layout.num_gpus, "layout": str(layout)}
+    if (reason := cost.why_not(PREFILL_STEP)) is not None:
+        return row | {"refused": reason}
+    for batch in BATCHES:
+        tokens = batch * layout.dp
+        whole_s, alone_s = (sum(each.stage_s(decode_of(batch), tokens)) for each in (cost, computing))
+        row[f"ms_{batch}"] = round(1e3 * whole_s, 2)
+        row[f"links_ms_{batch}"] = round(1e3 * (whole_s - alone_s), 2)
+    tokens = PREFILL_STEP * layout.dp
+    return row | {"prefill_tok_s": round(tokens / sum(cost.stage_s(PREFILL, tokens)))}
+
+
+def step_line(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return line(row)
+    shown = [f"{row[f'ms_{batch}']:.2f} ({row[f'links_ms_{batch}']:.2f})" for batch in BATCHES]
+    times = " ".join(f"{each:>14}" for each in shown)
+    return f"{row['gpus']:>5} {row['layout']:<12} {times} {row['prefill_tok_s']:>10,}"
 
 
 def in_lockstep(layout: Layout) -> bool:
