@@ -1,10 +1,11 @@
 """A deployment in virtual time: real schedulers, steps that take as long as computed, a router."""
 
-import heapq
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from quire.bench.step_costs import Step
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput, StepPlan, StepResult
 from quire.data.request import Request
+from quire.frontend.router import Router
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
@@ -96,6 +98,12 @@ class Core:
         """When the oldest step is done."""
         return self._flights[0][1] if self._flights else float("inf")
 
+    def told(self) -> dict[str, Any]:
+        """What a core tells routers of its load."""
+        scheduler = self.scheduler
+        running, waiting = len(scheduler.running), len(scheduler.admitter.waiting)
+        return {"num_running": running, "num_waiting": waiting, "kv_usage": scheduler.kv.pool.usage}
+
     def plan(self) -> tuple[StepPlan, Step] | None:
         plan = self.scheduler.plan()
         if plan is None:
@@ -162,20 +170,21 @@ class Watch:
         return within / max(self.ends_at - self.steady_at, 1e-9)
 
 
-Stepping = Callable[[float, float], tuple[float, list[StepOutput]]]
+Outputs = list[tuple[Core, StepOutput]]
+Stepping = Callable[[float, float], tuple[float, Outputs]]
 """From a time on, until something happens, or the next request comes: that time, and what came of it."""
 
 
 def _apart(cores: list[Core]) -> Stepping:
     """Each core steps by itself."""
 
-    def step(now: float, next_arrival: float) -> tuple[float, list[StepOutput]]:
+    def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
         for core in cores:
             core.launch(now)
         first = min(cores, key=lambda each: each.next_at)
         if next_arrival < first.next_at:
             return max(now, next_arrival), []
-        return first.next_at, [first.land()]
+        return first.next_at, [(first, first.land())]
 
     return step
 
@@ -183,49 +192,40 @@ def _apart(cores: list[Core]) -> Stepping:
 def _lockstep(cores: list[Core], dp: int) -> Stepping:
     """All cores at once, as long as the slowest takes; their tokens meet in the experts."""
 
-    def step(now: float, next_arrival: float) -> tuple[float, list[StepOutput]]:
+    def step(now: float, next_arrival: float) -> tuple[float, Outputs]:
         planned = [(core, *made) for core in cores if (made := core.plan()) is not None]
         if not planned:
             return max(now, next_arrival), []
         all_tokens = sum(step.num_tokens for _, _, step in planned) * dp / len(cores)
         took_s = max(sum(core.cost.stage_s(step, all_tokens)) for core, _, step in planned)
-        return now + took_s, [core.finish(plan) for core, plan, _ in planned]
+        return now + took_s, [(core, core.finish(plan)) for core, plan, _ in planned]
 
     return step
 
 
 def run(cores: list[Core], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
-    """All requests, until the last has come and its token, too. With `lockstep_dp` the cores are some of so
-    many that step together."""
+    """Until all requests are answered. With `lockstep_dp` the cores are some of so many that step together."""
     watch = Watch(traffic.concurrency or traffic.num_requests // 5)
+    router = Router(len(cores), block_size=BLOCK_SIZE, policy="load")
     coming = traffic.requests()
-    queue: list[tuple[float, int, Request]] = []
-
-    def invite() -> None:
-        if (asked := next(coming, None)) is not None:
-            heapq.heappush(queue, (asked[0], int(asked[1].id), asked[1]))
-
-    def admit(now: float) -> None:
-        while queue and queue[0][0] <= now:
-            at, _, request = heapq.heappop(queue)
-            watch.arrive(request, at if traffic.rate else now)
-            core = min(cores, key=lambda each: each.load)
-            core.scheduler.add(request)
-            if traffic.rate:
-                invite()
-
-    for _ in range(traffic.concurrency or 1):
-        invite()
+    due = deque(itertools.islice(coming, traffic.concurrency or 1))
     stepping = _lockstep(cores, lockstep_dp) if lockstep_dp else _apart(cores)
     now = 0.0
-    while queue or any(core.load for core in cores):
+    while due or any(core.load for core in cores):
         if not any(core.load for core in cores):
-            now = max(now, queue[0][0])
-        admit(now)
-        now, outputs = stepping(now, queue[0][0] if queue else float("inf"))
-        for output in outputs:
+            now = max(now, due[0][0])
+        while due and due[0][0] <= now:
+            at, request = due.popleft()
+            watch.arrive(request, at if traffic.rate else now)
+            cores[router.place(request.id, request.tokens, among=range(len(cores)))].scheduler.add(request)
+            if traffic.rate:
+                due.extend(itertools.islice(coming, 1))
+        now, outputs = stepping(now, due[0][0] if due else float("inf"))
+        for core, output in outputs:
             watch.see(output, now)
+            for id in output.finished:
+                router.end(id)
             if traffic.concurrency:
-                for _ in output.finished:
-                    invite()
+                due.extend(itertools.islice(coming, len(output.finished)))
+            router.hear(cores.index(core), **core.told())
     return watch
