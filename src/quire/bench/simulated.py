@@ -204,7 +204,7 @@ def _lockstep(cores: list[Core], dp: int) -> Stepping:
 
 
 def run(cores: list[Core], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
-    """Until all requests are answered. With `lockstep_dp` the cores are some of so many that step together."""
+    """Until all are answered. With `lockstep_dp` the cores are some of so many that step together."""
     watch = Watch(traffic.concurrency or traffic.num_requests // 5)
     router = Router(len(cores), block_size=BLOCK_SIZE, policy="load")
     coming = traffic.requests()
