@@ -95,7 +95,6 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_long_max_model_len": _switch,
     "attention_backend": str,
     "server_dev_mode": _switch,
-    "engine_ready_timeout_s": float,
     "max_n_sequences": int,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.ranks import Rank
 from quire.data.codec import decode_outcome, encode_plan
 from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
