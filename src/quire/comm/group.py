@@ -64,6 +64,10 @@ class _Gone:
 
 ALONE = Group()
 
+# Under their names since torch 2.13, or those before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class TorchGroup(Group):
     """Devices that are processes of torch.distributed: NCCL between GPUs, Gloo between CPUs."""
@@ -79,12 +83,12 @@ class TorchGroup(Group):
     def gather(self, x: Tensor, axis: int = -1) -> Tensor:
         x, axis = x.contiguous(), axis % x.ndim
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x, group=self.group)
+        _all_gather(out, x, group=self.group)
         return out if axis == 0 else torch.cat(out.chunk(self.size), axis)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.share(len(x)), *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+        _reduce_scatter(out, x.contiguous(), group=self.group)
         return out
 
     def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
