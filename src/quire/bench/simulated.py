@@ -206,7 +206,8 @@ def _lockstep(cores: list[Core], dp: int) -> Stepping:
 def run(cores: list[Core], traffic: Traffic, lockstep_dp: int = 0) -> Watch:
     """Until all are answered. With `lockstep_dp` the cores are some of so many that step together."""
     watch = Watch(traffic.concurrency or traffic.num_requests // 5)
-    router = Router(len(cores), block_size=BLOCK_SIZE, policy="load")
+    rows = cores[0].scheduler.limits.max_rows
+    router = Router(len(cores), block_size=BLOCK_SIZE, max_num_seqs=rows, policy="load")
     coming = traffic.requests()
     due = deque(itertools.islice(coming, traffic.concurrency or 1))
     stepping = _lockstep(cores, lockstep_dp) if lockstep_dp else _apart(cores)
