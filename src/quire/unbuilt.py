@@ -21,7 +21,7 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "data_parallel_backend": ("mp",),
         "data_parallel_multi_port_external_lb": (False,),
         "decode_context_parallel_size": (1,),
-        "distributed_executor_backend": ("uni", "mp"),
+        "distributed_executor_backend": ("uni", "mp", "ray"),
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
         "enable_eplb": (False,),

@@ -179,7 +179,7 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
     "given",
     [
         {"data_parallel_backend": "ray"},
-        {"distributed_executor_backend": "ray"},
+        {"distributed_executor_backend": "external_launcher"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"speculative_model": "draft"},

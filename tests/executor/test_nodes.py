@@ -143,9 +143,19 @@ def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -
         return [each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)]
 
     expected = answers(LLM(str(tiny), **(SETTINGS | alone)))
-    flags = ("--skip-tokenizer-init --dtype float32 --max-num-seqs 4 --block-size 4 -pp 2 -n 2 -r 1 --headless"
-             " --num-gpu-blocks-override 80 --max-num-batched-tokens 1024 --master-addr 127.0.0.2").split()  # fmt: skip
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), *flags, "--master-port", str(port)]
+    settings = SETTINGS | {"node_rank": 1, "master_port": port, "max_num_batched_tokens": 1024}
+    settings.pop("use_tqdm_on_load")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not True]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "serve",
+        str(tiny),
+        *flags,
+        "--headless",
+        "--skip-tokenizer-init",
+    ]
     with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as agent:
         try:
             llm = LLM(str(tiny), master_port=port, **SETTINGS)

@@ -30,5 +30,6 @@ EXECUTORS = LazyTable(
     {
         "uni": "quire.executor.inprocess:InProcessExecutor",
         "mp": "quire.executor.multiprocess:MultiprocessExecutor",
+        "ray": "quire.executor.ray:RayExecutor",
     },
 )

@@ -1,0 +1,220 @@
+"""Ranks as Ray actors: Ray finds them a place and starts them; plans go over a connection of their own."""
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.errors import ConfigError
+from quire.executor.crew import Crew
+from quire.executor.multiprocess import RankedExecutor
+from quire.executor.orders import Order, Word, decode_order
+from quire.executor.rank import Place, Port, own_places, serve
+from quire.executor.remote import (
+    LONGEST,
+    Answer,
+    End,
+    Join,
+    Node,
+    Plan,
+    RemoteCrew,
+    Said,
+    Tell,
+    Welcome,
+    decode_from_head,
+    tuned,
+    use_interface_to,
+)
+from quire.logs import get_logger, name_process
+
+log = get_logger(__name__)
+
+LOOK_S = 1.0
+_SECRET = "token"
+
+
+class RayExecutor(RankedExecutor):
+    """Each rank is an actor of a Ray cluster."""
+
+    def muster(self) -> Crew:
+        return RayCrew(self.config, self._start_s)
+
+
+class RayCrew(RemoteCrew):
+    """Actors, one a bundle of a placement group; neighbours in rank share a machine."""
+
+    def __init__(self, config: EngineConfig, timeout_s: float) -> None:
+        self._ray = _ray()
+        self._owns_ray = not self._ray.is_initialized()
+        self._group: Any = None
+        self._actors: list[Any] = []
+        deadline, places = time.monotonic() + timeout_s, own_places(config, 0, "")
+        if self._owns_ray:
+            self._ray.init(logging_level="WARNING", log_to_driver=True)
+        token, own = secrets.token_hex(), self._ray.util.get_node_ip_address()
+        listener = socket.create_server((own, 0), backlog=len(places))
+
+        def check(join: Join) -> str | None:
+            return None if join.settings.get(_SECRET) == token else "is none of the actors"
+
+        super().__init__(listener, range(len(places)), 1, check)
+        self.names = [place.name for place in places]
+        try:
+            self._place(config, places, timeout_s, deadline)
+            where = own, listener.getsockname()[1]
+            for place, actor in zip(places, self._actors, strict=True):
+                actor.begin.remote(replace(place, local=0), *where, token)
+            if not self.await_all(deadline, self._look):
+                missing = ", ".join(self.names[rank] for rank in self.missing)
+                raise ConfigError(f"no word from {missing} within {timeout_s:g} s")
+            self.welcome(self._ray.get(self._actors[0].meeting.remote()))
+        except BaseException as error:
+            self.farewell = str(error)
+            self.end()
+            raise
+
+    def _place(self, config: EngineConfig, places: list[Place], timeout_s: float, deadline: float) -> None:
+        """Actors in the order of ranks."""
+        ray, kind = self._ray, "GPU" if config.machine.device == "cuda" else "CPU"
+        has = ray.cluster_resources().get(kind, 0)
+        if has < len(places):
+            raise ConfigError(
+                f"{len(places)} ranks need as many {kind}s, and the Ray cluster has {has:g}: add machines"
+                " with `ray start --address`, or lower the parallel sizes"
+            )
+        bundles = [{kind: 1.0, "CPU": 1.0}] * len(places)
+        self._group = ray.util.placement_group(bundles, strategy="PACK")
+        if not self._group.wait(max(deadline - time.monotonic(), 0)):
+            raise ConfigError(
+                f"the Ray cluster had no {len(places)} free {kind}s within {timeout_s:g} s"
+                f" (VLLM_ENGINE_READY_TIMEOUT_S); free ones: {ray.available_resources().get(kind, 0):g}"
+            )
+        actor = ray.remote(RayRank)
+        made = [
+            actor.options(
+                num_cpus=1,
+                num_gpus=1 if kind == "GPU" else 0,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(len(places))
+        ]
+        self._actors = made
+        here = ray.get_runtime_context().get_node_id()
+        nodes = ray.get([each.node.remote() for each in made], timeout=max(deadline - time.monotonic(), 1))
+        order = sorted(range(len(made)), key=lambda index: (nodes[index] != here, nodes[index], index))
+        self._actors = [made[index] for index in order]
+
+    def _look(self) -> None:
+        """Raise if an actor died before it could say anything."""
+        ready, _ = self._ray.wait([each.node.remote() for each in self._actors], timeout=0)
+        try:
+            self._ray.get(ready)
+        except self._ray.exceptions.RayError as error:
+            raise ConfigError(
+                f"an actor ended while it was starting: {' '.join(str(error).split())}"
+            ) from None
+
+    def end(self) -> None:
+        super().end()
+        if not self._ray.is_initialized():  # any call would start a cluster
+            return
+        for actor in self._actors:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+        if self._owns_ray:
+            self._ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError(
+            "distributed_executor_backend='ray' needs Ray on every machine: pip install 'quire[ray]'"
+        ) from error
+    return ray
+
+
+class RayRank:
+    """The actor: a rank in a thread of the process that Ray made."""
+
+    def node(self) -> str:
+        return str(_ray().get_runtime_context().get_node_id())
+
+    def meeting(self) -> str:
+        """Where all ranks meet, if this is the first."""
+        own = _ray().util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((own, 0))
+            return f"tcp://{own}:{free.getsockname()[1]}"
+
+    def begin(self, place: Place, host: str, port: int, token: str) -> None:
+        """Returns at once."""
+        name_process(place.name)
+        threading.Thread(target=_run, args=(place, host, port, token), daemon=True).start()
+
+
+def _run(place: Place, host: str, port: int, token: str) -> None:
+    """The connection of a rank, whose end is that of the process."""
+    try:
+        use_interface_to(host)
+        tp = place.config.parallel.tensor_parallel_size
+        index = place.rank.pp * tp + place.rank.tp
+        node = Node(index, host, tuned(socket.create_connection((host, port))))
+        node.send(Join(index, {_SECRET: token}))
+        rank = NodePort(node)
+        while True:
+            match decode_from_head(node.pipe.recv_bytes(LONGEST)):
+                case Welcome(meeting):
+                    own = replace(place, meeting=meeting)
+                    threading.Thread(target=_serve, args=(own, rank), daemon=True).start()
+                case Tell(data):
+                    rank.orders.put(decode_order(data))
+                case Plan(data):
+                    rank.plans.put(data)
+                case End():
+                    break
+    except (EOFError, OSError) as error:
+        log.debug("The engine is gone: %r", error)
+    finally:
+        os._exit(0)
+
+
+def _serve(place: Place, port: Port) -> None:
+    try:
+        serve(place, port)
+    finally:
+        time.sleep(LOOK_S)  # for what was said last
+        os._exit(1)
+
+
+class NodePort:
+    """A rank's way to its executor over a connection."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def order(self) -> Order:
+        return self.orders.get()
+
+    def say(self, word: Word) -> None:
+        self._node.send(Said(0, word))
+
+    def plan(self) -> bytes:
+        return self.plans.get()
+
+    def answer(self, outcome: bytes) -> None:
+        self._node.send(Answer(outcome))
