@@ -130,7 +130,7 @@ class LocalCrew:
                 [sys.executable, "-P", "-c", _ENTRY, *map(str, fds), str(index)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)},
             )
         pipe = connection.Connection(ours.detach())
         pipe.send_bytes(pickle.dumps(place))

@@ -4,7 +4,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from queue import Empty
 from typing import NoReturn
 
@@ -13,14 +14,13 @@ from tqdm import tqdm
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.ranks import Rank
 from quire.data.codec import decode_outcome, encode_plan
 from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
-from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, encode
+from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, Word, encode
 from quire.executor.rank import own_places
 from quire.logs import get_logger
 
@@ -45,6 +45,8 @@ class RankedExecutor:
         self._failed: dict[int, dict[int, Failed]] = {}
         """By step, then by rank."""
         self._failed_at = 0.0
+        self._passed = -1
+        """The last step that counts as done."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -138,49 +140,56 @@ class RankedExecutor:
                 continue
             outcome = decode_outcome(data)
             if outcome.step == step:
-                if outcome.result is None:
+                if outcome.result is None or step in self._failed:
                     self._fail(step, outcome.error)
+                self._passed = step
                 return outcome.result
         return None
 
     def _fail(self, step: int, error: str) -> NoReturn:
-        """Raise what a step failed with, once it is known whether all ranks stand where they did before."""
+        """Raise what a step failed with, once it is known whether the ranks stand where they did before."""
         until = time.monotonic() + ALIKE_S
-        while not self._is_alike(self._failed.get(step, {})) and time.monotonic() < until:
+        while not self._is_alike(step) and time.monotonic() < until:
             time.sleep(0.005)
-            self.watch(failures_count=False)
-        failed = self._failed.pop(step, {})
-        if not self._is_alike(failed):
-            names = ", ".join(self.crew.names[index] for index in sorted(failed))
-            self._die(f"step {step} failed on {names} only: {error}")
-        raise EngineError(error)
+            self.watch()
+        failed = self._failed.get(step, {})
+        if not self._is_alike(step):
+            self._die(f"step {step} failed on {self._names(failed)} only: {error}")
+        del self._failed[step]
+        raise EngineError(error or next(iter(failed.values())).error)
 
-    def watch(self, failures_count: bool = True) -> None:
+    def _is_alike(self, step: int) -> bool:
+        """Whether all ranks of a stage have failed or none: who did its part has nothing to undo."""
+        size = self.config.parallel.tensor_parallel_size
+        counts = Counter(index // size for index in self._failed.get(step, ()))
+        return bool(counts) and set(counts.values()) == {size}
+
+    def _names(self, indices: Iterable[int]) -> str:
+        return ", ".join(self.crew.names[index] for index in sorted(indices))
+
+    def watch(self) -> None:
         """Raise EngineDead if a rank is gone, or has failed alone."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         while not self.crew.heard.empty():
-            index, word = self.crew.heard.get()
-            name = self.crew.names[index]
-            if isinstance(word, Gone):
-                self._die(f"{name} is gone: {word.why}")
-            if isinstance(word, Failed) and (word.is_fatal or word.step is None):
-                self._die(f"{name} failed: {word.error}")
-            if isinstance(word, Failed) and word.step is not None:
-                self._failed.setdefault(word.step, {})[index] = word
-                self._failed_at = time.monotonic()
-        if failures_count and self._failed and time.monotonic() - self._failed_at > ALIKE_S:
-            step, failed = next(iter(self._failed.items()))
-            if not self._is_alike(failed):
-                index, first = next(iter(failed.items()))
-                self._die(f"step {step} failed on {self.crew.names[index]}: {first.error}")
+            self._hear(*self.crew.heard.get())
+        if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
+            for step, failed in self._failed.items():
+                if not self._is_alike(step):
+                    error = next(iter(failed.values())).error
+                    self._die(f"step {step} failed on {self._names(failed)} only: {error}")
             self._failed.clear()  # of steps that nobody waits for any more
 
-    def _is_alike(self, failed: dict[int, Failed]) -> bool:
-        """Whether all ranks of a stage said so, if one did; stages before it may have done their part."""
-        parallel = self.config.parallel
-        stages = [Rank.of(index, parallel).pp for index in failed]
-        return bool(failed) and all(stages.count(stage) == parallel.tensor_parallel_size for stage in stages)
+    def _hear(self, index: int, word: Word) -> None:
+        name = self.crew.names[index]
+        if isinstance(word, Gone):
+            self._die(f"{name} is gone: {word.why}")
+        if not isinstance(word, Failed):
+            return
+        if word.step is None or word.is_fatal or word.step <= self._passed:
+            self._die(f"{name} failed: {word.error}")
+        self._failed.setdefault(word.step, {})[index] = word
+        self._failed_at = time.monotonic()
 
     def give_up(self, step: int) -> NoReturn:
         limit = f"{self._step_s:g} s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)"
