@@ -15,7 +15,7 @@ HEALTH_TIMEOUT_S = 2.0
 @pytest.fixture(scope="module")
 def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     log = tmp_path_factory.mktemp("pair") / "log"
-    flags = ("-pp", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
+    flags = ("-tp", "2", "--health-timeout", str(HEALTH_TIMEOUT_S))
     with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=log) as started:
         started.until_healthy()
         yield started
@@ -23,7 +23,7 @@ def pair(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ranks(server: ServeProcess) -> list[int]:
-    return server.with_role("Worker_PP")
+    return server.with_role("Worker_TP")
 
 
 def at_rest(server: ServeProcess) -> bool:
@@ -64,4 +64,4 @@ def test_a_killed_process_takes_the_engine_along_and_it_comes_back(pair: ServePr
     assert pair.core != core and not set(ranks(pair)) & set(before)
     assert pair.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     if victim == "rank":
-        assert "Worker_PP1 is gone" in pair.text() or "Worker_PP0 is gone" in pair.text()
+        assert "Worker_TP1 is gone" in pair.text() or "Worker_TP0 is gone" in pair.text()

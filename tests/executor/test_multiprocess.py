@@ -56,7 +56,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module")
 def pair(tiny: Path) -> Iterator[LLM]:
-    llm = LLM(str(tiny), pipeline_parallel_size=2, **SETTINGS)
+    llm = LLM(str(tiny), tensor_parallel_size=2, **SETTINGS)
     yield llm
     llm.llm_engine.close()
 
@@ -95,7 +95,7 @@ def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_the_end(pair: LLM) -> 
         pair.llm_engine.step()
     second.kill()
     killed_at = time.monotonic()
-    with pytest.raises(EngineDead, match=r"Worker_PP1 is gone: pid \d+ was killed by SIGKILL"):
+    with pytest.raises(EngineDead, match=r"Worker_TP1 is gone: pid \d+ was killed by SIGKILL"):
         generate(pair)
     assert time.monotonic() - killed_at < NOTICED_S
     with pytest.raises(EngineDead):
@@ -129,10 +129,10 @@ class OneBroken(MultiprocessExecutor):
 
 
 def test_a_rank_that_cannot_start_says_so_and_takes_all_along(tiny: Path, tmp_path: Path) -> None:
-    config = configure({"model": str(tiny), "pipeline_parallel_size": 2} | SETTINGS)
+    config = configure({"model": str(tiny), "tensor_parallel_size": 2} | SETTINGS)
     executor = OneBroken(config)
     executor.folder = tmp_path
-    with pytest.raises(ConfigError, match=r"^rank 1 \(Worker_PP1\) cannot start: .*/nowhere"):
+    with pytest.raises(ConfigError, match=r"^rank 1 \(Worker_TP1\) cannot start: .*/nowhere"):
         executor.start()
     assert all(process.poll() is not None for process in executor.crew.processes)  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 80,
     "use_tqdm_on_load": False,
     "nnodes": 2,
-    "pipeline_parallel_size": 2,
+    "tensor_parallel_size": 2,
     "master_addr": "127.0.0.2",
 }
 
@@ -88,7 +88,7 @@ def test_another_version_or_size_is_named_to_all(
 
 
 def test_a_node_rank_given_twice(config: EngineConfig) -> None:
-    three = changed(config, nnodes=3, pipeline_parallel_size=3)
+    three = changed(config, nnodes=3, tensor_parallel_size=3)
     second = changed(three, node_rank=1)
     said = ends_of(three, second, second)
     assert "two machines have --node-rank 1" in said[0]
@@ -135,7 +135,7 @@ def test_what_cannot_be_is_said_before_anything_starts(tiny: Path, given: Any, w
 
 def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -> None:
     """The agent joins late, its rank is killed, and it serves the next engine, too."""
-    port, alone = free_port(), {"nnodes": 1, "pipeline_parallel_size": 1}
+    port, alone = free_port(), {"nnodes": 1, "tensor_parallel_size": 1}
     prompts = [{"prompt_token_ids": [5, 6, 7, number]} for number in range(4)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -161,9 +161,9 @@ def test_two_machines_answer_as_one_and_come_again(tiny: Path, tmp_path: Path) -
             llm = LLM(str(tiny), master_port=port, **SETTINGS)
             assert answers(llm) == expected
             log_text = (tmp_path / "log").read_text()
-            (pid,) = {int(found) for found in re.findall(r"\(Worker_PP1 pid=(\d+)\)", log_text)}
+            (pid,) = {int(found) for found in re.findall(r"\(Worker_TP1 pid=(\d+)\)", log_text)}
             subprocess.run(["kill", "-9", str(pid)], check=True)
-            with pytest.raises(EngineDead, match="Worker_PP1 is gone"):
+            with pytest.raises(EngineDead, match="Worker_TP1 is gone"):
                 answers(llm)
             llm.llm_engine.close()
             again = LLM(str(tiny), master_port=port, **SETTINGS)

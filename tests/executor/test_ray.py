@@ -50,7 +50,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def opened(tiny: Path) -> LLM:
-    return LLM(str(tiny), distributed_executor_backend="ray", pipeline_parallel_size=2, **SETTINGS)
+    return LLM(str(tiny), distributed_executor_backend="ray", tensor_parallel_size=2, **SETTINGS)
 
 
 def actors() -> list[psutil.Process]:
