@@ -106,8 +106,8 @@ def serve(place: Place, port: Port) -> None:
         port.say(Failed(str(error)))
         return
     except Exception as error:
-        is_cause = not any(sign in str(error) for sign in _CUT_OFF)
-        (log.exception if is_cause else log.debug)("%s cannot start", place.name)
+        if is_cause := not is_cut_off(error):
+            log.exception("%s cannot start", place.name)
         port.say(Failed(one_line(error), is_cause))
         return
     port.say(Did())
@@ -133,6 +133,11 @@ def _join(place: Place, port: Port) -> Any:
     return Worker(
         config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)
     )
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether it says no more than that another rank is gone."""
+    return any(sign in str(error) for sign in _CUT_OFF)
 
 
 def one_line(error: BaseException) -> str:
@@ -187,7 +192,8 @@ class Steps:
             with self._rows:
                 result = pending.wait()
         except Exception as error:
-            log.error("Step %d failed", step, exc_info=error)
+            if not is_cut_off(error):
+                log.error("Step %d failed", step, exc_info=error)
             is_fatal = isinstance(error, EngineDead)
             self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
             if self.place.answers:
