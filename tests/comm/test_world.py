@@ -6,11 +6,23 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from torch import Tensor
 
-from quire.comm.group import ALONE
+from quire.comm.group import ALONE, Group, TorchGroup
+from quire.comm.staged import StagedGroup
 from quire.comm.world import World
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
+
+
+def collected(tp: Group, x: Tensor) -> dict[str, Any]:
+    return {
+        "sum": tp.all_reduce(x.clone()).tolist(),
+        "columns": tp.gather(x).tolist(),
+        "rows": tp.gather(x, 0).tolist(),
+        "share": tp.reduce_scatter(x.clone()).tolist(),
+        "swapped": tp.all_to_all(x, [1, 1], [1, 1]).tolist(),
+    }
 
 
 def talk(world: World) -> dict[str, Any]:
@@ -19,20 +31,18 @@ def talk(world: World) -> dict[str, Any]:
     told = {
         "place": (place.dp, place.pp, place.tp),
         "groups": [(group.rank, group.size) for group in (tp, pp, world.ep)],
-        "sum": tp.all_reduce(x.clone()).tolist(),
-        "columns": tp.gather(x).tolist(),
-        "rows": tp.gather(x, 0).tolist(),
-        "share": tp.reduce_scatter(x.clone()).tolist(),
-        "swapped": tp.all_to_all(x, [1, 1], [1, 1]).tolist(),
+        **collected(tp, x),
     }
-    if pp.size > 1:
+    assert isinstance(tp, TorchGroup) and isinstance(pp, TorchGroup)
+    told["staged"] = collected(StagedGroup(tp.group), x.bfloat16())
+    for stages in (pp, StagedGroup(pp.group)):
         y = torch.full((3,), float(tp.rank))
-        if pp.rank == 0:
-            pp.send(y, 1)
-            pp.isend(y, 1).wait()
+        if stages.rank == 0:
+            stages.send(y, 1)
+            stages.isend(y, 1).wait()
         else:
-            pp.receive(y, 0)
-            pp.receive(y.fill_(-1), 0)
+            stages.receive(y, 0)
+            stages.receive(y.fill_(-1), 0)
         told["heard"] = y.tolist()
     return told
 
@@ -51,6 +61,7 @@ def test_two_stages_of_two(tmp_path: Path) -> None:
         assert each["share"] == [[[10, 12]], [[14, 16]]][tp]
         assert each["swapped"] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]][tp]
         assert each["heard"] == [tp] * 3
+        assert each["staged"].items() <= each.items()
 
 
 def seen(world: World) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from quire.comm.group import ALONE, Group, TorchGroup
+from quire.comm.staged import StagedGroup, is_shared
 from quire.comm.symmetric import with_quick_sums
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
@@ -35,29 +36,34 @@ def join(
     shared = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
     dp_size = parallel.data_parallel_size if shared else 1
     own = rank if shared else Rank(0, rank.pp, rank.tp)
+    staged = is_shared(device)
+    by_nccl = device.type == "cuda" and not staged
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if by_nccl else "gloo",
         init_method=meeting,
         rank=own.index(parallel),
         world_size=dp_size * pp_size * tp_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if by_nccl else None,
     )
 
     places = [Rank(*place) for place in itertools.product(range(dp_size), range(pp_size), range(tp_size))]
-    tp = _own_group(places, own, parallel, lambda place: (place.dp, place.pp))
+    given = places, own, parallel, StagedGroup if staged else TorchGroup
+    tp = _own_group(*given, lambda place: (place.dp, place.pp))
     return World(
         rank,
-        tp=tp if parallel.disable_custom_all_reduce else with_quick_sums(tp, device),
-        pp=_own_group(places, own, parallel, lambda place: (place.dp, place.tp)),
-        ep=_own_group(places, own, parallel, lambda place: (place.pp,))
-        if parallel.enable_expert_parallel
-        else ALONE,
+        tp=tp if staged or parallel.disable_custom_all_reduce else with_quick_sums(tp, device),
+        pp=_own_group(*given, lambda place: (place.dp, place.tp)),
+        ep=_own_group(*given, lambda place: (place.pp,)) if parallel.enable_expert_parallel else ALONE,
     )
 
 
 def _own_group(
-    places: list[Rank], own: Rank, parallel: ParallelSection, key: Callable[[Rank], tuple[int, ...]]
+    places: list[Rank],
+    own: Rank,
+    parallel: ParallelSection,
+    kind: type[TorchGroup],
+    key: Callable[[Rank], tuple[int, ...]],
 ) -> Group:
     """Of those with the same key; everybody makes everybody's groups."""
     found: Group = ALONE
@@ -68,5 +74,5 @@ def _own_group(
         if len(members) > 1:
             made = dist.new_group(members)
             if each == key(own):
-                found = TorchGroup(made)
+                found = kind(made)
     return found
