@@ -135,6 +135,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Any:
         ({"block_size": 512}, ["block_size=512", "at most 256"]),
         ({"block_size": True}, ["block_size=True", "an integer"]),
         ({"block_size": 16.5}, ["block_size=16.5", "an integer"]),
+        ({"tensor_parallel_size": 3}, ["tensor_parallel_size=3", "4 attention heads", "use 1, 2 or 4"]),
         ({"max_num_seqs": 0}, ["max_num_seqs=0", "at least 1"]),
         ({"max_num_batched_tokens": -5}, ["max_num_batched_tokens=-5", "at least 1"]),
         ({"watermark": 1.0}, ["watermark=1.0", "below 1"]),

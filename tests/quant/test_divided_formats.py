@@ -5,15 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from formats import SIZES, STORED, gpt_oss
 from gguf_files import make_tiny_gguf
+from group_files import rounded, shuffled, stored, values
 from requantized import requantize
 from test_divided_models import compare, logits
 
 from quire.config.model import read_checkpoint
 from quire.config.quant import ONLINE
+from quire.config.quant.schemes import Grouped
 from quire.errors import ConfigError
 from quire.kernels import int8, quantized
+from quire.quant import grouped, layouts
+from quire.quant.shares import Run
 
 DIVISIBLE: dict[str, dict[str, Any]] = {
     "llama": SIZES["llama"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -88,6 +93,26 @@ def test_misfits_are_named_before_anything_is_read(
     monkeypatch.setattr("quire.loader.safetensors.SafetensorsSource.fill", lambda *_: pytest.fail("read"))
     with pytest.raises(ConfigError, match=message):
         logits(path, 2, quant=read_checkpoint(path).quant)
+
+
+@pytest.mark.parametrize(
+    "kind", ["symmetric", "with zeros", "with zeros that no code is", "in order", "one group"]
+)
+def test_a_share_of_inputs_in_another_order(kind: str) -> None:
+    """Some inputs of each group: filled up, or taken one by one."""
+    scheme = Grouped(4, -1 if kind == "one group" else 32, "zeros" not in kind, act_order=True, layout="gptq")
+    weight, own = torch.randn(16, 192), Run(64, 64, 192)
+    group_of = shuffled(192, scheme.group, torch.Generator().manual_seed(1))
+    group_of = group_of.sort().values if kind == "in order" else group_of
+    codes = rounded(weight, scheme, group_of)
+    if kind.endswith("no code is"):
+        codes = codes._replace(zeros=torch.full_like(codes.zeros, 16))
+    tensors = stored(codes, scheme, group_of) | {"scales": codes.scales.t()}
+    tensors["qweight"] = tensors["qweight"][8:16]
+    share, order = layouts.read(scheme, tensors, own)
+    assert share.group == {"with zeros that no code is": 1, "one group": 64}.get(kind, 32)
+    assert (order is None) == (kind in ("in order", "one group", "with zeros that no code is"))
+    torch.testing.assert_close(grouped._in_order(share, order, 64), values(codes, group_of)[:, 64:128])
 
 
 def test_inputs_in_another_order_cut_groups(tmp_path: Path) -> None:

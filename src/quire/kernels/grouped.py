@@ -29,6 +29,9 @@ class Codes(NamedTuple):
     def group(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
+    def contiguous(self) -> "Codes":
+        return Codes(self.codes.contiguous(), self.scales.contiguous(), self.zeros.contiguous(), self.bits)
+
     def values(self) -> Tensor:
         """[outputs, inputs] float32"""
         zeros, scales = (each.repeat_interleave(self.group, 1) for each in (self.zeros, self.scales))

@@ -221,7 +221,7 @@ class GroupedLinear(Weight):
         shape = replace(self.shape, sizes_out=tuple(len(part.codes) for part in parts))
         weight = self.plain.linear(("",) * len(parts), shape)
         for stored, codes in zip(weight.parts(), parts, strict=True):
-            stored["weight"].tensor.copy_(_in_order(codes, order))
+            stored["weight"].tensor.copy_(_in_order(codes, order, shape.size_in))
         if bias is not None:
             for piece, own in zip(weight.parts(), bias.split(list(shape.sizes_out)), strict=True):
                 piece["bias"].tensor.copy_(own)
@@ -308,7 +308,7 @@ class GroupedExperts(StoredExperts):
         for name in _EXPERTS:
             into = experts.parts()[name]["weight"].tensor
             for expert in range(self.shape.experts):
-                into[expert].copy_(_in_order(*self._read(name, expert)))
+                into[expert].copy_(_in_order(*self._read(name, expert), into.shape[2]))
         for name, piece in self.bias_parts().items():
             experts.bias_parts()[name].tensor.copy_(piece.tensor)
         experts.finish()
@@ -322,10 +322,12 @@ def _sizes_of(shape: ExpertShape) -> dict[str, tuple[Run, Run]]:
     return {"gate": up, "up": up, "down": up[::-1]}
 
 
-def _in_order(codes: Codes, order: Tensor | None) -> Tensor:
-    """The numbers, with their inputs where x has them."""
+def _in_order(codes: Codes, order: Tensor | None, inputs: int) -> Tensor:
+    """The numbers, with their inputs where x has them. Fillers name an input again, and are 0."""
     values = codes.values()
-    return values if order is None else torch.empty_like(values).index_copy_(1, order.long(), values)
+    if order is None:
+        return values
+    return values.new_zeros(len(values), inputs).index_add_(1, order.long(), values)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.config.quant.schemes import Grouped
 from quire.errors import ConfigError
 from quire.kernels.grouped import Codes
+from quire.kernels.linear import BLOCK
 from quire.quant.shares import Run
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -120,31 +121,40 @@ LAYOUTS = {
 
 
 def read(scheme: Grouped, stored: dict[str, Tensor], inputs: Run) -> tuple[Codes, Tensor | None]:
-    """A weight in the open, and the order of its inputs if it is not theirs. A share of inputs whose groups
-    are not made of neighbours has a group for each of them."""
+    """A weight in the open, and the order of its inputs if it is not theirs."""
     layout, order = LAYOUTS[scheme.layout], None
     codes, scales, zeros = layout.read(scheme, stored)
-    codes = codes[:, : inputs.size]
+    whole = Codes(codes[:, : inputs.size], scales, zeros.to(torch.int32), scheme.bits)
     if scheme.act_order:
         group_of = stored[layout.order]
         order = _order(group_of, scales.shape[1])
-        if not inputs.is_whole:
-            own = _own_groups(group_of, scheme.group, inputs, is_ordered=order is None)
-            order, scales, zeros = None, scales[:, own], zeros[:, own]
-        codes = codes if order is None else codes[:, order]
-    whole = Codes(codes.contiguous(), scales.contiguous(), zeros.to(torch.int32).contiguous(), scheme.bits)
-    return whole, order
+        if not inputs.is_whole and whole.scales.shape[1] > 1:
+            if order is None:
+                group_of = torch.arange(inputs.all, device=group_of.device) // scheme.group
+            whole, order = _share(whole, group_of.long()[inputs.start : inputs.start + inputs.size])
+        elif order is not None:
+            whole = whole._replace(codes=whole.codes[:, order])
+    return whole.contiguous(), order
 
 
-def _own_groups(group_of: Tensor, group: int, inputs: Run, *, is_ordered: bool) -> Tensor:
-    """The groups of a share's inputs: each once where they are whole, else one for each input."""
-    stop = inputs.start + inputs.size
-    own = group_of[inputs.start : stop].long()
-    if is_ordered:
-        own = torch.arange(inputs.start, stop, device=own.device) // (group if group > 0 else inputs.all)
-        if group > 0 and inputs.start % group == inputs.size % group == 0:
-            own = own[::group]
-    return own[:1] if group < 0 else own
+def _share(whole: Codes, group_of: Tensor) -> tuple[Codes, Tensor | None]:
+    """Inputs of these groups, of which there may be any number of each: each goes into blocks of its own,
+    filled up with codes that stand for 0. The order names an input for those as well."""
+    counts = torch.bincount(group_of, minlength=whole.scales.shape[1])
+    rooms = -(-counts // BLOCK) * BLOCK
+    group_of_place = torch.arange(len(rooms), device=rooms.device).repeat_interleave(rooms)
+    if bool((whole.zeros >> whole.bits).any()):  # no code stands for 0
+        return Codes(whole.codes, whole.scales[:, group_of], whole.zeros[:, group_of], whole.bits), None
+    sorted_inputs = group_of.argsort(stable=True)
+    fillers = (rooms - counts).cumsum(0) - (rooms - counts)
+    places = torch.arange(len(group_of), device=rooms.device) + fillers[group_of[sorted_inputs]]
+    codes = whole.zeros[:, group_of_place].to(torch.uint8)
+    codes[:, places] = whole.codes[:, sorted_inputs]
+    order = torch.zeros_like(group_of_place).index_copy_(0, places, sorted_inputs)
+    groups = group_of_place[::BLOCK]
+    is_same = torch.equal(order, torch.arange(len(group_of), device=order.device))
+    made = Codes(codes, whole.scales[:, groups], whole.zeros[:, groups], whole.bits)
+    return made, None if is_same else order
 
 
 def _order(group_of: Tensor, groups: int) -> Tensor | None:
