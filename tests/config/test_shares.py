@@ -72,5 +72,7 @@ def test_one_device_has_its_share() -> None:
     assert state is not None and (state.heads, state.groups) == (6, 1)
     moe = of_one(MOE, 4).moe
     assert moe is not None and (moe.intermediate, moe.shared_intermediate) == (6, 8)
+    spread = of_one(MOE, 4, with_experts=False).moe
+    assert spread is not None and (spread.intermediate, spread.shared_intermediate) == (24, 8)
     sizes = {"num_tokens": 512, "num_seqs": 1}
     assert activation_bytes(own, "float32", **sizes) < activation_bytes(FACTS, "float32", **sizes)

@@ -77,7 +77,9 @@ class EngineConfig:
     @property
     def own_facts(self) -> ArchFacts:
         """The model as one of the devices has it that divide each layer."""
-        return of_one(self.checkpoint.facts, self.parallel.tensor_parallel_size)
+        parallel = self.parallel
+        with_experts = not parallel.enable_expert_parallel
+        return of_one(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
 
 
 def resolve(

@@ -66,15 +66,15 @@ def check_shares(facts: ArchFacts, size: int, *, with_experts: bool = True) -> N
     )
 
 
-def of_one(facts: ArchFacts, size: int) -> ArchFacts:
-    """What one of so many devices has of a model's layers."""
+def of_one(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFacts:
+    """What one of so many devices has of a model's layers; `with_experts`: of each expert, too."""
     if size == 1:
         return facts
     moe, state = facts.moe, facts.state
     if moe is not None:
         moe = replace(
             moe,
-            intermediate=_share(moe.intermediate, size),
+            intermediate=_share(moe.intermediate, size) if with_experts else moe.intermediate,
             shared_intermediate=_share(moe.shared_intermediate, size),
         )
     if state is not None:

@@ -55,5 +55,11 @@ def refuse(config: EngineConfig, to: Path) -> None:
         )
     if config.checkpoint.facts.architecture == BORROWED:
         raise ConfigError(f"{config.checkpoint.path} runs in transformers, which keeps its weights by itself")
+    parallel = config.parallel
+    if parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel:
+        raise ConfigError(
+            "a state is saved of layers that are divided by tensor_parallel_size alone; leave "
+            "pipeline_parallel_size and enable_expert_parallel out"
+        )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} is there already and not an empty directory; give another --output")
