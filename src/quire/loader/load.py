@@ -79,14 +79,11 @@ def load_model(
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
     that is there is told to `tell` as it grows. With `ep` each worker has some of the experts.
     """
-    group = world.tp
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
         method = None if quant is None else quant.method
-        source.check(Kept.of(checkpoint.facts.architecture, dtype, device, method, group.size))
-        source.open(group.rank)
-        if ep is not None:
-            raise ConfigError("a saved state has a share of each expert: load the checkpoint it was made of")
+        kept = Kept.of(checkpoint.facts.architecture, dtype, device, method, world.tp.size)
+        _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
 
@@ -105,7 +102,7 @@ def load_model(
         linear=format.linear,
         experts=format.experts,
         is_stored=is_stored,
-        group=group,
+        group=world.tp,
         stage=stage,
         ep=ep,
     )
@@ -117,6 +114,13 @@ def load_model(
         else:
             _load(source, model, checkpoint, stage, bar, spread=ep is not None)
     return model.eval()
+
+
+def _open_saved(source: ShardedSource, kept: Kept, rank: int, *, spread: bool) -> None:
+    source.check(kept)
+    source.open(rank)
+    if spread:
+        raise ConfigError("a saved state has a share of each expert: load the checkpoint it was made of")
 
 
 class Progress:
