@@ -340,6 +340,23 @@ def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: p
     assert needs.graphs == 3 * _GRAPH_BYTES + 600 + (1 + 2) * (facts.vocab + facts.hidden) * 4
 
 
+def test_a_stage_before_the_last_measures_its_layers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has neither head nor sampler; what it sends and keeps of its graphs is x and residual."""
+    path, _ = make_tiny("qwen3", tmp_path, num_hidden_layers=2)
+    answers = {"memory_allocated": 100, "max_memory_allocated": 700, "mem_get_info": (5000, 9000)}
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *answers):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: answers.get(name))
+    monkeypatch.setattr(Measured, "_captures", lambda *_: True)
+    use(Measured, monkeypatch)
+    engine = Engine(path, in_threads=False, pipeline_parallel_size=2, max_num_seqs=4)
+    needs = engine.executor.workers[0]._needs
+    facts, tokens = engine.config.checkpoint.facts, engine.config.scheduler.max_num_batched_tokens
+    assert needs is not None and needs.activations == 600 + 2 * 3 * tokens * facts.hidden * 4
+    assert needs.graphs == 2 * _GRAPH_BYTES + 600 + 1 * 2 * facts.hidden * 4  # of 1 and 2, half of all
+
+
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])
 def test_the_ladder_ends_at_what_can_run(largest: int) -> None:
     sizes = ladder(largest)

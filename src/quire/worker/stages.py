@@ -35,7 +35,9 @@ class Link:
         return 2 * (self.group.size + 1) * num_tokens * self._hidden * self._dtype.itemsize
 
     def receive(self, into: Tensor) -> None:
-        """One message, whose room may be a part of a larger one."""
+        """One message, whose room may be a part of a larger one; none of no tokens."""
+        if not into.numel():
+            return
         whole = into if into.is_contiguous() else into.new_empty(into.shape)
         self.group.receive(whole, self.group.rank - 1)
         if whole is not into:
@@ -49,6 +51,8 @@ class Link:
 
     def _send(self, message: Tensor) -> None:
         assert message.dtype == self._dtype
+        if not message.numel():
+            return
         while len(self._under_way) >= self.group.size:
             self._under_way.popleft()[1].wait()
         self._under_way.append((message, self.group.isend(message, self.group.rank + 1)))
