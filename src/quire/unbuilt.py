@@ -24,8 +24,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "distributed_executor_backend": ("uni", "mp", "ray"),
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
-        "enable_eplb": (False,),
-        "enable_expert_parallel": (False,),
         "enable_lora": (False,),
         "enable_prompt_embeds": (False,),
         "enable_return_routed_experts": (False,),

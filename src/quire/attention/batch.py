@@ -35,6 +35,10 @@ class Batch:
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""
+    num_real: int | None = None
+    """Tokens that are no padding; None: unknown, or all."""
+    room: int | None = None
+    """Tokens that each of the engines in step makes room for; None: as many as there are here."""
     attention: Any = None
     """What the attention backend's `plan(batch)` made of all this, once per step."""
     state: Any = None

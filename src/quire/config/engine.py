@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.config.args import checked
 from quire.config.env import Env
+from quire.config.experts import with_experts
 from quire.config.facts import ArchFacts
 from quire.config.layout import cache_specs, has_states
 from quire.config.machine import Machine
@@ -108,6 +109,10 @@ def resolve(
         pooler=values.get("pooler_config"),
     )
     parallel = _with_stages(parallel, checkpoint.facts, env, values, pools=pooling is not None)
+    all_local = len(local_ranks(parallel)) == parallel.data_parallel_size
+    parallel = with_experts(
+        parallel, checkpoint.facts, values, pools=pooling is not None, all_local=all_local
+    )
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
     cache = _cache(values, model.dtype, machine, env, checkpoint)

@@ -77,10 +77,10 @@ class Clients:
     def close(self) -> None:
         self._socket.close()
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something arrives, but not longer."""
+    def wait(self, timeout_s: float, also: "zmq.Socket[bytes] | None" = None) -> None:
+        """Until something arrives, here or at the other socket, but not longer."""
         try:
-            self._socket.poll(int(timeout_s * 1000))
+            zmq.select([self._socket, *([] if also is None else [also])], [], [], timeout_s)
         except zmq.ZMQError as error:
             log.debug("Waiting was interrupted: %s", error)
 

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
+from quire.core.lockstep import Lockstep, open_lockstep
 from quire.core.pipeline import Pipeline
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import Finish, StepOutput, StepPlan
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.dist.process import calm_threads
@@ -18,9 +19,18 @@ from quire.sched.scheduler import Scheduler
 class EngineCore:
     """The scheduler and the executor, and the steps between them."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        depth: int = 1,
+        lockstep: Lockstep | None = None,
+    ) -> None:
         self.scheduler = scheduler
-        self.pipeline = Pipeline(executor, depth)
+        self.pipeline = Pipeline(executor, depth, together=lockstep is not None)
+        self.lockstep = lockstep
+        """With the engines that have some of the experts; None: it steps by itself."""
 
     @property
     def executor(self) -> Executor:
@@ -28,7 +38,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self.pipeline) > 0
+        return self.scheduler.has_work or len(self.pipeline) > 0 or self.is_called
+
+    @property
+    def is_called(self) -> bool:
+        """Whether others take a step, for which they need this engine."""
+        return self.lockstep is not None and self.lockstep.is_called
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -39,14 +54,20 @@ class EngineCore:
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
         none can be planned, or if it is not done in time."""
-        while self.pipeline.has_room and (plan := self.scheduler.plan()) is not None:
+        while self.pipeline.has_room and (plan := self._plan()) is not None:
             self.pipeline.submit(plan)
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
         plan, result = self.pipeline.next()
+        if not len(plan.rows):
+            return StepOutput([], [], at=time.monotonic())
         if result is None:
             return StepOutput([], [], finished=self.scheduler.fail(plan), at=time.monotonic())
         return self.scheduler.update(plan, result)
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
@@ -74,6 +95,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the workers."""
+        if self.lockstep is not None:
+            self.lockstep.close()
         self.pipeline.clear()
         self.executor.close()
 
@@ -84,7 +107,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
-    return EngineCore(executor, build_scheduler(config, cache), depth=depth), cache
+    lockstep = open_lockstep(config.parallel)
+    return EngineCore(executor, build_scheduler(config, cache), depth=depth, lockstep=lockstep), cache
 
 
 def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:

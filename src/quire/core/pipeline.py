@@ -30,9 +30,11 @@ class Pipeline:
     nothing to gain from more than 1. A pipeline of stages has one for each of them.
     """
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    def __init__(self, executor: Executor, depth: int, *, together: bool = False) -> None:
         self.executor = executor
         self.depth = depth
+        self.together = together
+        """Whether other engines take each step, too: one that fails here leaves them in the middle of it."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
 
     def __len__(self) -> int:
@@ -66,7 +68,9 @@ class Pipeline:
             return plan, pending.wait()
         except EngineDead:
             raise
-        except Exception:
+        except Exception as error:
+            if self.together:
+                raise EngineDead(f"a step failed that other engines take part in: {error}") from error
             log.exception(
                 "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
             )

@@ -144,9 +144,11 @@ class CoreServer:
 
     def _receive(self) -> None:
         """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
-        if not self.core.has_work or self._is_stuck:
-            in_a_hurry = self._is_stuck or self.clients.queues
-            self.clients.wait(RETRY_S if in_a_hurry else BEAT_S)
+        if not self.core.has_work or (self._is_stuck and not self.core.is_called):
+            in_a_hurry, lockstep = self._is_stuck or self.clients.queues, self.core.lockstep
+            self.clients.wait(
+                RETRY_S if in_a_hurry else BEAT_S, None if lockstep is None else lockstep.socket
+            )
         until = time.monotonic() + max(TURN_S, TURN_SHARE * self._step_s)
         while (received := self.clients.receive()) is not None:
             self._handle(*received)

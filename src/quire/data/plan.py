@@ -59,6 +59,10 @@ class StepPlan(msgspec.Struct):
     values: Ints = _NO_VALUES
     """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
 
+    counts: tuple[int, ...] = ()
+    """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows
+    it is a step for the sake of the others."""
+
     total_tokens: int = 0
     sampling_rows: Ints = _NONE
     """The rows that get a new token."""
@@ -71,6 +75,11 @@ class StepPlan(msgspec.Struct):
         self.total_tokens = int(self.num_tokens.sum())
         self.sampling_rows = self.rows if all_sample else self.rows[self.samples]
         self.is_decode = all_sample and self.total_tokens == len(self.rows)
+
+    @staticmethod
+    def idle(step: int) -> "StepPlan":
+        """One without rows."""
+        return StepPlan(step, [], [], _NONE, _NONE.reshape(1, 0), _NONE, _NONE, np.empty(0, np.bool_))
 
 
 class RowLogprobs(msgspec.Struct):

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.experts import meeting_of, steps_together
 from quire.data.codec import decode_outcome, encode_plan
 from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
@@ -282,7 +283,10 @@ class ScratchCrew(LocalCrew):
     def __init__(self, config: EngineConfig) -> None:
         self._scratch = Scratch()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        super().__init__(own_places(config, 0, f"file://{self._scratch.path}/meeting"))
+        meeting = f"file://{self._scratch.path}/meeting"
+        if steps_together(config.parallel):  # with the ranks of other engines
+            meeting = meeting_of(config.parallel)
+        super().__init__(own_places(config, 0, meeting))
 
     def end(self) -> None:
         super().end()

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from quire.config.engine import EngineConfig
+from quire.config.experts import steps_together
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_plan, encode_outcome
@@ -127,7 +128,7 @@ def _join(place: Place, port: Port) -> Any:
     if device.type == "cuda":
         device = torch.device("cuda", place.local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if world_size(parallel) == 1:
+    if world_size(parallel) == 1 and not steps_together(parallel):
         return Worker(config, World(place.rank))
     port.say(Doing("waiting for the others"))
     return Worker(

@@ -51,8 +51,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
-    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token. An id below 0
-    is of an expert that is elsewhere."""
+    """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token. An id
+    below 0 is of an expert that is elsewhere."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)

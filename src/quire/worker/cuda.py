@@ -16,11 +16,21 @@ from quire.kernels.triton.launch import compiling
 from quire.sampling.chance import Asked
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.device import Computed, Model, NewTokens, Passed, Step, batch_of, device_failures
+from quire.worker.device import (
+    ONE_TOKEN,
+    Computed,
+    Model,
+    NewTokens,
+    Passed,
+    Step,
+    batch_of,
+    blank_batch,
+    device_failures,
+)
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
-from quire.worker.sheet import Page, Sizes, asked_of, blank, bytes_of, host_arrays, sizes_of, tensors
+from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
 
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
@@ -132,27 +142,22 @@ class Cuda:
 
     def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        num_groups, num_rows, _ = self.block_tables.shape
-        sizes = Sizes(int(lens.sum()), len(lens), len(lens), 0, num_groups)
-        memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
-        arrays = host_arrays(memory, sizes)
-        blank(arrays, 0, num_rows - 1, 0)
-        np.cumsum(lens, out=arrays["query_starts"][1:])
-        arrays["logit_tokens"][:] = arrays["query_starts"][1:] - 1
-        arrays["seq_lens"][:] = lens
-        sheet = tensors(memory.to(self.device), sizes)
-        batch = batch_of(sheet, self.block_tables, lens, lens)
-        batch.before = self.model.room(sizes.tokens)
+        batch, sheet = blank_batch(lens, self.block_tables, self.device)
+        batch.before = self.model.room(len(batch.token_ids))
         return batch, sheet
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
         if self._captures(config):
-            self.graphs.capture(self._most_decodes(config), seconds=_CAPTURE_S)
+            # Devices that step together have the same graphs.
+            seconds = _CAPTURE_S if self.model.ep is None else float("inf")
+            self.graphs.capture(self._most_decodes(config), seconds=seconds)
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         graph = self.graphs.find(plan)
+        if graph is None and not len(plan.rows):
+            return self._idle(plan)
         if graph is None:
             return self._eager(plan, all_rows, places, ids)
         return self._replay(graph, plan, all_rows, places, ids)
@@ -180,7 +185,19 @@ class Cuda:
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
         batch.before = self.model.room(plan.total_tokens)
+        self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+
+    def _idle(self, plan: StepPlan) -> Step:
+        """One token that nobody asked for."""
+        batch, sheet = self._blank(ONE_TOKEN)
+        self._make_room(batch, plan)
+        return self.model.step(lambda: self.compute(batch, sheet), batch.before)
+
+    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+        """As much as those have who replay a graph."""
+        if plan.counts:
+            batch.num_real, batch.room = plan.total_tokens, self.graphs.size_for(max(plan.counts))
 
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         """All that a step does on the device, inside a captured graph and outside."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
+from quire.comm.dispatch import Dispatch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan
 from quire.errors import EngineDead
@@ -19,7 +20,7 @@ from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.sheet import slots_of
+from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
 
 
 class Computed(NamedTuple):
@@ -119,6 +120,8 @@ class Model:
     attention: AttentionBackend
     link: Neighbours | None = None
     """None: all layers are here."""
+    ep: Dispatch | None = None
+    """The way to experts on other devices, if some are there."""
 
     @property
     def draws(self) -> bool:
@@ -136,6 +139,8 @@ class Model:
         """[T, hidden], or what is to be passed on."""
         for group in batch.groups:
             self.attention.plan(group)
+        if self.ep is not None:
+            self.ep.plan(batch.num_real, batch.room)
         return self.forward(batch)
 
 
@@ -171,3 +176,25 @@ def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, s
         for group in range(1, len(block_tables))
     )
     return batch
+
+
+def blank_batch(
+    lens: Ints, block_tables: Tensor, device: torch.device, *, num_samples: int | None = None
+) -> tuple[Batch, dict[str, Tensor]]:
+    """A step of sequences that read the first block and write nothing; all of them sample, or so many."""
+    num_groups, num_rows, _ = block_tables.shape
+    sizes = Sizes(
+        int(lens.sum()), len(lens), len(lens) if num_samples is None else num_samples, 0, num_groups
+    )
+    memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
+    arrays = host_arrays(memory, sizes)
+    blank(arrays, 0, num_rows - 1, 0)
+    np.cumsum(lens, out=arrays["query_starts"][1:])
+    arrays["logit_tokens"][:] = arrays["query_starts"][1:][: sizes.samples] - 1
+    arrays["seq_lens"][:] = lens
+    sheet = tensors(memory.to(device), sizes)
+    return batch_of(sheet, block_tables, lens, lens), sheet
+
+
+ONE_TOKEN: Ints = np.ones(1, np.int32)
+"""What a step without rows computes."""

@@ -72,10 +72,16 @@ class Graphs:
 
     def find(self, plan: StepPlan) -> "Graph | None":
         """The smallest graph for a plan of decodes."""
-        count = len(plan.rows)
+        count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1] or not plan.is_decode:
             return None
-        return self._by_size[self._sizes[bisect_left(self._sizes, count)]]
+        return self._by_size[self.size_for(count)]
+
+    def size_for(self, count: int) -> int:
+        """The size of the smallest graph for so many tokens, or as many where there is none."""
+        if not self._sizes or count > self._sizes[-1]:
+            return count
+        return self._sizes[bisect_left(self._sizes, count)]
 
 
 class Graph:

@@ -13,7 +13,16 @@ from quire.data.plan import Pending, StepPlan, StepResult
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.device import Computed, Model, NewTokens, Passed, Step, batch_of
+from quire.worker.device import (
+    ONE_TOKEN,
+    Computed,
+    Model,
+    NewTokens,
+    Passed,
+    Step,
+    batch_of,
+    blank_batch,
+)
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
@@ -60,6 +69,8 @@ class Host:
             self._max_taped = 0
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
+        if not len(plan.rows):
+            return self._idle(plan)
         num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
         taped = plan.is_decode and num_rows <= self._max_taped
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
@@ -67,12 +78,25 @@ class Host:
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
 
+        self._make_room(batch, plan)
+
         def run() -> Computed | Passed:
             return self._compute(batch, sheet)
 
         if taped:
             return self.model.step(lambda: self._tapes.run(num_rows, run), batch.before)
         return self.model.step(run, batch.before)
+
+    def _idle(self, plan: StepPlan) -> Step:
+        """One token that nobody asked for."""
+        batch, sheet = blank_batch(ONE_TOKEN, self.block_tables, self.block_tables.device, num_samples=0)
+        batch.before = self.model.room(1)
+        self._make_room(batch, plan)
+        return self.model.step(lambda: self._compute(batch, sheet), batch.before)
+
+    def _make_room(self, batch: Batch, plan: StepPlan) -> None:
+        if plan.counts:
+            batch.num_real, batch.room = plan.total_tokens, max(plan.counts)
 
     def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         model = self.model

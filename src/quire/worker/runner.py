@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.data.plan import Pending, StepPlan
+from quire.data.plan import Pending, StepPlan, StepResult
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device
+from quire.worker.host import Done
 from quire.worker.parts import Part
 from quire.worker.rows import Rows
 
@@ -23,6 +24,9 @@ class Runner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
         self.all_rows.apply(plan)
+        if not len(plan.rows):
+            self.device.prepare(plan, self.all_rows).draw()
+            return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
         done = self.device.prepare(plan, self.all_rows).draw()

@@ -85,7 +85,7 @@ class StageRunner:
         try:
             passed = step.forward()
         except Exception:
-            self.link.fail(plan.total_tokens)
+            self.link.fail(max(plan.total_tokens, 1))
             raise
         self.link.send(passed)
         self.all_rows.advance(plan)

@@ -8,8 +8,10 @@ import torch
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.capacity import CacheSize, human, size_cache
+from quire.comm.dispatch import open_dispatch
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
+from quire.config.experts import Eplb
 from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.ranks import Stage
@@ -22,6 +24,7 @@ from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.device import Device, Model, device_failures
+from quire.worker.graphs import ladder
 from quire.worker.host import Host
 from quire.worker.memory import Needs, bind, cache_room, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
@@ -57,6 +60,13 @@ class Worker:
         whole = layout(cache_specs(facts), config.model.max_model_len)
         self.layout = whole.of(self.stage.layers(len(facts.layers)))
         """Of the layers that are here."""
+        self.ep = open_dispatch(
+            world,
+            parallel.all2all_backend,
+            strategy=parallel.expert_placement_strategy,
+            num_redundant=Eplb.of(parallel).num_redundant_experts,
+            num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
+        )
         self.backend = self._backend()
         self.model: Any = None
         self._needs: Needs | None = None
@@ -99,8 +109,9 @@ class Worker:
             quant=config.quant,
             build=None if config.pooling is None else pooling_builder(config),
             tell=tell,
-            stage=self.stage,
             world=self.world,
+            stage=self.stage,
+            ep=self.ep,
         )
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
@@ -169,7 +180,7 @@ class Worker:
         link = None
         if self.stage.count > 1:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
-        device = open_device(Model(model, model.logits, self.backend, link), all_rows, self.device)
+        device = open_device(Model(model, model.logits, self.backend, link, self.ep), all_rows, self.device)
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None

@@ -192,7 +192,10 @@ def rows(
     apart = size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
-        start = tl.load(ids + pair) * total
+        expert = tl.load(ids + pair)
+        if expert < 0:
+            return
+        start = expert * total
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride

@@ -86,9 +86,9 @@ def _sort(
 
 
 def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
-    """Pairs by expert [pairs], those of experts that are elsewhere (an id below 0) left out; how many tiles of
-    up to `height` pairs of one expert there are, and from 4 on the expert of each, its first pair, its end,
-    and nothing."""
+    """Pairs by expert [pairs], those of experts that are elsewhere (an id below 0) left out; how many tiles
+    of up to `height` pairs of one expert there are, and from 4 on the expert of each, its first pair, its
+    end, and nothing."""
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
@@ -147,8 +147,8 @@ def add(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, ahead: bool) ->
     num, hidden = out.shape
     top = weights.shape[1]
     launch(_sum, num, triton.cdiv(hidden, _SUMMED))(
-        out, x, ids, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED, OVERLAP=ahead,
-        launch_pdl=ahead,
+        out, x, ids, weights, hidden, TOP=top, EXPERTS=triton.next_power_of_2(top), BLOCK=_SUMMED,
+        OVERLAP=ahead, launch_pdl=ahead,
     )  # fmt: skip
 
 

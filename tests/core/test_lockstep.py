@@ -1,0 +1,194 @@
+"""Engines that share experts: each says what it says alone, whatever the others have to do."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import make_tiny
+from staged import Engine
+from threads import Table, ThreadGroup
+
+from quire.comm.world import World
+from quire.config.experts import _free_ports
+from quire.config.ranks import Rank
+from quire.core.engine_core import EngineCore, build_scheduler
+from quire.core.lockstep import Lockstep
+from quire.data.plan import StepPlan
+from quire.executor.inprocess import InProcessExecutor
+from quire.prepare import configure
+from quire.worker.worker import Worker
+
+
+def address() -> str:
+    return f"tcp://127.0.0.1:{_free_ports(1)}"
+
+
+def plan_of(count: int) -> StepPlan:
+    plan = StepPlan.idle(0)
+    plan.rows, plan.total_tokens = np.zeros(1, np.int32), count
+    return plan
+
+
+def test_rounds() -> None:
+    """An engine that misses a round, one that stays in it when all rest, a call that comes late."""
+    where, rounds = address(), [[3, 0, 1], [0, 2, 0], [5, 5, 5], [0, 0, 0], [0, 0, 9]]
+    seen: list[list[tuple[int, ...] | None]] = [[] for _ in range(3)]
+    begin = [threading.Barrier(3, timeout=30) for _ in rounds]
+
+    def engine(rank: int) -> None:
+        lockstep = Lockstep(rank, 3, where, timeout_s=30)
+        for number, counts in enumerate(rounds):
+            begin[number].wait()
+            if not counts[rank] and any(counts):
+                while not lockstep.is_called:
+                    time.sleep(0.001)
+            agreed = lockstep.agreed(plan_of(counts[rank]) if counts[rank] else None)
+            assert agreed is None or (agreed.total_tokens == counts[rank])
+            seen[rank].append(None if agreed is None else agreed.counts)
+        assert not lockstep.is_called
+        begin[0].wait()
+        lockstep.close()
+
+    threads = [threading.Thread(target=engine, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = [tuple(counts) if any(counts) else None for counts in rounds]
+    assert seen == [expected] * 3
+
+
+ENGINE = """
+import sys, time
+from quire.core.lockstep import Lockstep
+lockstep = Lockstep(int(sys.argv[1]), 2, sys.argv[2], timeout_s=30)
+print("here", flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_engine_ends_the_others(victim: int) -> None:
+    where = address()
+    engines = [
+        subprocess.Popen([sys.executable, "-c", ENGINE, str(rank), where], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for engine in engines:
+        assert engine.stdout is not None and engine.stdout.readline() == "here\n"
+    engines[victim].kill()
+    assert engines[1 - victim].wait(10) == 1
+    engines[victim].wait()
+
+
+class Together(Engine):
+    """An engine in lockstep with others that are threads, or alone."""
+
+    def __init__(self, model: Path, world: World, where: str, **given: Any) -> None:
+        own = {"model": str(model), "dtype": "float32", "block_size": 4, "enforce_eager": True}
+        own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
+        self.config = configure(own | given)
+        executor = InProcessExecutor.__new__(InProcessExecutor)
+        executor._worker = Worker(self.config, world)
+        self.world, self.where = world, where
+        self.core = EngineCore(executor, build_scheduler(self.config, executor.start()))
+        self.steps, self.most_in_flight = [], 0
+        self.tokens, self.logprobs, self.prompt_logprobs = {}, {}, {}
+
+    def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
+        """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
+        size = self.world.ep.size // self.world.tp.size
+        self.core.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=60)
+        self.core.pipeline.together = True
+        number = 0
+        while not stop.is_set() or late or self.core.scheduler.has_work:
+            if late and (number >= min(late) or not self.core.has_work):
+                for request in late.pop(min(late)):
+                    self.add(*request)
+            if self.core.has_work:
+                self.step()
+                number += 1
+            else:
+                time.sleep(0.001)
+
+
+def traffic(seed: int) -> dict[int, list[Any]]:
+    draw = random.Random(seed)
+
+    def request(name: str) -> tuple[str, list[int], int]:
+        return name, [draw.randrange(3, 90) for _ in range(draw.randint(1, 30))], draw.randint(2, 12)
+
+    return {
+        0: [request("a"), request("b")] if seed else [],
+        5: [request(f"c{number}") for number in range(5)],
+        20: [request("d")],
+    }
+
+
+def alone(model: Path, late: dict[int, list[Any]], **given: Any) -> dict[str, list[int]]:
+    engine = Together(model, World(), "", **given)
+    for requests in late.values():
+        for request in requests:
+            engine.add(*request)
+    return engine.run()
+
+
+def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
+    table, where = Table(num_engines), address()
+    worlds = [World(Rank(dp=rank), ep=ThreadGroup(table, rank)) for rank in range(num_engines)]
+    given |= {"enable_expert_parallel": True, "data_parallel_size": num_engines}
+    engines = [Together(model, world, where, **given) for world in worlds]
+    left, stop, errors = threading.Barrier(num_engines + 1, timeout=60), threading.Event(), []
+
+    def live(engine: Together) -> None:
+        try:
+            engine.live(stop, traffic(engine.world.rank.dp))
+        except BaseException as error:
+            errors.append(error)
+            table.barrier.abort()
+        left.wait()
+
+    threads = [threading.Thread(target=live, args=(engine,), daemon=True) for engine in engines]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 50
+    wanted = [
+        {request[0]: request[2] for some in traffic(rank).values() for request in some}
+        for rank in range(num_engines)
+    ]
+    while not errors and time.monotonic() < deadline:
+        got = [{id: len(found) for id, found in engine.tokens.items()} for engine in engines]
+        if got == wanted and not any(engine.core.scheduler.has_work for engine in engines):
+            break
+        time.sleep(0.01)
+    stop.set()
+    left.wait()
+    if errors:
+        raise errors[0]
+    for engine in engines:
+        assert engine.core.lockstep is not None
+        engine.core.lockstep.close()
+    return engines
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gathered": {},
+    "sent": {"all2all_backend": "all2all", "expert_placement_strategy": "round_robin"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_with_experts_of_each_other_say_what_each_says_alone(case: str, tmp_path: Path) -> None:
+    """One starts late and rests while the other works, steps are of different lengths."""
+    model, _ = make_tiny("qwen3_moe", tmp_path)
+    engines = together(model, 2, max_num_batched_tokens=16, **CASES[case])
+    for rank, engine in enumerate(engines):
+        expected = alone(model, traffic(rank), max_num_batched_tokens=16)
+        assert engine.tokens == expected
+        assert any(not step.request_ids for step in engine.steps), "no step for the sake of the others"
