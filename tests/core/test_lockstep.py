@@ -16,6 +16,7 @@ from threads import Table, ThreadGroup
 
 from quire.comm.world import World
 from quire.config.experts import _free_ports
+from quire.config.placement import placed
 from quire.config.ranks import Rank
 from quire.core.engine_core import EngineCore, build_scheduler
 from quire.core.lockstep import Lockstep
@@ -95,7 +96,8 @@ class Together(Engine):
         own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
         self.config = configure(own | given)
         executor = InProcessExecutor.__new__(InProcessExecutor)
-        executor._worker = Worker(self.config, world)
+        self.worker: Any = Worker(self.config, world)
+        executor._worker = self.worker
         self.world, self.where = world, where
         self.core = EngineCore(executor, build_scheduler(self.config, executor.start()))
         self.steps, self.most_in_flight = [], 0
@@ -180,15 +182,28 @@ def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
 CASES: dict[str, dict[str, Any]] = {
     "gathered": {},
     "sent": {"all2all_backend": "all2all", "expert_placement_strategy": "round_robin"},
+    "moved": {
+        "enable_eplb": True,
+        "eplb_config": {"window_size": 6, "step_interval": 4, "num_redundant_experts": 2},
+    },
+    "moved at once": {
+        "enable_eplb": True,
+        "eplb_config": {"window_size": 1, "step_interval": 3, "use_async": False, "log_balancedness": True},
+        "all2all_backend": "all2all",
+    },
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_engines_with_experts_of_each_other_say_what_each_says_alone(case: str, tmp_path: Path) -> None:
-    """One starts late and rests while the other works, steps are of different lengths."""
+    """One starts late and rests while the other works, steps are of different lengths, experts move."""
     model, _ = make_tiny("qwen3_moe", tmp_path)
     engines = together(model, 2, max_num_batched_tokens=16, **CASES[case])
     for rank, engine in enumerate(engines):
         expected = alone(model, traffic(rank), max_num_batched_tokens=16)
         assert engine.tokens == expected
-        assert any(not step.request_ids for step in engine.steps), "no step for the sake of the others"
+        if "eplb_config" in CASES[case]:
+            layers = engine.worker.balancer.layers
+            first = placed(4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0))
+            assert any(layer.places.placement != first for layer in layers), "no expert moved"
+    assert any(not step.request_ids for engine in engines for step in engine.steps), "nobody rested"

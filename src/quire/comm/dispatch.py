@@ -66,6 +66,9 @@ class Dispatch:
     What a call returns is to be summed over the group that shares each layer (tp).
     """
 
+    is_counted = False
+    """Whether layers count how many tokens each expert gets."""
+
     def __init__(self, group: Group, *, strategy: Strategy = "linear", num_redundant: int = 0) -> None:
         self.group = group
         self.strategy, self.num_redundant = strategy, num_redundant

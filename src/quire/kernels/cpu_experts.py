@@ -85,8 +85,21 @@ class Experts:
         matrices = [torch.tensor([part.in_c() for part in of]) for of in (parts, list(down))]
         biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
         self._pointers = [None if held is None else held.data_ptr() for held in (*matrices, *biases)]
-        self._keep = [*matrices, *(bias for bias in biases if bias is not None)]
+        self._biases = [bias for bias in biases if bias is not None]
+        self._matrices = [[of[part] for of in gate_up] for part in range(len(gate_up[0]))] + [list(down)]
+        self._keep = [*matrices, *self._biases]
         self._keep += [tensor for part in (*parts, *down) for tensor in part.held]
+
+    def by_expert(self) -> list[list[Tensor]]:
+        """All that the kernel reads, in bytes: of each matrix, of its scales and of each bias what is each
+        expert's."""
+        found = [[matrix.own_bytes for matrix in of] for of in self._matrices]
+        found += [
+            [matrix.scales.flatten().view(torch.uint8) for matrix in of if matrix.scales is not None]
+            for of in self._matrices
+            if of[0].scales is not None
+        ]
+        return found + [list(bias.view(torch.uint8)) for bias in self._biases]
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden], float32 or bfloat16, with the [T, per_token] that `route` returns -> [T, hidden]."""

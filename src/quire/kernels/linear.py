@@ -69,6 +69,11 @@ class Matrix:
         return [self.data] if self.scales is None else [self.data, self.scales]
 
     @property
+    def own_bytes(self) -> Tensor:
+        """Of its rows, without what may come behind them."""
+        return self.data.flatten().view(torch.uint8)[: self.rows * self.row_bytes]
+
+    @property
     def prepared_bytes(self) -> int:
         """Of a row of x that the matrix is multiplied with, in scratch."""
         if self.interleaved:

@@ -101,6 +101,8 @@ class Experts(nn.Module):
 
     mix: Callable[[Tensor, Tensor, Tensor], Tensor]
     """There after `finish`."""
+    loads: Tensor | None
+    """How many tokens each expert was chosen for, where somebody wants to know."""
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
@@ -113,6 +115,9 @@ class Experts(nn.Module):
         self.group = scope.group if self.places is None else ALONE
         self.own = divided(self.group, moe.intermediate)
         self.num_experts = moe.experts
+        counted = scope.ep is not None and scope.ep.is_counted
+        loads = torch.zeros(moe.experts, dtype=torch.int32, device=scope.device) if counted else None
+        self.register_buffer("loads", loads, persistent=False)
         shape = ExpertShape(
             experts=len(self.here),
             hidden=hidden,
@@ -135,6 +140,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.dispatch is None or self.places is None:
             return self.mix(x, ids, weights)
+        if self.loads is not None:
+            chosen = ids.flatten()
+            self.loads.index_add_(0, chosen, torch.ones_like(chosen))
         return self.dispatch(x, ids, weights, self.places, self.mix)
 
     def targets(self) -> Iterator[Target]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.cpu_experts import Experts
 from quire.quant.shares import Run
 from quire.quant.weight import Piece, unfilled
 
@@ -78,6 +79,19 @@ class StoredExperts(nn.Module):
         """For the tensors as `repack` leaves them."""
         raise NotImplementedError
 
+    def by_expert(self) -> list[list[Tensor]]:
+        """All that kernels read, in bytes: of each tensor what is each expert's. To copy an expert's bytes to
+        another's place is to move it there."""
+        if isinstance(self.mix, Experts):
+            return self.mix.by_expert()
+        return [_rows_of(tensor, self.shape.experts) for tensor in self.parameters() if tensor.numel()]
+
     @property
     def biases(self) -> list[nn.Parameter]:
         return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+
+
+def _rows_of(tensor: Tensor, num: int) -> list[Tensor]:
+    """The bytes of a tensor of so many experts, one after the other."""
+    assert tensor.is_contiguous() and tensor.numel() % num == 0
+    return list(tensor.detach().flatten().view(torch.uint8).view(num, -1))

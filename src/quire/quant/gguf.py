@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.gguf import GGML_TYPES
+from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.cpu_experts import Experts
 from quire.kernels.linear import Matrix, Product
@@ -216,6 +217,9 @@ class PackedExpertsOnGPU(PackedExperts):
         self.packed = nn.ParameterDict({"gate_up": _owned(gate_up), "down": _owned(last)})
         biases = dict(zip(("gate_up_bias", "down_bias"), self.biases, strict=False))
         self.mix = partial(mix, gate_up=gate_up, down=last, activation=shape.activation, **biases)
+
+    def by_expert(self) -> list[list[Tensor]]:
+        raise ConfigError("experts of a GGUF file cannot move between GPUs: leave enable_eplb out")
 
 
 def _owned(planes: Planes) -> nn.Parameter:

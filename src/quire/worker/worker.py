@@ -18,11 +18,13 @@ from quire.config.ranks import Stage
 from quire.data.plan import Pending, StepPlan
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
+from quire.layers.moe import Experts
 from quire.loader import load_model
 from quire.logs import get_logger
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
+from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
@@ -67,6 +69,9 @@ class Worker:
             num_redundant=Eplb.of(parallel).num_redundant_experts,
             num_few=0 if self.device.type == "cpu" else ladder(config.scheduler.max_num_seqs)[-1],
         )
+        if self.ep is not None:
+            self.ep.is_counted = parallel.enable_eplb
+        self.balancer: Balancer | None = None
         self.backend = self._backend()
         self.model: Any = None
         self._needs: Needs | None = None
@@ -113,6 +118,9 @@ class Worker:
             stage=self.stage,
             ep=self.ep,
         )
+        if self.ep is not None and self.ep.is_counted:
+            layers = [module for module in self.model.modules() if isinstance(module, Experts)]
+            self.balancer = Balancer(layers, self.ep.group, Eplb.of(config.parallel))
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
     @property
@@ -161,13 +169,18 @@ class Worker:
     def warm_up(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):
             self._runner.device.warm_up(self.config)
+        if self.balancer is not None:
+            self.balancer.begin()
 
     # ---- steps
 
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
-            return self._runner.submit(plan)
+            pending = self._runner.submit(plan)
+            if self.balancer is not None:
+                self.balancer.step()
+            return pending
 
     def close(self) -> None:
         """Let go of model and cache."""
