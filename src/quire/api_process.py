@@ -18,6 +18,7 @@ from quire.errors import QuireError
 from quire.frontend.chat import read_template
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
+from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.prepare import cache_info, eos_ids, open_tokenizer
@@ -37,6 +38,7 @@ def make_engine(
     addresses: Mapping[int, str | Path],
     metrics: MetricsPages,
     health_timeout_s: float,
+    prefixes: PrefixMap | None = None,
     index: int = 0,
     cores_return: bool = True,
 ) -> AsyncEngine:
@@ -80,6 +82,7 @@ def make_engine(
         health_timeout_s=health_timeout_s,
         stream_interval=config.scheduler.stream_interval,
         routing=config.parallel.data_parallel_routing if shares else "load",
+        prefixes=prefixes,
         first=index,
         cores_return=cores_return,
     )
@@ -92,6 +95,7 @@ def run_api(
     entrance: socket.socket | Hand,
     addresses: Mapping[int, str | Path],
     metrics_file: Path,
+    prefix_file: Path,
     parent: connection.Connection,
 ) -> None:
     """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
@@ -108,6 +112,7 @@ def run_api(
                 num_engines=len(addresses),
             ),
             health_timeout_s=settings.http.health_timeout,
+            prefixes=PrefixMap(prefix_file),
             index=index,
         )
         uvloop.run(_answer(engine, settings, entrance, announce=index == 0, parent=parent))

@@ -24,6 +24,7 @@ from quire.dist.roll import Announcer, Roll, free_address, own_address
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError
 from quire.executor.nodes import run_node
+from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
 from quire.prepare import configure
@@ -110,6 +111,10 @@ class Supervisor:
     def _metrics_file(self) -> Path:
         return self.folder / "metrics"
 
+    @property
+    def _prefix_file(self) -> Path:
+        return self.folder / "prefixes"
+
     def _seat(self, rank: int) -> Seat:
         engines = self.topology.served or self.topology.local
         return Seat(
@@ -131,7 +136,8 @@ class Supervisor:
         addresses = {
             rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
         }
-        args = (index, self.config, self.settings, entrance, addresses, self._metrics_file, parent)
+        files = (self._metrics_file, self._prefix_file)
+        args = (index, self.config, self.settings, entrance, addresses, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
     def run(self) -> int:
@@ -142,6 +148,7 @@ class Supervisor:
         engines = self.topology.served or self.topology.local
         layout = Layout(self.config.model.max_model_len)
         MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
+        PrefixMap.create(self._prefix_file)
         problem = ""
         try:
             for child in self._children:

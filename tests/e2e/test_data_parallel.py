@@ -95,11 +95,11 @@ def test_a_core_is_lost_under_load(pair: ServeProcess, how: int) -> None:
     eventually("it is at rest", lambda: at_rest(pair))
     eventually("both have spoken", lambda: len(cores(pair)) == 2)
     victim = cores(pair)[1]
-    expected = ask(pair, max_tokens=600).json()["choices"][0]["text"]
+    expected = ask(pair, max_tokens=2000).json()["choices"][0]["text"]
     with ThreadPoolExecutor(12) as pool, pair.streaming(max_tokens=3000) as stream:
         next(stream)
-        running = [pool.submit(ask, pair, max_tokens=600) for _ in range(8)]
-        eventually("both work", lambda: min(by_engine(pair, "num_requests_running").values()) > 0)
+        running = [pool.submit(ask, pair, max_tokens=2000) for _ in range(8)]
+        eventually("it works", lambda: by_engine(pair, "num_requests_running")["1"] > 0)
         os.kill(victim, how)
         time.sleep(0.3)
         later = [pool.submit(ask, pair, max_tokens=5, rank=0) for _ in range(3)]

@@ -22,6 +22,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CoreLink
 from quire.frontend.live import LiveView
 from quire.frontend.outputs import OutputProcessor
+from quire.frontend.prefixes import PrefixMap
 from quire.frontend.router import Router
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
@@ -90,11 +91,12 @@ class AsyncEngine:
         health_timeout_s: float,
         stream_interval: int = 1,
         routing: str = "affinity",
+        prefixes: PrefixMap | None = None,
         first: int = 0,
         cores_return: bool = True,
     ) -> None:
-        """`addresses` of the cores by rank; `first` is the one whose turn is first. Where dead cores do not
-        return, nobody is kept waiting for them."""
+        """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
+        core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
         self.facts = facts
         self.inputs = inputs
         self.metrics = metrics
@@ -116,6 +118,7 @@ class AsyncEngine:
             block_size=facts.block_size,
             max_num_seqs=facts.max_num_seqs // len(self._links),
             policy=routing,
+            prefixes=prefixes,
             first=first % len(self._links),
         )
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]

@@ -3,11 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from quire.frontend.prefixes import Keys, PrefixKeys, PrefixMap
 
-CAPACITY = 1 << 17
-"""Prefixes remembered: with the depths below, those of thousands of long prompts."""
 SLACK_ROWS = 1 / 16
 """How far the core that knows all of a prompt may be ahead of the least busy one: this part of the sequences
 that it runs at once,"""
@@ -17,41 +14,6 @@ MIN_SHARE = 0.05
 """A smaller part of a prompt is not worth a thought."""
 PRESSURE = 6.0
 """How much a waiting request counts when the cache is full; nothing while it is half empty."""
-
-_EVEN = 32
-"""Blocks up to which every one is a depth to remember; beyond, a 16th to a 32nd of it apart."""
-_FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
-
-
-class PrefixKeys:
-    """Keys of the beginnings of prompts. Equal beginnings have equal keys."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._depths: NDArray[np.int64] = np.empty(0, np.int64)
-        self._powers: NDArray[np.uint64] = np.empty(0, np.uint64)
-
-    def of(self, token_ids: Sequence[int], extra: str | None) -> tuple[list[int], list[int]]:
-        """Depths in tokens and the key of each, shallow to deep. The last token is never cached."""
-        num_blocks = (len(token_ids) - 1) // self.block_size
-        if num_blocks < 1:
-            return [], []
-        self._grow(num_blocks)
-        depths = self._depths[: int(np.searchsorted(self._depths, num_blocks, "right"))] * self.block_size
-        ids = np.array(token_ids[: int(depths[-1])], np.uint64)
-        mixed = (ids + np.uint64(1)) * _MIX
-        sums = np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[: len(ids)])
-        own = np.uint64(hash(extra) & (2**64 - 1))
-        return depths.tolist(), (sums[depths - 1] ^ own).tolist()
-
-    def _grow(self, num_blocks: int) -> None:
-        if len(self._powers) >= num_blocks * self.block_size:
-            return
-        num_blocks = 1 << num_blocks.bit_length()
-        depths = np.arange(1, num_blocks + 1)
-        apart = 1 << np.maximum(np.floor(np.log2(depths)).astype(np.int64) - _EVEN.bit_length() + 2, 0)
-        self._depths = depths[depths % apart == 0]
-        self._powers = np.cumprod(np.full(num_blocks * self.block_size, _FACTOR), dtype=np.uint64)
 
 
 @dataclass(slots=True)
@@ -86,21 +48,19 @@ class Router:
         block_size: int,
         max_num_seqs: int,
         policy: str = "affinity",
-        capacity: int = CAPACITY,
+        prefixes: PrefixMap | None = None,
         first: int = 0,
     ) -> None:
-        """`max_num_seqs` run at once in each core. `first` is where turns begin, so that several processes do
-        not all begin with the same core."""
+        """`max_num_seqs` run at once in each core. `prefixes` may be shared with other processes; `first` is
+        where turns begin, so that they do not all begin with the same core."""
         self.policy = policy
         self.cores = [_Core() for _ in range(num_cores)]
         self._keys = PrefixKeys(block_size)
         self._slack = SLACK_ROWS * max_num_seqs
-        self._capacity = capacity
         self._turn = first
         self._placed: dict[str, tuple[int, int]] = {}
         """By request: core and number of sequences."""
-        self._known: dict[int, tuple[int, ...]] = {}
-        """By the key of a prefix: the cores that were sent it, its home first. Longest unused first."""
+        self._prefixes = prefixes or PrefixMap()
 
     def place(
         self,
@@ -122,7 +82,7 @@ class Router:
         else:
             depths, keys = self._keys.of(token_ids, extra)
             core = self._nearest(depths, keys, len(token_ids), among)
-            self._remember(keys, core)
+            self._prefixes.note(keys, core)
         self._placed[request_id] = core, num_sequences
         self.cores[core].own += num_sequences
         return core
@@ -142,11 +102,10 @@ class Router:
         """A core is gone, with its requests and its cache."""
         self._placed = {id: placed for id, placed in self._placed.items() if placed[0] != core}
         self.cores[core] = _Core()
-        without = ((key, tuple(x for x in cores if x != core)) for key, cores in self._known.items())
-        self._known = {key: cores for key, cores in without if cores}
+        self._prefixes.drop(core)
 
     def forget_prefixes(self) -> None:
-        self._known.clear()
+        self._prefixes.clear()
 
     # ---- the choice
 
@@ -159,17 +118,16 @@ class Router:
         self._turn = (core + 1) % len(self.cores)
         return core
 
-    def _nearest(self, depths: list[int], keys: list[int], length: int, among: Sequence[int]) -> int:
+    def _nearest(self, depths: list[int], keys: Keys, length: int, among: Sequence[int]) -> int:
         """The core that has most of the prompt and is not too far ahead of the least busy."""
         loads = {core: self.cores[core].load for core in among}
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least
-        tried: tuple[int, ...] = ()
-        for depth, key in zip(reversed(depths), reversed(keys), strict=True):
-            share = depth / length
+        tried: list[int] = []
+        for place, cores in self._prefixes.find(keys).items():
+            share = depths[place] / length
             if share < MIN_SHARE:
                 break
-            cores = self._known.get(key, ())
             if cores == tried:
                 continue
             for core in cores:
@@ -177,12 +135,3 @@ class Router:
                     return core
             tried = cores
         return self._least(among)
-
-    def _remember(self, keys: list[int], core: int) -> None:
-        """A core that helps out does not become the home: its copy is the one that is left to age."""
-        known = self._known
-        for key in keys:
-            cores = known.pop(key, ())
-            known[key] = cores if core in cores else (*cores, core)
-        while len(known) > self._capacity:
-            del known[next(iter(known))]

@@ -1,0 +1,101 @@
+"""Which prompts began like this one, and which cores they went to."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_BUCKETS, WAYS = 1 << 15, 4
+"""Room for the beginnings of thousands of long prompts, in 1 MiB."""
+_EVEN = 32
+"""Blocks up to which every one is a depth to remember; beyond, a 16th to a 32nd of it apart."""
+_FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_CORE_BITS = 16
+_HOME = 1 << (_CORE_BITS - 1)
+
+Keys = NDArray[np.uint64]
+
+
+class PrefixKeys:
+    """Keys of the beginnings of prompts. Equal beginnings have equal keys, in every process."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._depths: NDArray[np.int64] = np.empty(0, np.int64)
+        self._powers: Keys = np.empty(0, np.uint64)
+
+    def of(self, token_ids: Sequence[int], extra: str | None) -> tuple[list[int], Keys]:
+        """Depths in tokens and the key of each, shallow to deep. The last token is never cached."""
+        num_blocks = (len(token_ids) - 1) // self.block_size
+        if num_blocks < 1:
+            return [], np.empty(0, np.uint64)
+        self._grow(num_blocks)
+        depths = self._depths[: int(np.searchsorted(self._depths, num_blocks, "right"))] * self.block_size
+        ids = np.array(token_ids[: int(depths[-1])], np.uint64)
+        mixed = (ids + np.uint64(1)) * _MIX
+        sums = np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[: len(ids)])
+        own = hashlib.blake2b((extra or "").encode(), digest_size=8).digest()
+        return depths.tolist(), (sums[depths - 1] ^ np.uint64(int.from_bytes(own))) * _MIX
+
+    def _grow(self, num_blocks: int) -> None:
+        if len(self._powers) >= num_blocks * self.block_size:
+            return
+        num_blocks = 1 << num_blocks.bit_length()
+        depths = np.arange(1, num_blocks + 1)
+        apart = 1 << np.maximum(np.floor(np.log2(depths)).astype(np.int64) - _EVEN.bit_length() + 2, 0)
+        self._depths = depths[depths % apart == 0]
+        self._powers = np.cumprod(np.full(num_blocks * self.block_size, _FACTOR), dtype=np.uint64)
+
+
+class PrefixMap:
+    """The cores that prefixes were sent to, by key: the home of each, and those that helped out.
+
+    A table of few entries a bucket, the longest unused of which makes room for a new one. Without a file it
+    is this process's own. Processes that share it write without asking each other: what is lost when two do
+    at once is a memory, no request.
+    """
+
+    def __init__(self, file: Path | None = None, *, num_buckets: int = NUM_BUCKETS) -> None:
+        if file is None:
+            self._table: Keys = np.zeros((num_buckets, WAYS), np.uint64)
+        else:
+            self._table = np.memmap(file, np.uint64, "r+").view(np.ndarray).reshape(-1, WAYS)
+
+    @staticmethod
+    def create(file: Path) -> None:
+        np.zeros((NUM_BUCKETS, WAYS), np.uint64).tofile(file)
+
+    def _buckets(self, keys: Keys) -> NDArray[np.int64]:
+        return (keys >> np.uint64(24)).astype(np.int64) % len(self._table)
+
+    def find(self, keys: Keys) -> dict[int, list[int]]:
+        """By place of a key, last to first: the cores that it was sent to, its home first."""
+        rows = self._table[self._buckets(keys)]
+        bits = np.uint64(_CORE_BITS)
+        known = (rows >> bits == (keys >> bits)[:, None]) & (rows != 0)
+        found = {}
+        for place in np.flatnonzero(known.any(axis=1))[::-1].tolist():
+            marks = (rows[place][known[place]] & np.uint64(2 * _HOME - 1)).tolist()
+            found[place] = [mark % _HOME - 1 for mark in sorted(marks, reverse=True)]
+        return found
+
+    def note(self, keys: Keys, core: int) -> None:
+        """A core that gets a prefix which has a home helps out: its copy is the one that is left to age."""
+        buckets = self._buckets(keys)
+        rows = self._table[buckets].tolist()
+        for place, key in enumerate(keys.tolist()):
+            tag = key >> _CORE_BITS << _CORE_BITS
+            same = [entry for entry in rows[place] if entry and entry ^ tag < 2 * _HOME]
+            own = next((entry for entry in same if entry % _HOME == core + 1), 0)
+            own = own or tag | core + 1 | (0 if same else _HOME)
+            rows[place] = [*(entry for entry in rows[place] if entry != own), own][-WAYS:]
+        self._table[buckets] = np.array(rows, np.uint64).reshape(-1, WAYS)
+
+    def drop(self, core: int) -> None:
+        """A core has lost its cache."""
+        self._table[self._table & np.uint64(_HOME - 1) == core + 1] = 0
+
+    def clear(self) -> None:
+        self._table[:] = 0
