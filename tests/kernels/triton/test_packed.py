@@ -67,10 +67,9 @@ def test_products_of_every_type(kind: str) -> None:
     planes, weight = made(kind, 13, 256 if KINDS[kind].stored_columns == 256 else 96, parts=2)
     x, bias = random(2, planes.columns + 8)[:, 8:], random(13)
     expected = x.double() @ weight.T
-    close(multiply(x[:1], planes, None, Rows(True, 1)), expected[:1])
+    one = Whole(2, 1) if takes(form_of(planes)) else Rows(True, 1)
+    close(multiply(x[:1], planes, bias, one), expected[:1] + bias.double())
     close(multiply(x, planes, bias, SMALL), expected + bias.double())
-    if takes(form_of(planes)):
-        close(multiply(x[:1], planes, bias, Whole(2, 1)), expected[:1] + bias.double())
 
 
 def test_a_product_that_is_some_columns_of_another() -> None:
@@ -102,7 +101,7 @@ def test_planes_take_no_more_than_the_file(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("Q6_K", Rows(False, 1)), ("Q6_K", SMALL), ("Q4_K", Whole(1, 1)), ("Q4_K", SMALL), ("Q8_0", SMALL)],
+    [("IQ4_XS", Rows(False, 1)), ("Q6_K", Whole(2, 1)), ("Q6_K", SMALL), ("Q4_K", Whole(1, 1)), ("Q4_K", SMALL), ("Q8_0", SMALL)],
     ids=str,
 )
 def test_gate_and_up_in_one(kind: str, plan: Rows | Whole | Tiles) -> None:
@@ -142,6 +141,14 @@ def test_experts(plan: Rows | Whole | Tiles, bias: bool, monkeypatch: pytest.Mon
         x.float(), ids, weights, ExpertWeights(*(each.float() for each in whole)), "silu"
     )
     close(mix(x, ids, weights, up, down, "silu", *biases), expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q6_K"])
+def test_numbers_without_the_copy_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_launch, "has_room", lambda: False)
+    planes, weight = made(kind, 13, 256)
+    x = random(3, 256)
+    close(product(x, planes), x.double() @ weight.T)
 
 
 @pytest.mark.parametrize("num", [1, 2, 17, 64, 128, 129])

@@ -27,6 +27,7 @@ class Form(NamedTuple):
     book: str
     reach: int
     """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
+    halved: bool = False
     group: int = 0
     """Columns with a scale and a zero, as `grouped.GroupedWeight` has them, instead of zero, lows and subs."""
 
@@ -65,12 +66,29 @@ def words_of(
 
 
 @triton.jit
+def beside_of(
+    bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
+) -> tl.tensor:
+    """High bits of 4 words of units u [U] of rows n [R], those of the halves of a word in two bytes:
+    [R, U, 4]."""
+    STRIDE = tl.cdiv(units * FORM.high, 4) * 8
+    at = (u // 2 if FORM.high == 1 else u)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    at = tl.max_contiguous(at + n.to(tl.int64)[:, None, None] * STRIDE, [1, 1, 4])
+    both = tl.load(bits.high + at, mask=exist[:, :, None], other=0).to(tl.int32)
+    return both >> (u % 2 * 4)[None, :, None] if FORM.high == 1 else both
+
+
+@triton.jit
 def high_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tl.tensor:
     """The same of high bits, those of a word at the right end."""
     if FORM.high == 0:
         return tl.zeros([1, 1, 1], tl.int32)
+    elif FORM.words == 4:
+        both = beside_of(bits, n, u, exist, units, FORM)
+        BITS: tl.constexpr = 4 * FORM.high
+        return both & ((1 << BITS) - 1) | (both >> 8 & ((1 << BITS) - 1)) << BITS
     else:
         at = n.to(tl.int64)[:, None] // _TILE * (units * _TILE) + u[None, :] * _TILE + n[:, None] % _TILE
         all = tl.load(bits.high + at, mask=exist, other=0, eviction_policy="evict_first")
@@ -82,7 +100,7 @@ def high_of(
 def scales_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and lows [R, U] of units u of rows n."""
+    """Scales and lows [R, U] of units u of rows n; if they are `halved`, scales of both halves."""
     EACH: tl.constexpr = 2 if FORM.lows else 1
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
@@ -95,7 +113,10 @@ def scales_of(
         sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0).to(tl.int32)
         return scale * (sub & 15).to(tl.float32), low * (sub >> 4 & 15).to(tl.float32)
     elif FORM.subs == "bytes":
-        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r * EACH
+        SUBS: tl.constexpr = 2 if FORM.halved else EACH
+        at_sub = bits.subs + (tile * units + u[None, :]) * (SUBS * _TILE) + r * SUBS
+        if FORM.halved:
+            low = scale * tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)
         scale *= tl.load(at_sub, mask=exist, other=0).to(tl.float32)
         if FORM.lows:
             low *= tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)

@@ -96,7 +96,7 @@ def _unpack(
     pair = packed_tiles.pairs_of(bits, n, at, n < size_out, units, size_out, FORM, kind, UNITS)
     k = at * FORM.unit + tl.arange(0, UNITS * FORM.unit)
     inside = (n < size_out)[:, None] & (k < size_in)[None, :]
-    numbers = packed_tiles.numbers_of(words, pair, FORM, kind)
+    numbers = packed_tiles.numbers_of(words, words, pair, FORM, kind)
     tl.store(out + n.to(tl.int64)[:, None] * size_in + k[None, :], numbers, mask=inside)
 
 
@@ -133,9 +133,9 @@ def multiply(
     if plan.splits > 1:
         parts = torch.empty((1 + gated) * plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     grid = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
+    of = halves(weight.codes, plan.rows, plan.length // form.unit)
     launch(packed_tiles.tiles, grid, plan.splits)(
-        out, tiled(x, plan.num, plan.length), halves(weight.codes, plan.rows, plan.length // form.unit), bits,
-        out if bias is None else bias, (parts, arrivals_of(x.device)), (out, out), num, units * form.unit,
+        out, tiled(x, plan.num, plan.length), of, of, bits, out if bias is None else bias, (parts, arrivals_of(x.device)), (out, out), num, units * form.unit,
         size_out, x.stride(0), size_out, NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
         SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **same,
     )  # fmt: skip

@@ -232,6 +232,9 @@ def _eight(
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
     S: tl.constexpr = _first_of(Q, FORM)
+    if FORM.halved:
+        scale = scale if Q < 2 else low
+        low = scale * (FORM.zero / (1 << FORM.low + FORM.high))
     if FORM.words == 4:
         a = _value(words, high, powers, scale, low, S, FORM).to(kind)
         b = _value(words, high, powers, scale, low, S + 16 // FORM.low, FORM).to(kind)
@@ -266,7 +269,9 @@ def _held(
     scale, low = scales_of(bits, n, u, exist, units, FORM)
     if FORM.book == "":
         MOST: tl.constexpr = 1 << FORM.low + FORM.high
-        if not FORM.lows:
+        if FORM.halved:
+            low *= MOST
+        elif not FORM.lows:
             low = scale * FORM.zero
         scale *= MOST
     return words, high, scale[:, :, None], low[:, :, None]

@@ -174,8 +174,11 @@ def _launch_tiles(
     kernel = packed_tiles.tiles if spread else packed.tiles
     of: tuple[Any, ...] = x, bits_of(planes)
     if spread:
-        halves = packed_tiles.halves(planes.low, plan.rows, plan.length // form.unit)
-        of = x if pairs is not None else _in_tiles(x, plan), halves, whole_bits_of(planes)
+        units = plan.length // form.unit
+        beside = halves = packed_tiles.halves(planes.low, plan.rows, units)
+        if form.high:
+            beside = packed_tiles.beside(planes.high, plan.rows, units, form.high)
+        of = x if pairs is not None else _in_tiles(x, plan), halves, beside, whole_bits_of(planes)
     launch(kernel, num_tiles, splits)(
         out, *of, out if bias is None else bias, (parts, arrivals_of(x.device)),
         (out, out) if pairs is None else pairs, num, planes.columns, size_out, x.stride(0), out.stride(0),
@@ -236,7 +239,7 @@ def form_of(planes: Planes) -> Form:
 def _form_of(name: str) -> Form:
     kind = KINDS[name]
     sizes = kind.low, kind.high, kind.unit, kind.words, kind.zero
-    return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low])
+    return Form(*sizes, kind.lows, kind.subs, kind.book, _REACH[kind.low], kind.halved)
 
 
 def whole_bits_of(planes: Planes) -> Bits:
@@ -257,7 +260,7 @@ def _spreads(form: Form) -> bool:
 
 def _plan(num: int, planes: Planes, parts: int) -> Plan:
     form = form_of(planes)
-    if _spreads(form):
+    if packed_tiles.takes(form) and (num == 1 or has_room()):
         return choose_spread(num, planes.rows, planes.columns, parts, form.unit)
     return choose(num, planes.rows, planes.columns, parts)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activations import times as gate_times
-from quire.kernels.triton.codes import offset_of, words_of
+from quire.kernels.triton.codes import beside_of, offset_of, words_of
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.planes import TILE
 
@@ -54,14 +54,47 @@ def _sixteen_times(codes: tl.tuple, x: tl.tensor, sums: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _apart(words: tl.tensor, RIGHT: tl.constexpr, MASK: tl.constexpr) -> tl.tuple:
-    """[R, U, 4] -> four, of which these bits are codes."""
+def _apart(words: tl.tensor) -> tl.tuple:
+    """[R, U, 4] -> four."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1]
     even, odd = tl.split(tl.reshape(words, [R, U, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    return a >> RIGHT & MASK, b >> RIGHT & MASK, c >> RIGHT & MASK, d >> RIGHT & MASK
+    return a, b, c, d
+
+
+@triton.jit
+def _left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
+    return word << BY if BY >= 0 else word >> -BY
+
+
+@triton.jit
+def _code(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tensor:
+    """Codes of the first or second half of a unit, in bytes."""
+    code = word
+    if FORM.low == 4:
+        code = word >> 4 * SECOND & 0x0F0F0F0F
+    if FORM.high > 0:
+        twice = beside & 255
+        twice = (twice | twice << 8) | ((beside & 0xFF00) << 8 | (beside & 0xFF00) << 16)
+        MASK: tl.constexpr = (1 << FORM.high) - 1 << 4
+        code |= _left(twice, 4 - FORM.high * SECOND) & (MASK | MASK << 16)
+        code |= _left(twice, 4 - FORM.high * (2 + SECOND)) & (MASK << 8 | MASK << 24)
+    return code
+
+
+@triton.jit
+def _codes(words: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tuple:
+    """The same of 4 words, [R, U, 4]."""
+    a, b, c, d = _apart(words)
+    e, f, g, h = _apart(beside)
+    return (
+        _code(a, e, SECOND, FORM),
+        _code(b, f, SECOND, FORM),
+        _code(c, g, SECOND, FORM),
+        _code(d, h, SECOND, FORM),
+    )
 
 
 @triton.jit
@@ -89,23 +122,22 @@ def _sixteen(
 ):
     """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
     a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
-    return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1)
+    return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1).to(tl.float32)
 
 
 @triton.jit
 def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr):
-    """Of units of x: bytes of their first and second half, the step, and the sum."""
+    """Of units of x: bytes of their first and second half, the step, and the sums."""
     most = tl.zeros(u.shape, tl.float32)
     for q in tl.static_range(UNIT // 8):
         most = tl.maximum(most, tl.max(tl.abs(_eight(x, u, exist, q, UNIT)), 1))
     times = _STEPS / tl.maximum(most, 1e-30)
     high, low, total = _sixteen(x, u, exist, times, 0, UNIT)
-    high2, low2 = high, low
+    high2, low2, more = high, low, total
     if UNIT == 32:
         high2, low2, more = _sixteen(x, u, exist, times, 2, UNIT)
-        total += more
     step = most / _STEPS
-    return high, low, high2, low2, step, total.to(tl.float32) * step
+    return high, low, high2, low2, step, total * step, more * step
 
 
 @triton.jit
@@ -119,13 +151,13 @@ def _held(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Words of units u of rows n, and scales and subs, those of which there are two in one."""
+    """Words of units u of rows n, what is beside them, and scales and subs, those of which there are two in one."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     words = words_of(bits, n, u, exist, units, FORM)
     if FORM.group > 0:
         at = (u * FORM.unit // FORM.group * total)[None, :] + n[:, None]
         heads = tl.load(bits.scales + at, mask=exist, other=0)
-        return words, heads, heads
+        return words, words, heads, heads
     else:
         tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
         at = (tile * (units // WIDTH) + u[None, :] // WIDTH) * _TILE + r
@@ -133,22 +165,36 @@ def _held(
         subs = heads
         if FORM.subs != "":
             subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
-        return words, heads, subs
+        high = words
+        if FORM.high > 0:
+            high = beside_of(bits, n, u, exist, units, FORM)
+        return words, high, heads, subs
 
 
 @triton.jit
 def _dot(held: tl.tuple, x: tl.tuple, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     """Products of a tile of rows with x: [TILE]."""
-    words, heads, subs = held
-    high, low, high2, low2, step, total = x
-    none = tl.zeros(heads.shape, tl.int32)
-    codes = _apart(words, 0, 0x0F0F0F0F if FORM.low == 4 else -1)
-    above, below = _sixteen_times(codes, high, none), _sixteen_times(codes, low, none)
+    words, beside, heads, subs = held
+    high, low, high2, low2, step, total, more = x
+    codes = _codes(words, beside, 0, FORM)
+    above, below = _sixteen_times(codes, high, 0 * heads), _sixteen_times(codes, low, 0 * heads)
+    first = above
+    if FORM.halved:
+        first = (above << 8) + below
+        above, below = 0 * heads, 0 * heads
+    elif FORM.low == 4:
+        total += more
     if FORM.low == 4:
-        codes = _apart(words, 4, 0x0F0F0F0F)
+        codes = _codes(words, beside, 1, FORM)
         above, below = _sixteen_times(codes, high2, above), _sixteen_times(codes, low2, below)
     dot = ((above << 8) + below).to(tl.float32) * step[None, :]
-    if FORM.group > 0:
+    if FORM.halved:
+        sub, scale = subs.to(tl.int32), _number(heads, tl.float16)
+        one = first.to(tl.float32) * step[None, :] - total[None, :] * FORM.zero
+        one *= ((sub << 24) >> 24).to(tl.float32)
+        other = (dot - more[None, :] * FORM.zero) * (sub >> 8).to(tl.float32)
+        return tl.sum((one + other) * scale, 1)
+    elif FORM.group > 0:
         zero = _number(heads, KIND) - offset_of(FORM.low, tl.float16 == KIND)
         return tl.sum((dot - total[None, :] * zero) * _number(heads >> 16, KIND), 1)
     else:

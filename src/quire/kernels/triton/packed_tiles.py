@@ -24,9 +24,14 @@ def halves(words: Tensor, rows: int, units: int) -> TensorDescriptor:
     return tiled(words.view(torch.int16).flatten(1), rows, units * 8)
 
 
+def beside(high: Tensor, rows: int, units: int, bits: int) -> TensorDescriptor:
+    """Of `planes.Planes.high` with so many bits a code, in tiles."""
+    return tiled(high.view(torch.int8), rows, units * 4 * bits)
+
+
 def takes(form: Form) -> bool:
     """Whether these kernels know it."""
-    return form.words == 4 and form.high == 0 and form.book == ""
+    return form.words == 4 and form.book == ""
 
 
 @triton.constexpr_function
@@ -36,9 +41,10 @@ def _kind(is_half: bool) -> tuple[str, int]:
 
 
 @triton.constexpr_function
-def _spreading(form: Form, at: int, is_half: bool) -> str:
-    """Assembly: of two halves of words the codes from bit `at` on as two numbers, by the pair of each."""
+def _spreading(form: Form, place: int, is_half: bool) -> str:
+    """Assembly: of two halves of words the codes in this place as two numbers, by the pair of each."""
     kind, under = _kind(is_half)
+    pair, at = "$3" if form.high else "$2", form.low * place
     above = f"0x{under:x}{under:x}"
     if form.low == 8 and not is_half:  # 7 bits fit; the last says which number to take away
         code = (
@@ -48,21 +54,32 @@ def _spreading(form: Form, at: int, is_half: bool) -> str:
     else:
         mask, zero = ("0x00ff00ff" if form.low == 8 else "0x000f000f"), under + form.zero
         code = f"lop3.b32 t, t, {mask}, {above}, 0xea;"
+        if form.high:
+            by, top = form.high * place - 4, (1 << form.high) - 1 << 4
+            move = f"shr.b32 u, $2, {by};" if by >= 0 else f"shl.b32 u, $2, {-by};"
+            code += f"{move} lop3.b32 t, u, 0x00{top:x}00{top:x}, t, 0xea;"
         if not form.group:
             code += f"mov.b32 u, 0x{zero:x}{zero:x}; sub.{kind} t, t, u;"
-    last = f"mul.{kind} $0, t, $2;"
+    last, low, upper = f"mul.{kind} $0, t, {pair};", f"{pair}, {pair}, 0x1010;", f"{pair}, {pair}, 0x3232;"
     if form.group:
-        last = f"prmt.b32 v, $2, $2, 0x1010; sub.{kind} t, t, v; prmt.b32 u, $2, $2, 0x3232; mul.{kind} $0, t, u;"
+        last = f"prmt.b32 v, {low} sub.{kind} t, t, v; prmt.b32 u, {upper} mul.{kind} $0, t, u;"
     if form.lows:
-        last = f"prmt.b32 u, $2, $2, 0x1010; prmt.b32 v, $2, $2, 0x3232; fma.rn.{kind} $0, t, u, v;"
+        last = f"prmt.b32 u, {low} prmt.b32 v, {upper} fma.rn.{kind} $0, t, u, v;"
+    if form.halved:  # places 0 and 2 are of the first half
+        last = f"prmt.b32 u, {upper if place % 2 else low} mul.{kind} $0, t, u;"
     return f"{{ .reg .b32 t, u, v; shr.b32 t, $1, {at}; {code} {last} }}"
 
 
 @triton.constexpr_function
-def _scaling(is_half: bool) -> str:
+def _scaling(is_half: bool, signed: bool) -> str:
     """Assembly: two whole numbers in bytes times two numbers."""
     kind, under = _kind(is_half)
     above, mixed = f"0x{under:x}{under:x}", f"0x{under >> 8:x}"
+    if signed:  # 7 bits, less the 8th
+        return (
+            f"{{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x4140; lop3.b32 u, t, 0x00800080, {above}, 0xea;"
+            f"lop3.b32 t, t, 0x007f007f, {above}, 0xea; sub.{kind} t, t, u; mul.{kind} $0, t, $2; }}"
+        )
     return (
         f"{{ .reg .b32 t, u; mov.b32 u, {mixed}; prmt.b32 t, $1, u, 0x4140; mov.b32 u, {above};"
         f"sub.{kind} t, t, u; mul.{kind} $0, t, $2; }}"
@@ -121,8 +138,8 @@ def pairs_of(
     else:
         subs = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0)
         heads = tl.load(bits.scales + (stored + at // WIDTH) * _TILE + r, mask=inside[:, None], other=0)
-        heads = tl.broadcast_to(_pair(heads, FORM, KIND), subs.shape)
-        pair = _scaled(subs.to(tl.int32), heads, KIND)
+        heads = tl.broadcast_to(_pair(heads.to(tl.int32), FORM, KIND), subs.shape)
+        pair = _scaled(subs.to(tl.int32), heads, FORM, KIND)
     R: tl.constexpr = pair.shape[0]
     return tl.reshape(tl.broadcast_to(pair[:, :, None], [R, UNITS, _EIGHT]), [R, UNITS * _EIGHT])
 
@@ -133,77 +150,122 @@ def _number(pair: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _scaled(subs: tl.tensor, heads: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def _scaled(subs: tl.tensor, heads: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
     if _INTERPRETED:
-        scale = (subs & 0xFF).to(tl.float32) * _number(heads, KIND)
+        first = (subs << 24) >> 24 if FORM.halved else subs & 0xFF
+        scale = first.to(tl.float32) * _number(heads, KIND)
         return _joined(scale, (subs >> 8).to(tl.float32) * _number(heads >> 16, KIND), KIND)
     else:
-        ASM: tl.constexpr = _scaling(tl.float16 == KIND)
+        ASM: tl.constexpr = _scaling(tl.float16 == KIND, FORM.halved)
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [subs, heads], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _spread(
-    words: tl.tensor, pair: tl.tensor, Q: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr
+    words: tl.tensor,
+    high: tl.tensor,
+    pair: tl.tensor,
+    Q: tl.constexpr,
+    FORM: tl.constexpr,
+    KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Columns 8 Q.. of units, of halves of words and pairs [R, U * 8]."""
-    AT: tl.constexpr = FORM.low * (Q % 2 * (FORM.unit // 16) + Q // 2)
+    """Columns 8 Q.. of units, of halves of words, what is beside them, and pairs, [R, U * 8] each."""
+    PLACE: tl.constexpr = Q % 2 * (FORM.unit // 16) + Q // 2
     if _INTERPRETED:
-        code = (words.to(tl.int32) >> AT & ((1 << FORM.low) - 1)).to(tl.float32) - FORM.zero
+        code = words.to(tl.int32) >> FORM.low * PLACE & ((1 << FORM.low) - 1)
+        if FORM.high > 0:
+            code |= (high.to(tl.int32) >> FORM.high * PLACE & ((1 << FORM.high) - 1)) << FORM.low
+        number = code.to(tl.float32) - FORM.zero
+        first, second = _number(pair, KIND), _number(pair >> 16, KIND)
         if FORM.group > 0:
-            code -= _number(pair, KIND) - offset_of(FORM.low, tl.float16 == KIND)
-            return (code * _number(pair >> 16, KIND)).to(KIND)
-        number = code * _number(pair, KIND)
-        return (number + _number(pair >> 16, KIND) if FORM.lows else number).to(KIND)
+            number = (number - (first - offset_of(FORM.low, tl.float16 == KIND))) * second
+        elif FORM.lows:
+            number = number * first + second
+        else:
+            number *= second if FORM.halved and Q > 1 else first
+        return number.to(KIND)
     else:
-        ASM: tl.constexpr = _spreading(FORM, AT, tl.float16 == KIND)
-        pairs = tl.inline_asm_elementwise(
-            ASM, "=r,r,r,r", [words, pair], dtype=tl.int16, is_pure=True, pack=2
-        )
+        ASM: tl.constexpr = _spreading(FORM, PLACE, tl.float16 == KIND)
+        if FORM.high > 0:
+            pairs = tl.inline_asm_elementwise(
+                ASM, "=r,r,r,r,r", [words, high, pair], dtype=tl.int16, is_pure=True, pack=2
+            )
+        else:
+            pairs = tl.inline_asm_elementwise(
+                ASM, "=r,r,r,r", [words, pair], dtype=tl.int16, is_pure=True, pack=2
+            )
         return pairs.to(KIND, bitcast=True)
 
 
 @triton.jit
-def numbers_of(words: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+def _beside(high: tl.tensor, FORM: tl.constexpr) -> tl.tensor:
+    """Bytes as they are stored -> the bits for each half of a word."""
+    wide = high.to(tl.int16) & 255
+    if FORM.high == 1:
+        R: tl.constexpr = high.shape[0]
+        U: tl.constexpr = high.shape[1] // _EIGHT
+        both = tl.reshape(tl.join(wide & 15, wide >> 4), [R, U, _EIGHT, 2])
+        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [R, 2 * U * _EIGHT])
+    else:
+        return wide
+
+
+@triton.jit
+def numbers_of(
+    words: tl.tensor, high: tl.tensor, pair: tl.tensor, FORM: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
     """All columns of units, in order: each thread keeps what it has."""
     R: tl.constexpr = words.shape[0]
     U: tl.constexpr = words.shape[1] // _EIGHT
     if FORM.unit == 32:
-        even = tl.join(_spread(words, pair, 0, FORM, KIND), _spread(words, pair, 2, FORM, KIND))
-        odd = tl.join(_spread(words, pair, 1, FORM, KIND), _spread(words, pair, 3, FORM, KIND))
+        even = tl.join(_spread(words, high, pair, 0, FORM, KIND), _spread(words, high, pair, 2, FORM, KIND))
+        odd = tl.join(_spread(words, high, pair, 1, FORM, KIND), _spread(words, high, pair, 3, FORM, KIND))
         all = tl.join(even, odd)
     else:
-        all = tl.join(_spread(words, pair, 0, FORM, KIND), _spread(words, pair, 1, FORM, KIND))
+        all = tl.join(_spread(words, high, pair, 0, FORM, KIND), _spread(words, high, pair, 1, FORM, KIND))
     apart = tl.permute(tl.reshape(all, [R, U, _EIGHT, FORM.unit // _EIGHT]), (0, 1, 3, 2))
     return tl.reshape(apart, [R, U * FORM.unit])
 
 
 @triton.jit
+def _weight(
+    weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, row: tl.tensor, at: tl.tensor, where: tl.tuple,
+    FORM: tl.constexpr, KIND: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Units from `at` on of a tile of rows: [ROWS, UNITS * unit]."""
+    inside, units, total = where
+    words = weight.load([row, at * _EIGHT])
+    pair = pairs_of(bits, row + tl.arange(0, ROWS), at, inside, units, total, FORM, KIND, UNITS)
+    if FORM.high > 0:
+        high = _beside(beside.load([row, at * _EIGHT * FORM.high // 2]), FORM)
+        return numbers_of(words, high, pair, FORM, KIND)
+    else:
+        return numbers_of(words, words, pair, FORM, KIND)
+
+
+@triton.jit
 def _sums(
-    x: tl.tensor, weight: tl.tensor, bits: tl.tuple, where: tl.tuple, steps: tl.tuple,
+    x: tl.tensor, weight: tl.tensor, beside: tl.tensor, bits: tl.tuple, where: tl.tuple, steps: tl.tuple,
     KIND: tl.constexpr, GATED: tl.constexpr, FORM: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr, APART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Of a tile's products over steps of `UNITS`; [ROWS, NUM], and those of up. x is a descriptor of tiles,
     or if rows are `APART`, points to them."""
     row, size_out, inside, real, units, first_m = where
-    total = size_out * (2 if GATED else 1)
-    n, k = row + tl.arange(0, ROWS), tl.arange(0, UNITS * FORM.unit)
+    of, k = (inside, units, size_out * (2 if GATED else 1)), tl.arange(0, UNITS * FORM.unit)
     acc, up = tl.zeros([ROWS, NUM], tl.float32), tl.zeros([ROWS, NUM], tl.float32)
     for step in range(steps[0], steps[1]):
         at = step * UNITS
-        words = weight.load([row, at * _EIGHT])
-        pair = pairs_of(bits, n, at, inside, units, total, FORM, KIND, UNITS)
         if APART:
             held = real[:, None] & (at * FORM.unit + k < units * FORM.unit)[None, :]
             a = tl.load(x + (at * FORM.unit + k)[None, :], mask=held, other=0.0)
         else:
             a = x.load([first_m, at * FORM.unit])
-        acc = tl.dot(numbers_of(words, pair, FORM, KIND), tl.trans(a), acc, input_precision="ieee")
+        w = _weight(weight, beside, bits, row, at, of, FORM, KIND, UNITS, ROWS)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         if GATED:
-            words = weight.load([row + size_out, at * _EIGHT])
-            pair = pairs_of(bits, n + size_out, at, inside, units, total, FORM, KIND, UNITS)
-            up = tl.dot(numbers_of(words, pair, FORM, KIND), tl.trans(a), up, input_precision="ieee")
+            w = _weight(weight, beside, bits, row + size_out, at, of, FORM, KIND, UNITS, ROWS)
+            up = tl.dot(w, tl.trans(a), up, input_precision="ieee")
     return acc, up
 
 
@@ -212,6 +274,7 @@ def tiles(
     out: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
+    beside: tl.tensor,
     bits: tl.tuple,
     bias: tl.tensor,
     splits: tl.tuple,
@@ -231,7 +294,7 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words; subs and scales are whole
+    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `beside` one of their high bits; subs and scales are whole
     numbers, those of which there are two as one."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
@@ -252,7 +315,7 @@ def tiles(
     where = (row, size_out, n < size_out, real, units, tile % stripes * NUM)
     if TOP > 0:
         x += source.to(tl.int64)[:, None] * x_stride
-    acc, up = _sums(x, weight, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
+    acc, up = _sums(x, weight, beside, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
     place, inside = m[None, :] * size_out + n[:, None], real[None, :] & (n < size_out)[:, None]
     if SPLITS > 1:
         size = num * size_out

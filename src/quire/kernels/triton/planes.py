@@ -32,6 +32,8 @@ class Kind(NamedTuple):
     subs: str = ""
     """Scales of units, whole numbers times one of 256 columns: `bytes`, or scale and low in a byte
     (`nibbles`). Else there are only those of 32 columns."""
+    halved: bool = False
+    """Whether each half of a unit has a scale of its own."""
     book: str = ""
     """Codes that stand for other numbers: of llama.cpp's IQ4 (`iq4`), or floats of 4 bits (`e2m1`)."""
 
@@ -62,7 +64,7 @@ KINDS = {
     "Q3_K": Kind(110, 256, 2, 1, 16, zero=4, subs="bytes"),
     "Q4_K": Kind(144, 256, 4, 0, 32, lows=True, subs="bytes"),
     "Q5_K": Kind(176, 256, 4, 1, 32, lows=True, subs="bytes"),
-    "Q6_K": Kind(210, 256, 4, 2, 16, zero=32, subs="bytes"),
+    "Q6_K": Kind(210, 256, 4, 2, 32, zero=32, subs="bytes", halved=True),
     "IQ4_NL": Kind(18, 32, 4, 0, 32, book="iq4"),
     "IQ4_XS": Kind(136, 256, 4, 0, 32, subs="bytes", book="iq4"),
     "MXFP4": Kind(17, 32, 4, 0, 32, book="e2m1"),
@@ -78,7 +80,8 @@ class Planes(NamedTuple):
     low: Tensor
     """[rows, units, words] int32; of one word a unit, [rows / TILE, units, TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE]: int32, or int16 for 16 bits"""
+    """[rows / TILE, units, TILE] int16; of 4 words a unit, [rows, `high_stride`] int16: for each half of a word
+    the bits of its codes, in a byte or, with the next unit's above, in half of one"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
@@ -115,12 +118,9 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
     wide = torch.bfloat16 if kind == "MXFP4" else torch.float16
     shapes = {
         "low": ((rows, units, form.words) if form.words > 1 else (tiles, units, TILE), torch.int32),
-        "high": (
-            (tiles, units, TILE) if form.high else (0,),
-            torch.int16 if form.unit * form.high == 16 else torch.int32,
-        ),
+        "high": (_high_shape(form, rows, units), torch.int16),
         "subs": (
-            (tiles, units, TILE, each if form.subs == "bytes" else 1) if form.subs else (0,),
+            (tiles, units, TILE, 1 + (form.lows and form.subs == "bytes" or form.halved)) if form.subs else (0,),
             torch.int8,
         ),
         "scales": ((tiles, columns // form.stored_columns, TILE, each), wide),
@@ -135,6 +135,30 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
     return Planes(kind, rows, columns, low, high, subs, scales, data, powers)
 
 
+def high_stride(form: Kind, units: int) -> int:
+    """Of a row, of 4 words a unit; the copy engine wants multiples of 16 bytes."""
+    return -(-units * form.high // 4) * 8
+
+
+def _high_shape(form: Kind, rows: int, units: int) -> tuple[int, ...]:
+    if not form.high:
+        return (0,)
+    return (rows, high_stride(form, units)) if form.words == 4 else (-(-rows // TILE), units, TILE)
+
+
+def _beside(high: Tensor, form: Kind, stride: int) -> Tensor:
+    """High bits of placed codes [rows, units, words, 8] -> [rows, stride] int16."""
+    parts = high.unflatten(-1, (2, 4)).flatten(2, 3)
+    lanes = sum(parts[..., i] << (form.high * i) for i in range(4))
+    assert isinstance(lanes, Tensor)
+    if form.high == 1:
+        lanes = torch.cat((lanes, lanes.new_zeros(len(lanes), lanes.shape[1] % 2, 8)), 1)
+        lanes = lanes[:, ::2] | lanes[:, 1::2] << 4
+    flat = lanes.flatten(1)
+    padded = torch.cat((flat, flat.new_zeros(len(flat), 2 * stride - flat.shape[1])), 1)
+    return padded.view(torch.int16)
+
+
 def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
     """Rows from `at` on, a multiple of TILE."""
     form, num = KINDS[planes.kind], len(blocks.codes)
@@ -145,7 +169,9 @@ def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
         planes.low[at : at + num] = low
     else:
         planes.low[tile] = _tiled(low)
-    if form.high:
+    if form.high and form.words == 4:
+        planes.high[at : at + num] = _beside(codes >> form.low, form, planes.high.shape[1])
+    elif form.high:
         planes.high[tile] = _tiled(_bits(codes >> form.low, form.high).flatten(2).view(planes.high.dtype))
     if blocks.subs is not None:
         planes.subs[tile] = _tiled(blocks.subs).unflatten(1, blocks.subs.shape[1:]).transpose(2, 3)
@@ -245,7 +271,7 @@ def _q6_k(block: Tensor) -> Blocks:
     codes = _shifted(block[..., :128], 64, 0, 4, bits=4)
     codes |= _shifted(block[..., 128:192], 32, 0, 2, 4, 6, bits=2) << 4
     subs = block[..., 192:208].contiguous().view(torch.int8)
-    return Blocks(codes.flatten(1), _halves(block, 208), subs.flatten(1)[..., None])
+    return Blocks(codes.flatten(1), _halves(block, 208), subs.unflatten(-1, (8, 2)).flatten(1, 2))
 
 
 def _iq4_xs(block: Tensor) -> Blocks:
