@@ -101,7 +101,7 @@ def scales_of(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, FORM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scales and lows [R, U] of units u of rows n; if they are `halved`, scales of both halves."""
-    EACH: tl.constexpr = 2 if FORM.lows else 1
+    EACH: tl.constexpr = 2 if FORM.lows or FORM.halved else 1
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     tile, r = n.to(tl.int64)[:, None] // _TILE, n[:, None] % _TILE
     at = bits.scales + (tile * (units // WIDTH) + u[None, :] // WIDTH) * (EACH * _TILE) + r * EACH
@@ -113,8 +113,7 @@ def scales_of(
         sub = tl.load(bits.subs + (tile * units + u[None, :]) * _TILE + r, mask=exist, other=0).to(tl.int32)
         return scale * (sub & 15).to(tl.float32), low * (sub >> 4 & 15).to(tl.float32)
     elif FORM.subs == "bytes":
-        SUBS: tl.constexpr = 2 if FORM.halved else EACH
-        at_sub = bits.subs + (tile * units + u[None, :]) * (SUBS * _TILE) + r * SUBS
+        at_sub = bits.subs + (tile * units + u[None, :]) * (EACH * _TILE) + r * EACH
         if FORM.halved:
             low = scale * tl.load(at_sub + 1, mask=exist, other=0).to(tl.float32)
         scale *= tl.load(at_sub, mask=exist, other=0).to(tl.float32)

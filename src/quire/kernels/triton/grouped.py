@@ -124,7 +124,7 @@ def multiply(
     same = dict(FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=0, OVERLAP=ahead)
     if isinstance(plan, Whole):
         held = max(triton.next_power_of_2(units), 32 * plan.warps)
-        launch(packed_rows.rows, min(triton.cdiv(size_out, TILE * (1 if gated else 2)), plan.programs), num)(
+        launch(packed_rows.rows, packed_rows.programs(size_out, plan, gated=bool(gated)), num)(
             out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
             UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
         )  # fmt: skip

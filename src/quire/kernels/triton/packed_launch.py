@@ -137,7 +137,7 @@ def _launch_rows(
     form, of = form_of(planes), (out if bias is None else bias, out if ids is None else ids)
     if isinstance(plan, Whole):
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
-        launch(packed_rows.rows, min(triton.cdiv(out.shape[1], TILE * (1 if activation else 2)), plan.programs), len(out))(
+        launch(packed_rows.rows, packed_rows.programs(out.shape[1], plan, gated=bool(activation)), len(out))(
             out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
             FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, UNITS=units, OVERLAP=ahead,
             launch_pdl=ahead, num_warps=plan.warps,
@@ -245,7 +245,7 @@ def _form_of(name: str) -> Form:
 def whole_bits_of(planes: Planes) -> Bits:
     """Scales and subs as whole numbers, those of which there are two as one."""
     form, bits = KINDS[planes.kind], bits_of(planes)
-    scales = planes.scales.view(torch.int32 if form.lows else torch.int16)
+    scales = planes.scales.view(torch.int32 if form.lows or form.halved else torch.int16)
     return bits._replace(scales=scales, subs=planes.subs.view(torch.int16) if form.subs else planes.subs)
 
 

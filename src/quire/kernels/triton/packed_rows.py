@@ -22,6 +22,12 @@ class Whole(NamedTuple):
     warps: int
 
 
+def programs(size_out: int, plan: Whole, *, gated: bool) -> int:
+    """As many as have the same to do."""
+    steps = triton.cdiv(size_out, TILE if gated else 2 * TILE)
+    return triton.cdiv(steps, triton.cdiv(steps, plan.programs))
+
+
 _TILE = tl.constexpr(TILE)
 _STEPS = tl.constexpr(32512.0)
 _ROUND = tl.constexpr(12582912.0)
@@ -70,14 +76,24 @@ def _left(word: tl.tensor, BY: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _twice(bytes: tl.tensor) -> tl.tensor:
+    """The lower two of a word, each beside itself."""
+    if _INTERPRETED:
+        first, second = bytes & 0xFF, bytes & 0xFF00
+        return first | first << 8 | second << 8 | second << 16
+    else:
+        ASM: tl.constexpr = "prmt.b32 $0, $1, $1, 0x1100;"
+        return tl.inline_asm_elementwise(ASM, "=r,r", [bytes], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _code(word: tl.tensor, beside: tl.tensor, SECOND: tl.constexpr, FORM: tl.constexpr) -> tl.tensor:
     """Codes of the first or second half of a unit, in bytes."""
     code = word
     if FORM.low == 4:
         code = word >> 4 * SECOND & 0x0F0F0F0F
     if FORM.high > 0:
-        twice = beside & 255
-        twice = (twice | twice << 8) | ((beside & 0xFF00) << 8 | (beside & 0xFF00) << 16)
+        twice = _twice(beside)
         MASK: tl.constexpr = (1 << FORM.high) - 1 << 4
         code |= _left(twice, 4 - FORM.high * SECOND) & (MASK | MASK << 16)
         code |= _left(twice, 4 - FORM.high * (2 + SECOND)) & (MASK << 8 | MASK << 24)
@@ -119,14 +135,14 @@ def _whole(x: tl.tensor, times: tl.tensor) -> tl.tensor:
 @triton.jit
 def _sixteen(
     x: tl.tensor, u: tl.tensor, exist: tl.tensor, times: tl.tensor, Q: tl.constexpr, UNIT: tl.constexpr
-):
+) -> tl.tuple:
     """Columns 8 Q.. of units of x in whole numbers: high bytes, low bytes, and the sum."""
     a, b = _whole(_eight(x, u, exist, Q, UNIT), times), _whole(_eight(x, u, exist, Q + 1, UNIT), times)
     return _bytes(a + 128 >> 8, b + 128 >> 8), _bytes(a, b), tl.sum(a + b, 1).to(tl.float32)
 
 
 @triton.jit
-def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr):
+def _parts(x: tl.tensor, u: tl.tensor, exist: tl.tensor, UNIT: tl.constexpr) -> tl.tuple:
     """Of units of x: bytes of their first and second half, the step, and the sums."""
     most = tl.zeros(u.shape, tl.float32)
     for q in tl.static_range(UNIT // 8):

@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     """Scales of units, whole numbers times one of 256 columns: `bytes`, or scale and low in a byte
     (`nibbles`). Else there are only those of 32 columns."""
     halved: bool = False
-    """Whether each half of a unit has a scale of its own."""
+    """Whether each half of a unit has a sub of its own; what they multiply stands there twice."""
     book: str = ""
     """Codes that stand for other numbers: of llama.cpp's IQ4 (`iq4`), or floats of 4 bits (`e2m1`)."""
 
@@ -114,7 +114,7 @@ def _even(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Planes:
     form = KINDS[kind]
-    units, tiles, each = columns // form.unit, -(-rows // TILE), 1 + form.lows
+    units, tiles, each = columns // form.unit, -(-rows // TILE), 1 + (form.lows or form.halved)
     wide = torch.bfloat16 if kind == "MXFP4" else torch.float16
     shapes = {
         "low": ((rows, units, form.words) if form.words > 1 else (tiles, units, TILE), torch.int32),
@@ -271,7 +271,7 @@ def _q6_k(block: Tensor) -> Blocks:
     codes = _shifted(block[..., :128], 64, 0, 4, bits=4)
     codes |= _shifted(block[..., 128:192], 32, 0, 2, 4, 6, bits=2) << 4
     subs = block[..., 192:208].contiguous().view(torch.int8)
-    return Blocks(codes.flatten(1), _halves(block, 208), subs.unflatten(-1, (8, 2)).flatten(1, 2))
+    return Blocks(codes.flatten(1), _halves(block, 208, 208), subs.unflatten(-1, (8, 2)).flatten(1, 2))
 
 
 def _iq4_xs(block: Tensor) -> Blocks:
