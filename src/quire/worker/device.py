@@ -76,18 +76,17 @@ class Step:
 
     def forward(self) -> Passed:
         """The layers of a stage that is not the last. The next step may write to the same memory."""
-        passed: Passed = self._run()
+        if self.before is not None and self.receive is not None:
+            self.receive(self.before)
+        passed: Passed = self.run()
         return passed
 
     def draw(self) -> Computed:
         """The last layers, and the tokens that come of them."""
-        done: Computed = self._run()
-        return done
-
-    def _run(self) -> Any:
         if self.before is not None and self.receive is not None:
             self.receive(self.before)
-        return self.run()
+        done: Computed = self.run()
+        return done
 
 
 class Device(Protocol):
@@ -133,7 +132,7 @@ class Model:
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
     def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
-        return Step(run, before, None if self.link is None else self.link.receive)
+        return Step(run) if self.link is None else Step(run, before, self.link.receive)
 
     def hidden(self, batch: Batch) -> Any:
         """[T, hidden], or what is to be passed on."""
