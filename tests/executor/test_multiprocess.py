@@ -14,7 +14,7 @@ import pytest
 from oracle import make_tiny
 
 from quire import LLM, SamplingParams
-from quire.data.plan import StepPlan
+from quire.data.plan import Admission, StepPlan
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor.crew import LocalCrew
 from quire.executor.multiprocess import MultiprocessExecutor
@@ -77,6 +77,18 @@ def test_a_step_that_fails_on_all_ranks_is_only_that_step(pair: LLM) -> None:
     none, far = np.empty(0, np.int32), np.array([10_000], np.int32)
     broken = StepPlan(1 << 20, [], [], none, none, far, np.ones(1, np.int32), np.array([True]))
     with pytest.raises(EngineError, match="IndexError") as error:
+        pair.llm_engine.core.executor.submit(broken).wait()
+    assert not isinstance(error.value, EngineDead)
+    assert len(generate(pair)) == len(PROMPTS)
+
+
+def test_a_step_that_fails_on_the_last_stage_is_only_that_step(pair: LLM) -> None:
+    """The stage before has done its part, and nothing of it is taken for the next step's."""
+    params = SamplingParams(logit_bias={1 << 20: 1.0})  # there is no such token
+    new = Admission(0, "a", [5, 6, 7], 3, 0, [[1]], params, seed=0)
+    none, one = np.empty(0, np.int32), np.zeros(1, np.int32)
+    broken = StepPlan(2 << 20, [], [new], none, none, one, np.full(1, 3, np.int32), np.ones(1, np.bool_))
+    with pytest.raises(EngineError) as error:
         pair.llm_engine.core.executor.submit(broken).wait()
     assert not isinstance(error.value, EngineDead)
     assert len(generate(pair)) == len(PROMPTS)
