@@ -7,6 +7,9 @@ from typing import NamedTuple
 from quire.comm.group import Group
 from quire.errors import ConfigError
 
+_MOST_DEVICES = 64
+"""That are named to those who asked for a number that does not fit."""
+
 
 class Run(NamedTuple):
     """Numbers that lie one after the other in the checkpoint, and those of them that this device has."""
@@ -79,10 +82,11 @@ def check_units(name: str, runs: Iterable[Run], unit: int, what: str) -> None:
         ends = run.start + run.size
         if run.is_whole or not (run.start % unit or (ends % unit and ends != run.all)):
             continue
-        fitting = [n for n in range(1, run.all // unit + 1) if run.all % (n * unit) == 0] or [1]
+        fitting = [n for n in range(1, _MOST_DEVICES + 1) if run.all % (n * unit) == 0] or [1]
+        whole = ", enable_expert_parallel, which leaves experts whole," if ".experts" in name else ","
         raise ConfigError(
             f"{name}: {what} of {unit} do not fit into shares of {run.size} out of {run.all}; use "
-            f"tensor_parallel_size {listed(fitting)}, or a checkpoint that is stored in another way"
+            f"tensor_parallel_size {listed(fitting)}{whole} or a checkpoint that is stored in another way"
         )
 
 
