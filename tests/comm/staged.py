@@ -1,4 +1,4 @@
-"""Stages of a pipeline as threads, for tests: each with its worker, fed with every plan."""
+"""Stages of a pipeline and shares of layers as threads, for tests: each with its worker, fed with every plan."""
 
 import threading
 from pathlib import Path
@@ -24,8 +24,9 @@ TIMEOUT_S = 60.0
 class Outcome:
     """What the stages say of one step: the last one's result, or an error of any of them."""
 
-    def __init__(self, num_stages: int, errors: list[dict[int, Any]]) -> None:
+    def __init__(self, num_stages: int, errors: list[dict[int, Any]], num_shares: int = 1) -> None:
         self.errors = errors
+        self.num_shares = num_shares
         self.said: SimpleQueue[tuple[int, StepResult | Exception]] = SimpleQueue()
         self.num_stages = num_stages
 
@@ -38,23 +39,31 @@ class Outcome:
             if isinstance(said, Exception):
                 self.errors.append(by_stage)
                 raise said
-        result = by_stage[self.num_stages - 1]
+        result = by_stage[self.num_stages - self.num_shares]
         assert isinstance(result, StepResult)
         return result
 
 
 class StagedExecutor:
-    """A worker in a thread for each stage; or each in turn, all in this one."""
+    """A worker in a thread for each stage, or each share of it; or each in turn, all in this one."""
 
     def __init__(self, config: EngineConfig, in_threads: bool = True) -> None:
         self.in_threads = in_threads
-        pp = groups(config.parallel.pipeline_parallel_size)
-        self.workers = [Worker(config, World(Rank(pp=number), pp=group)) for number, group in enumerate(pp)]
+        parallel = config.parallel
+        self.num_shares = parallel.tensor_parallel_size
+        pp = [groups(parallel.pipeline_parallel_size) for _ in range(self.num_shares)]
+        tp = [groups(self.num_shares) for _ in pp[0]]
+        self.workers = [
+            Worker(config, World(Rank(pp=stage, tp=share), tp=group, pp=pp[share][stage]))
+            for stage, each in enumerate(tp)
+            for share, group in enumerate(each)
+        ]
         self.errors: list[dict[int, Any]] = []
         """By stage, of the steps that failed."""
-        self.plans: list[SimpleQueue[tuple[StepPlan, Outcome] | None]] = [SimpleQueue() for _ in pp]
+        self.plans: list[SimpleQueue[tuple[StepPlan, Outcome] | None]] = [SimpleQueue() for _ in self.workers]
         self.threads = [
-            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(len(pp))
+            threading.Thread(target=self._run, args=(number,), daemon=True)
+            for number in range(len(self.workers))
         ]
 
     def start(self) -> CacheSize:
@@ -69,7 +78,7 @@ class StagedExecutor:
         return size
 
     def submit(self, plan: StepPlan) -> Outcome:
-        outcome = Outcome(len(self.workers), self.errors)
+        outcome = Outcome(len(self.workers), self.errors, self.num_shares)
         for number, plans in enumerate(self.plans):
             plans.put((plan, outcome))
             if not self.in_threads:

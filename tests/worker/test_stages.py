@@ -56,15 +56,41 @@ def test_two_and_three_stages_say_what_one_worker_says(family: str, tmp_path: Pa
         many = answers(model, **given)
         assert many.most_in_flight == given["pipeline_parallel_size"]
         assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
-        assert many.tokens == one.tokens
-        for mine, theirs in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
-            assert {id: len(found) for id, found in mine.items()} == {
-                id: len(found) for id, found in theirs.items()
-            }
-            for id in mine.keys() - {"gone"}:
-                for a, b in zip(mine[id], theirs[id], strict=True):
-                    assert a.token_ids[0] == b.token_ids[0]
-                    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        check_same(many, one)
+
+
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads and halves": ("llama", {}),
+    "more devices than key heads": ("llama", {"tensor_parallel_size": 4}),
+    "windows": ("gemma2", {}),
+    "experts in stages": ("qwen3_moe", {"pipeline_parallel_size": 2}),
+    "latents": ("deepseek_v3", {}),
+    "states": ("granitemoehybrid", {}),
+    "a cache of 8 bits": ("llama", {"kv_cache_dtype": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shares_of_layers_say_what_one_worker_says(name: str, tmp_path: Path) -> None:
+    """A cache for all heads, or for those of another device; devices that draw different tokens."""
+    family, sizes = SHARED[name]
+    model, _ = make_tiny(family, tmp_path, **FAMILIES[family])
+    alike = {"kv_cache_dtype": sizes.get("kv_cache_dtype", "auto")}
+    many = answers(model, **({"tensor_parallel_size": 2} | sizes))
+    assert many.core.scheduler.num_preemptions > 0, "blocks that suffice prove less"
+    check_same(many, answers(model, **alike))
+
+
+def check_same(many: Engine, one: Engine) -> None:
+    assert many.tokens == one.tokens
+    for mine, theirs in ((many.logprobs, one.logprobs), (many.prompt_logprobs, one.prompt_logprobs)):
+        assert {id: len(found) for id, found in mine.items()} == {
+            id: len(found) for id, found in theirs.items()
+        }
+        for id in mine.keys() - {"gone"}:
+            for a, b in zip(mine[id], theirs[id], strict=True):
+                assert a.token_ids[0] == b.token_ids[0]
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("broken", range(3))

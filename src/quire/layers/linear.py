@@ -41,13 +41,14 @@ class Linear(nn.Module):
         self.inputs = divided(scope.group, size_in) if self.divided == "inputs" else Run(size_in)
         self.sizes_out = tuple(sum(run.size for run in runs) for runs in self.outputs)
         self.across = scope.across
+        num_outputs = sum(run.all for runs in self.outputs for run in runs)
         shape = LinearShape(
             self.inputs.size,
             self.sizes_out,
             bias,
             scope.dtype,
             scope.device,
-            narrows=self.narrows and sum(self.sizes_out) >= _LEAST_OUTPUTS,
+            narrows=self.narrows and num_outputs >= _LEAST_OUTPUTS,
             outputs=self.outputs,
             inputs=self.inputs,
         )
