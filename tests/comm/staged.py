@@ -1,4 +1,4 @@
-"""Stages of a pipeline and shares of layers as threads, for tests: each with its worker, fed with every plan."""
+"""Stages of a pipeline and shares of layers as threads, for tests: a worker in each, fed with every plan."""
 
 import threading
 from pathlib import Path

@@ -14,10 +14,11 @@ from test_divided_models import compare, logits
 
 from quire.config.model import read_checkpoint
 from quire.config.quant import ONLINE
-from quire.config.quant.schemes import Grouped
+from quire.config.quant.schemes import BitsAndBytes, Grouped
 from quire.errors import ConfigError
 from quire.kernels import int8, quantized
 from quire.quant import grouped, layouts
+from quire.quant.bitsandbytes import Packed4
 from quire.quant.shares import Run
 
 DIVISIBLE: dict[str, dict[str, Any]] = {
@@ -48,6 +49,15 @@ def test_mxfp4(tmp_path: Path) -> None:
         logits(path, 2, quant=read_checkpoint(path).quant)
     path, _ = gpt_oss(tmp_path, intermediate_size=128)
     compare(path, 2, quant=read_checkpoint(path).quant)
+
+
+def test_blocks_of_a_share_are_counted_in_the_whole() -> None:
+    """Scales of 256 blocks have one scale: which, tiny models do not tell."""
+    nested, cpu = BitsAndBytes("nf4", nested=True), torch.device("cpu")
+    rows = Packed4(1, (Run(2, 2, 4), Run(1, 0, 2)), Run(128), nested, cpu)
+    assert rows._blocks().tolist() == [4, 5, 6, 7, 8, 9]
+    columns = Packed4(1, (Run(2),), Run(128, 128, 256), nested, cpu)
+    assert columns._blocks().tolist() == [2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("method", ONLINE)
