@@ -8,7 +8,7 @@ import pytest
 import torch
 from encoders import ENCODERS, make
 from oracle import load_tiny, make_batch, make_tiny, random_prompts, run_paged
-from threads import run_threads, tp_worlds
+from threads import ThreadGroup, run_threads, tp_worlds
 from torch import Tensor
 
 from quire.comm.world import World
@@ -107,6 +107,18 @@ def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
     architecture, size, settings = MODELS[name]
     path, _ = make_tiny(architecture, tmp_path, **settings)
     compare(path, size)
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_layer_has_two_sums(family: str, tmp_path: Path) -> None:
+    """Shared experts that are summed by themselves."""
+    path, _ = make_tiny(family, tmp_path)
+    worlds = tp_worlds(2)
+    models = [load_tiny(path, world=world) for world in worlds]
+    run_threads(2, lambda world: run_paged(models[world.tp.rank], PROMPTS, STEPS), worlds=lambda _: worlds)
+    for world in worlds:
+        assert isinstance(world.tp, ThreadGroup)
+        assert world.tp.num_told == len(STEPS) * (1 + 2 * 2 + 1)
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "decoder", "decoder, of tokens"])
