@@ -153,7 +153,8 @@ class Supervisor:
         try:
             for child in self._children:
                 child.start()
-            deadline = time.monotonic() + self.ready_timeout_s
+            # A core whose ranks are late says which ones; it began a moment after this.
+            deadline = time.monotonic() + self.ready_timeout_s + KILL_AFTER_S
             while not self.stopping:
                 self._tend()
                 if time.monotonic() > deadline:

@@ -23,6 +23,7 @@ from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
 from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, Word, encode
 from quire.executor.rank import own_places
+from quire.executor.remote import interface_to
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -282,11 +283,10 @@ class ScratchCrew(LocalCrew):
 
     def __init__(self, config: EngineConfig) -> None:
         self._scratch = Scratch()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        meeting = f"file://{self._scratch.path}/meeting"
+        meeting, head = f"file://{self._scratch.path}/meeting", "127.0.0.1"
         if steps_together(config.parallel):  # with the ranks of other engines
-            meeting = meeting_of(config.parallel)
-        super().__init__(own_places(config, 0, meeting))
+            meeting, head = meeting_of(config.parallel), config.parallel.data_parallel_address
+        super().__init__(own_places(config, 0, meeting, interface_to(head)))
 
     def end(self) -> None:
         super().end()

@@ -30,8 +30,8 @@ from quire.executor.remote import (
     Welcome,
     decode_from_head,
     encode,
+    interface_to,
     tuned,
-    use_interface_to,
 )
 from quire.logs import get_logger
 from quire.version import __version__
@@ -89,11 +89,11 @@ class NodesCrew(RemoteCrew):
             self.farewell = str(error)
             self.end()
             raise
-        use_interface_to(parallel.master_addr)
         with socket.socket() as free:
             free.bind((parallel.master_addr, 0))
             meeting = f"tcp://{parallel.master_addr}:{free.getsockname()[1]}"
-        places = [own_places(config, node_rank, meeting) for node_rank in range(parallel.nnodes)]
+        interface = interface_to(parallel.master_addr)
+        places = [own_places(config, rank, meeting, interface) for rank in range(parallel.nnodes)]
         self.names = [place.name for each in places for place in each]
         self._answers_here = any(place.answers for place in places[0])
         self.welcome(meeting)
@@ -220,8 +220,8 @@ class NodeAgent:
         return self._crew
 
     def _start_ranks(self, meeting: str, send: Any) -> None:
-        use_interface_to(self.config.parallel.master_addr)
-        places = own_places(self.config, self.config.parallel.node_rank, meeting)
+        parallel = self.config.parallel
+        places = own_places(self.config, parallel.node_rank, meeting, interface_to(parallel.master_addr))
         crew = self._crew = LocalCrew(places)
 
         def relay_words() -> None:

@@ -42,6 +42,8 @@ class Place:
     """Which device of its machine it has."""
     meeting: str
     """A URL."""
+    interface: str = ""
+    """Of the network between ranks that are CPUs."""
 
     @property
     def name(self) -> str:
@@ -65,13 +67,14 @@ def world_size(parallel: ParallelSection) -> int:
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
-def own_places(config: EngineConfig, node_rank: int, meeting: str) -> list[Place]:
+def own_places(config: EngineConfig, node_rank: int, meeting: str, interface: str = "") -> list[Place]:
     """Those of one machine: neighbours."""
     parallel = config.parallel
     size, dp = world_size(parallel), parallel.data_parallel_rank or 0
     count = size // parallel.nnodes
     first = dp * size + node_rank * count
-    return [Place(config, Rank.of(first + local, parallel), local, meeting) for local in range(count)]
+    ranks = [Rank.of(first + local, parallel) for local in range(count)]
+    return [Place(config, rank, local, meeting, interface) for local, rank in enumerate(ranks)]
 
 
 class Port(Protocol):
@@ -130,6 +133,8 @@ def _join(place: Place, port: Port) -> Any:
         torch.cuda.set_device(device)
     if world_size(parallel) == 1 and not steps_together(parallel):
         return Worker(config, World(place.rank))
+    if place.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     port.say(Doing("waiting for the others"))
     return Worker(
         config, join(parallel, place.rank, place.meeting, device, parallel.distributed_timeout_seconds)

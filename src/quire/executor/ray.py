@@ -28,8 +28,8 @@ from quire.executor.remote import (
     Tell,
     Welcome,
     decode_from_head,
+    interface_to,
     tuned,
-    use_interface_to,
 )
 from quire.logs import get_logger, name_process
 
@@ -168,7 +168,6 @@ class RayRank:
 def _run(place: Place, host: str, port: int, token: str) -> None:
     """The connection of a rank, whose end is that of the process."""
     try:
-        use_interface_to(host)
         tp = place.config.parallel.tensor_parallel_size
         index = place.rank.pp * tp + place.rank.tp
         node = Node(index, host, tuned(socket.create_connection((host, port))))
@@ -177,7 +176,7 @@ def _run(place: Place, host: str, port: int, token: str) -> None:
         while True:
             match decode_from_head(node.pipe.recv_bytes(LONGEST)):
                 case Welcome(meeting):
-                    own = replace(place, meeting=meeting)
+                    own = replace(place, meeting=meeting, interface=interface_to(host))
                     threading.Thread(target=_serve, args=(own, rank), daemon=True).start()
                 case Tell(data):
                     rank.orders.put(decode_order(data))

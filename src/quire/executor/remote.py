@@ -80,17 +80,19 @@ decode_from_node = msgspec.msgpack.Decoder(Join | Said | Answer).decode
 decode_from_head = msgspec.msgpack.Decoder(Welcome | Tell | Plan | End).decode
 
 
-def use_interface_to(address: str) -> None:
-    """Have Gloo use the interface from which that machine is reached; what the user set stays."""
+def interface_to(address: str) -> str:
+    """The interface from which a machine is reached; empty if it is not known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 1))
         own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            return
     if own.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        own = "127.0.0.1"
+    found = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(each.address == own for each in addresses)
+    )
+    return next(found, "")
 
 
 def tuned(sock: socket.socket) -> Connection:
