@@ -259,7 +259,9 @@ class Fleet:
 
 
 @pytest.mark.parametrize(
-    "num_requests", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["some", "a million"]
+    "num_requests",
+    [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["some", "a million"],
 )
 def test_load_stays_even_through_deaths_and_restarts(num_requests: int) -> None:
     """Catches counts that drift, prefixes that pull everything to one core, and a herd after a restart."""

@@ -1,7 +1,7 @@
 """Which prompts began like this one, and which cores they went to."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ NUM_BUCKETS, WAYS = 1 << 15, 4
 _EVEN = 32
 """Blocks up to which every one is a depth to remember; beyond, a 16th to a 32nd of it apart."""
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
-_CORE_BITS = 16
-_HOME = 1 << (_CORE_BITS - 1)
+_CORE_BITS, _HOME = np.uint64(16), 1 << 15
+_CORE, _MARK = np.uint64(_HOME - 1), np.uint64(2 * _HOME - 1)
+"""The low bits of an entry: its core, and whether that is the prefix's home. The rest are of the key."""
 
 Keys = NDArray[np.uint64]
 
@@ -36,8 +37,10 @@ class PrefixKeys:
         ids = np.array(token_ids[: int(depths[-1])], np.uint64)
         mixed = (ids + np.uint64(1)) * _MIX
         sums = np.cumsum((mixed ^ (mixed >> np.uint64(29))) * self._powers[: len(ids)])
-        own = hashlib.blake2b((extra or "").encode(), digest_size=8).digest()
-        return depths.tolist(), (sums[depths - 1] ^ np.uint64(int.from_bytes(own))) * _MIX
+        found = sums[depths - 1]
+        if extra is not None:
+            found ^= np.uint64(int.from_bytes(hashlib.blake2b(extra.encode(), digest_size=8).digest()))
+        return depths.tolist(), found * _MIX
 
     def _grow(self, num_blocks: int) -> None:
         if len(self._powers) >= num_blocks * self.block_size:
@@ -52,7 +55,7 @@ class PrefixKeys:
 class PrefixMap:
     """The cores that prefixes were sent to, by key: the home of each, and those that helped out.
 
-    A table of few entries a bucket, the longest unused of which makes room for a new one. Without a file it
+    A table of few entries a bucket, the oldest of which makes room for a new one. Without a file it
     is this process's own. Processes that share it write without asking each other: what is lost when two do
     at once is a memory, no request.
     """
@@ -67,35 +70,33 @@ class PrefixMap:
     def create(file: Path) -> None:
         np.zeros((NUM_BUCKETS, WAYS), np.uint64).tofile(file)
 
-    def _buckets(self, keys: Keys) -> NDArray[np.int64]:
-        return (keys >> np.uint64(24)).astype(np.int64) % len(self._table)
+    def _rows(self, keys: Keys) -> tuple[NDArray[np.int64], Keys, NDArray[np.bool_]]:
+        """Buckets of the keys, what is in them, and which of that is about the same prefix."""
+        buckets = (keys >> np.uint64(24)).astype(np.int64) % len(self._table)
+        rows = self._table[buckets]
+        return buckets, rows, (rows ^ keys[:, None]) >> _CORE_BITS == 0
 
-    def find(self, keys: Keys) -> dict[int, list[int]]:
-        """By place of a key, last to first: the cores that it was sent to, its home first."""
-        rows = self._table[self._buckets(keys)]
-        bits = np.uint64(_CORE_BITS)
-        known = (rows >> bits == (keys >> bits)[:, None]) & (rows != 0)
-        found = {}
-        for place in np.flatnonzero(known.any(axis=1))[::-1].tolist():
-            marks = (rows[place][known[place]] & np.uint64(2 * _HOME - 1)).tolist()
-            found[place] = [mark % _HOME - 1 for mark in sorted(marks, reverse=True)]
-        return found
+    def find(self, keys: Keys) -> Iterator[tuple[int, list[int]]]:
+        """Places of keys that are known, last to first, and the cores of each, its home first."""
+        _, rows, same = self._rows(keys)
+        for place in np.flatnonzero(same.any(axis=1))[::-1].tolist():
+            marks = (rows[place][same[place]] & _MARK).tolist()
+            yield place, [mark % _HOME - 1 for mark in sorted(marks, reverse=True)]
 
     def note(self, keys: Keys, core: int) -> None:
-        """A core that gets a prefix which has a home helps out: its copy is the one that is left to age."""
-        buckets = self._buckets(keys)
-        rows = self._table[buckets].tolist()
-        for place, key in enumerate(keys.tolist()):
-            tag = key >> _CORE_BITS << _CORE_BITS
-            same = [entry for entry in rows[place] if entry and entry ^ tag < 2 * _HOME]
-            own = next((entry for entry in same if entry % _HOME == core + 1), 0)
-            own = own or tag | core + 1 | (0 if same else _HOME)
-            rows[place] = [*(entry for entry in rows[place] if entry != own), own][-WAYS:]
-        self._table[buckets] = np.array(rows, np.uint64).reshape(-1, WAYS)
+        """A core that gets a prefix which has a home helps out, and does not become it."""
+        buckets, rows, same = self._rows(keys)
+        new = ~(same & (rows & _CORE == core + 1)).any(axis=1)
+        if new.any():
+            is_home = ~same[new].any(axis=1)
+            rows = rows[new]
+            rows[:, :-1] = rows[:, 1:]
+            rows[:, -1] = (keys[new] & ~_MARK) | np.uint64(core + 1) | (is_home * np.uint64(_HOME))
+            self._table[buckets[new]] = rows
 
     def drop(self, core: int) -> None:
         """A core has lost its cache."""
-        self._table[self._table & np.uint64(_HOME - 1) == core + 1] = 0
+        self._table[self._table & _CORE == core + 1] = 0
 
     def clear(self) -> None:
         self._table[:] = 0

@@ -81,8 +81,9 @@ class Router:
             core = self._least(among)
         else:
             depths, keys = self._keys.of(token_ids, extra)
-            core = self._nearest(depths, keys, len(token_ids), among)
-            self._prefixes.note(keys, core)
+            core = self._nearest(depths, keys, len(token_ids), among) if depths else self._least(among)
+            if depths:
+                self._prefixes.note(keys, core)
         self._placed[request_id] = core, num_sequences
         self.cores[core].own += num_sequences
         return core
@@ -124,7 +125,7 @@ class Router:
         least = min(loads.values())
         slack = self._slack + SLACK_SHARE * least
         tried: list[int] = []
-        for place, cores in self._prefixes.find(keys).items():
+        for place, cores in self._prefixes.find(keys):
             share = depths[place] / length
             if share < MIN_SHARE:
                 break
