@@ -1,0 +1,48 @@
+"""LLM with experts over processes: within an engine, and between engines that step together."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from oracle import make_tiny
+from tiny import open_tiny, prompts_of
+
+from quire import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+PROMPTS = prompts_of(3, 17, 1, 9, 30, 12, 5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3_moe", tmp_path_factory.mktemp("model"))[0]
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "within an engine": {"tensor_parallel_size": 2},
+    "between engines": {
+        "data_parallel_size": 2,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 4, "window_size": 4, "num_redundant_experts": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_one_device(case: str, model: Path) -> None:
+    one = open_tiny(model)
+    many = open_tiny(
+        model, enable_expert_parallel=True, max_num_batched_tokens=16, max_num_seqs=8, **CASES[case]
+    )
+    cores = [each for each in psutil.Process().children() if each.name().startswith("quire:Engine")]
+    for prompts in (PROMPTS, PROMPTS[:1]):  # all have work; then one has
+        assert answers(many, prompts) == answers(one, prompts)
+    if "data_parallel_size" in CASES[case]:
+        many.llm_engine.close()
+        assert len(cores) == 2 and not psutil.wait_procs(cores, timeout=15)[1]
