@@ -56,6 +56,7 @@ class Lockstep:
         """Hub: what was said in this round, by rank."""
         self._agreed: tuple[int, ...] | None = None
         self._leaving = threading.Event()
+        """Set when one has ended as it should: there are no more rounds."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER if rank else zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         for option in (zmq.RCVHWM, zmq.SNDHWM):
@@ -111,15 +112,14 @@ class Lockstep:
 
     def close(self) -> None:
         """Leave: the others are told that it is no accident."""
-        if self._leaving.is_set():
+        if self.socket.closed:
             return
         self._leaving.set()
         with contextlib.suppress(EngineDead):
             if self.rank:
                 self.socket.send(GOODBYE)
-            else:
-                for rank in range(1, self.size):
-                    self._tell(rank, GOODBYE)
+            for rank in range(1, self.size) if not self.rank else ():
+                self._tell(rank, GOODBYE)
         self.socket.disable_monitor()
         self.socket.close()
 
@@ -152,13 +152,15 @@ class Lockstep:
             self._say(0, num_tokens)
         deadline = time.monotonic() + self._timeout_s
         while self._agreed is None:
+            if self._leaving.is_set():
+                raise EngineDead("an engine with some of the experts has ended")
             self._hear(self._receive(deadline))
         return self._agreed
 
     def _hear(self, message: list[bytes]) -> None:
         if message[-1] == GOODBYE:
             self._leaving.set()
-            raise EngineDead("an engine with some of the experts has ended")
+            return
         if self.rank:
             called = _called(message[-1])
             if called.round == self._round and called.counts:
