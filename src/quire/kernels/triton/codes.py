@@ -73,7 +73,7 @@ def beside_of(
     [R, U, 4]."""
     STRIDE = tl.cdiv(units * FORM.high, 4) * 8
     at = (u // 2 if FORM.high == 1 else u)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    at = tl.max_contiguous(at + n.to(tl.int64)[:, None, None] * STRIDE, [1, 1, 4])
+    at = tl.max_contiguous(at + n.to(tl.int64)[:, None, None] * STRIDE, [1, 2, 4])  # as in `words_of`
     both = tl.load(bits.high + at, mask=exist[:, :, None], other=0).to(tl.int32)
     return both >> (u % 2 * 4)[None, :, None] if FORM.high == 1 else both
 

@@ -126,7 +126,7 @@ def multiply(
         held = max(triton.next_power_of_2(units), 32 * plan.warps)
         launch(packed_rows.rows, packed_rows.programs(size_out, plan, gated=bool(gated)), num)(
             out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
-            UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
+            TWO=plan.two or gated, UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
         )  # fmt: skip
         return out
     parts = out

@@ -139,8 +139,8 @@ def _launch_rows(
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
         launch(packed_rows.rows, packed_rows.programs(out.shape[1], plan, gated=bool(activation)), len(out))(
             out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
-            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, UNITS=units, OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=plan.warps,
+            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "",
+            UNITS=units, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
         )  # fmt: skip
         return
     per_program = TILE * (2 if plan.two and not activation else 1)
@@ -261,7 +261,7 @@ def _spreads(form: Form) -> bool:
 def _plan(num: int, planes: Planes, parts: int) -> Plan:
     form = form_of(planes)
     if packed_tiles.takes(form) and (num == 1 or has_room()):
-        return choose_spread(num, planes.rows, planes.columns, parts, form.unit)
+        return choose_spread(num, planes.rows, planes.columns, parts, form.unit, high=form.high > 0)
     return choose(num, planes.rows, planes.columns, parts)
 
 

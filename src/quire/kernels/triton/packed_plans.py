@@ -13,6 +13,12 @@ MOST_ROWS = 512
 """Of x that are multiplied in tiles; with more a weight is unpacked first."""
 _MOST_UNITS = 2048
 """That a program holds of a row."""
+_WHOLE = {
+    (32, False): {128: Whole(528, 4), 512: Whole(264, 4, two=False), _MOST_UNITS: Whole(264, 8, two=False)},
+    (16, False): {256: Whole(396, 8, two=False), _MOST_UNITS: Whole(132, 16, two=False)},
+    (32, True): {128: Whole(264, 4), _MOST_UNITS: Whole(132, 16, two=False)},
+}
+"""By the columns of a unit, and whether there are high bits; and by the most units of a row."""
 
 
 class _Shapes(NamedTuple):
@@ -36,12 +42,14 @@ _WIDE = Tiles(128, 256, 128, 1, 8, 3), Tiles(256, 128, 128, 1, 8, 3)
 
 
 @functools.cache
-def choose(num: int, size_out: int, size_in: int, parts: int, unit: int) -> Whole | Tiles | None:
-    """For `num` rows of x and a weight of this shape, of units of so many columns; `parts` is 2 for gate and
-    up. None: the weight is better unpacked, gate and up better multiplied as one."""
+def choose(
+    num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False
+) -> Whole | Tiles | None:
+    """For `num` rows of x and a weight of this shape, of units of so many columns, with `high` bits or without;
+    `parts` is 2 for gate and up. None: the weight is better unpacked, gate and up better multiplied as one."""
     units = triton.cdiv(size_in, unit)
     if num == 1 and units <= _MOST_UNITS:
-        return Whole(528, 4) if units <= 256 else Whole(264, 4)
+        return next(plan for most, plan in _WHOLE[unit, high].items() if units <= most)
     if not 0 < num <= MOST_ROWS:
         return None
     one, gated, programs = next(shapes for most, shapes in _SHAPES.items() if num <= most)

@@ -16,15 +16,16 @@ from quire.kernels.triton.planes import TILE
 
 
 class Whole(NamedTuple):
-    """`rows` in so many programs at most."""
+    """`rows` in so many programs at most, with one or two tiles of rows at a time."""
 
     programs: int
     warps: int
+    two: bool = True
 
 
 def programs(size_out: int, plan: Whole, *, gated: bool) -> int:
     """As many as have the same to do."""
-    steps = triton.cdiv(size_out, TILE if gated else 2 * TILE)
+    steps = triton.cdiv(size_out, TILE * 2 if plan.two and not gated else TILE)
     return triton.cdiv(steps, triton.cdiv(steps, plan.programs))
 
 
@@ -241,14 +242,15 @@ def rows(
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
     TOP: tl.constexpr,
+    TWO: tl.constexpr,
     UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (programs, rows of out): two tiles of rows at a time and `UNITS`, which are whole rows; a program
-    takes every so many of them. With an activation the second tile is the up one's. If TOP > 0 a row of out is
-    a pair's: its expert is in `ids`, its token is pair / TOP."""
+    """Grid (programs, rows of out): one or TWO tiles of rows at a time and `UNITS`, which are whole rows; a
+    program takes every so many of them. With an activation there are two, and the second is the up one's. If
+    TOP > 0 a row of out is a pair's: its expert is in `ids`, its token is pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
-    HEIGHT: tl.constexpr = _TILE if GATED else 2 * _TILE
+    HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
     total, start = size_out * (2 if GATED else 1), 0
     apart = size_out if GATED else _TILE
@@ -263,8 +265,9 @@ def rows(
         x += pair.to(tl.int64) * x_stride
     known, n = u < units, tl.program_id(0) * HEIGHT + tl.arange(0, _TILE)
     held = _held(bits, start + n, u, (n < size_out)[:, None] & known[None, :], units, total, FORM)
-    also = _also(n, size_out, GATED)
-    more = _held(bits, start + apart + n, u, also[:, None] & known[None, :], units, total, FORM)
+    also, more = _also(n, size_out, GATED), held
+    if TWO:
+        more = _held(bits, start + apart + n, u, also[:, None] & known[None, :], units, total, FORM)
     if TOP == 0:
         follow(OVERLAP)
     parts = _parts(x, u, known, FORM.unit)
@@ -275,19 +278,25 @@ def rows(
         inside, also, after = n < size_out, _also(n, size_out, GATED), n + each * HEIGHT
         some = (after < size_out)[:, None] & known[None, :]
         ahead = _held(bits, start + after, u, some, units, total, FORM)
-        y = _dot(held, parts, FORM, kind)
-        some = _also(after, size_out, GATED)[:, None] & known[None, :]
-        held, ahead = ahead, _held(bits, start + apart + after, u, some, units, total, FORM)
-        z = _dot(more, parts, FORM, kind)
-        more = ahead
-        if BIASED:
-            y += tl.load(bias + start + n, mask=inside, other=0.0).to(tl.float32)
-            z += tl.load(bias + start + apart + n, mask=also, other=0.0).to(tl.float32)
-        if GATED:
-            y = gate_times(y.to(kind), z.to(kind), ACTIVATION)
-        else:
-            tl.store(out + n + _TILE, z.to(kind), mask=also)
+        y = _with(_dot(held, parts, FORM, kind), bias + start + n, inside, BIASED)
+        held = ahead
+        if TWO:
+            some = _also(after, size_out, GATED)[:, None] & known[None, :]
+            ahead = _held(bits, start + apart + after, u, some, units, total, FORM)
+            z = _with(_dot(more, parts, FORM, kind), bias + start + apart + n, also, BIASED)
+            more = ahead
+            if GATED:
+                y = gate_times(y.to(kind), z.to(kind), ACTIVATION)
+            else:
+                tl.store(out + n + _TILE, z.to(kind), mask=also)
         tl.store(out + n, y.to(kind), mask=inside)
+
+
+@triton.jit
+def _with(y: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+    if BIASED:
+        y += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
