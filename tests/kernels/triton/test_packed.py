@@ -101,7 +101,14 @@ def test_planes_take_no_more_than_the_file(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("IQ4_XS", Rows(False, 1)), ("Q6_K", Whole(2, 1)), ("Q6_K", SMALL), ("Q4_K", Whole(1, 1)), ("Q4_K", SMALL), ("Q8_0", SMALL)],
+    [
+        ("IQ4_XS", Rows(False, 1)),
+        ("Q6_K", Whole(2, 1)),
+        ("Q6_K", SMALL),
+        ("Q4_K", Whole(1, 1)),
+        ("Q4_K", SMALL),
+        ("Q8_0", SMALL),
+    ],
     ids=str,
 )
 def test_gate_and_up_in_one(kind: str, plan: Rows | Whole | Tiles) -> None:

@@ -29,12 +29,12 @@ class Form(NamedTuple):
     """Codes of a word that one shift brings into a mantissa, each `low` bits deeper than the next."""
     halved: bool = False
     group: int = 0
-    """Columns with a scale and a zero, as `grouped.GroupedWeight` has them, instead of zero, lows and subs."""
+    """Columns with a scale and a zero, as a `grouped.GroupedWeight` has, instead of zero, lows and subs."""
 
 
 @triton.constexpr_function
 def offset_of(bits: int, is_half: bool) -> int:
-    """What the zero of a group has added to it, so that it can be taken from a code as the kernels have it."""
+    """What a group's zero has added to it, so that it can be taken from a code as the kernels have it."""
     return 1024 if is_half else 128 if bits == 4 else -128
 
 

@@ -21,7 +21,7 @@ from quire.kernels.triton.matmul import Tiles, aligned, arrivals_of, has_room, t
 from quire.kernels.triton.packed_plans import choose
 from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.packed_tiles import halves
-from quire.kernels.triton.planes import TILE, Kind, _bits, _placed
+from quire.kernels.triton.planes import Kind, in_bits, placed
 
 _UNPACKED_ROWS, _UNPACKED_UNITS = 64, 4
 
@@ -54,8 +54,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, dtype: torc
     (size_out, size_in), unit = codes.shape, unit_of(bits)
     padded = triton.cdiv(size_in, unit) * unit
     group = padded if scales.shape[1] == 1 else size_in // scales.shape[1]
-    placed = _placed(F.pad(codes, (0, padded - size_in)), Kind(0, 0, bits, 0, unit))
-    words = _bits(placed, bits).view(torch.int32).view(size_out, -1, 4)
+    flat = placed(F.pad(codes, (0, padded - size_in)), Kind(0, 0, bits, 0, unit))
+    words = in_bits(flat, bits).view(torch.int32).view(size_out, -1, 4)
     heads = (_bits_of(scales, dtype) << 16 | _bits_of(zeros + offset(bits, dtype), dtype)).t().contiguous()
     return GroupedWeight(words, heads, bits, group, size_in)
 
@@ -121,10 +121,10 @@ def multiply(
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
     form, bits, units = _form_of(weight.bits, weight.group), _bits_in(weight), weight.codes.shape[1]
     ahead, activation = overlap(num, min(weight.size_in, size_out)), "silu" if gated else ""
-    same = dict(FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=0, OVERLAP=ahead)
+    same = {"FORM": form, "ACTIVATION": activation, "BIASED": bias is not None, "TOP": 0, "OVERLAP": ahead}
     if isinstance(plan, Whole):
         held = max(triton.next_power_of_2(units), 32 * plan.warps)
-        launch(packed_rows.rows, packed_rows.programs(size_out, plan, gated=bool(gated)), num)(
+        launch(packed_rows.rows, packed_rows.programs(size_out, plan, gated=gated), num)(
             out, x, bits, out if bias is None else bias, out, weight.size_in, size_out, x.stride(0), size_out,
             TWO=plan.two or gated, UNITS=held, launch_pdl=ahead, num_warps=plan.warps, **same,
         )  # fmt: skip
@@ -135,8 +135,9 @@ def multiply(
     grid = triton.cdiv(num, plan.num) * triton.cdiv(size_out, plan.rows)
     of = halves(weight.codes, plan.rows, plan.length // form.unit)
     launch(packed_tiles.tiles, grid, plan.splits)(
-        out, tiled(x, plan.num, plan.length), of, of, bits, out if bias is None else bias, (parts, arrivals_of(x.device)), (out, out), num, units * form.unit,
-        size_out, x.stride(0), size_out, NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
+        out, tiled(x, plan.num, plan.length), of, of, bits, out if bias is None else bias,
+        (parts, arrivals_of(x.device)), (out, out), num, units * form.unit, size_out, x.stride(0), size_out,
+        NUM=plan.num, ROWS=plan.rows, UNITS=plan.length // form.unit,
         SPLITS=plan.splits, launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages, **same,
     )  # fmt: skip
     return out
@@ -147,7 +148,8 @@ def unpack(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     size_out, units = weight.codes.shape[:2]
     out = torch.empty(size_out, weight.size_in, dtype=dtype, device=weight.codes.device)
     launch(_unpack, triton.cdiv(size_out, _UNPACKED_ROWS), triton.cdiv(units, _UNPACKED_UNITS))(
-        out, weight.codes.view(torch.int16), _bits_in(weight), weight.size_in, size_out, units, FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
+        out, weight.codes.view(torch.int16), _bits_in(weight), weight.size_in, size_out, units,
+        FORM=_form_of(weight.bits, weight.group), ROWS=_UNPACKED_ROWS, UNITS=_UNPACKED_UNITS,
     )  # fmt: skip
     return out
 

@@ -17,7 +17,6 @@ from quire.kernels.triton.launch import follow, launch
 from quire.kernels.triton.matmul import tiled
 from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
 
-
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

@@ -19,7 +19,7 @@ _TILE = tl.constexpr(TILE)
 
 @triton.constexpr_function
 def _first_of(q: int, form: Form) -> int:
-    """Which code of a word is the first of columns 8 q.. of a unit: `planes._placed`."""
+    """Which code of a word is the first of columns 8 q.. of a unit: `planes.placed`."""
     return q % 2 * 2 ** (form.unit == 32) + q // 2 if form.words == 4 else q * (8 // form.words)
 
 
@@ -331,7 +331,7 @@ def _dot(
 
 
 @triton.jit
-def _all(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+def all_of(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
     """The sum of what all splits have left at `parts`, `size` numbers apart."""
     acc = tl.zeros(inside.shape, tl.float32)
     for split in tl.static_range(SPLITS):
@@ -340,7 +340,7 @@ def _all(parts: tl.tensor, inside: tl.tensor, size: tl.tensor, SPLITS: tl.conste
 
 
 @triton.jit
-def _pairs(
+def pairs_at(
     order: tl.tensor,
     work: tl.tensor,
     tile: tl.tensor,
@@ -387,7 +387,7 @@ def tiles(
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     follow(OVERLAP)
     if TOP > 0:
-        m, n, real, row = _pairs(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
+        m, n, real, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
         source, row = m // TOP, row * (2 if GATED else 1) + n
     else:
         m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
@@ -413,16 +413,16 @@ def tiles(
         if tl.atomic_add(splits[1] + tile, 1) < SPLITS - 1:
             return
         tl.store(splits[1] + tile, 0)
-        acc = _all(splits[0] + place, inside, num * size_out, SPLITS)
-    y = _with(acc, bias + row, n < size_out, BIASED).to(out.dtype.element_ty)
+        acc = all_of(splits[0] + place, inside, num * size_out, SPLITS)
+    y = with_bias(acc, bias + row, n < size_out, BIASED).to(out.dtype.element_ty)
     if GATED:
-        up = _with(up, bias + row + size_out, n < size_out, BIASED)
+        up = with_bias(up, bias + row + size_out, n < size_out, BIASED)
         y = gate_times(y, up.to(out.dtype.element_ty), ACTIVATION)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], y, mask=inside)
 
 
 @triton.jit
-def _with(acc: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
+def with_bias(acc: tl.tensor, bias: tl.tensor, inside: tl.tensor, BIASED: tl.constexpr) -> tl.tensor:
     if BIASED:
         acc += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc

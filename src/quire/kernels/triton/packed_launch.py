@@ -139,8 +139,9 @@ def _launch_rows(
         units = max(triton.next_power_of_2(planes.columns // form.unit), 32 * plan.warps)
         launch(packed_rows.rows, packed_rows.programs(out.shape[1], plan, gated=bool(activation)), len(out))(
             out, x, whole_bits_of(planes), *of, planes.columns, out.shape[1], x.stride(0), out.stride(0),
-            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top, TWO=plan.two or activation != "",
-            UNITS=units, OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.warps,
+            FORM=form, ACTIVATION=activation, BIASED=bias is not None, TOP=top,
+            TWO=plan.two or activation != "", UNITS=units, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=plan.warps,
         )  # fmt: skip
         return
     per_program = TILE * (2 if plan.two and not activation else 1)

@@ -45,8 +45,8 @@ _WIDE = Tiles(128, 256, 128, 1, 8, 3), Tiles(256, 128, 128, 1, 8, 3)
 def choose(
     num: int, size_out: int, size_in: int, parts: int, unit: int, *, high: bool = False
 ) -> Whole | Tiles | None:
-    """For `num` rows of x and a weight of this shape, of units of so many columns, with `high` bits or without;
-    `parts` is 2 for gate and up. None: the weight is better unpacked, gate and up better multiplied as one."""
+    """For `num` rows of x and a weight of this shape, of units of so many columns, with `high` bits or not;
+    `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one."""
     units = triton.cdiv(size_in, unit)
     if num == 1 and units <= _MOST_UNITS:
         return next(plan for most, plan in _WHOLE[unit, high].items() if units <= most)

@@ -1,7 +1,8 @@
 """A row of x times packed weights (`planes.py`) of whole codes, in whole numbers.
 
 A thread has a unit of each row of the weight, and that of x: each number as two bytes, high and low, in steps
-of a 32,512th of the unit's largest. So four codes are multiplied at once, and no bit of x that counts is lost.
+of a 32,512th of the unit's largest. So four codes are multiplied at once, and no bit of x that counts is
+lost.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Whole(NamedTuple):
 def programs(size_out: int, plan: Whole, *, gated: bool) -> int:
     """As many as have the same to do."""
     steps = triton.cdiv(size_out, TILE * 2 if plan.two and not gated else TILE)
-    return triton.cdiv(steps, triton.cdiv(steps, plan.programs))
+    return int(triton.cdiv(steps, triton.cdiv(steps, plan.programs)))
 
 
 _TILE = tl.constexpr(TILE)
@@ -168,7 +169,7 @@ def _held(
     bits: tl.tuple, n: tl.tensor, u: tl.tensor, exist: tl.tensor, units: tl.tensor, total: tl.tensor,
     FORM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Words of units u of rows n, what is beside them, and scales and subs, those of which there are two in one."""
+    """Words of units u of rows n, what is beside them, scales and subs, pairs as one."""
     WIDTH: tl.constexpr = (256 if FORM.subs != "" else 32) // FORM.unit
     words = words_of(bits, n, u, exist, units, FORM)
     if FORM.group > 0:

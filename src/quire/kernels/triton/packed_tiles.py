@@ -11,7 +11,7 @@ from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.codes import Form, offset_of
 from quire.kernels.triton.launch import follow
 from quire.kernels.triton.matmul import tiled
-from quire.kernels.triton.packed import _all, _pairs, _with
+from quire.kernels.triton.packed import all_of, pairs_at, with_bias
 from quire.kernels.triton.planes import TILE
 
 _EIGHT = tl.constexpr(8)
@@ -269,6 +269,21 @@ def _sums(
     return acc, up
 
 
+@triton.jit
+def _own(
+    pairs: tl.tuple, tile: tl.tensor, num: tl.tensor, size_out: tl.tensor, TOP: tl.constexpr,
+    GATED: tl.constexpr, NUM: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Of a tile: rows of out or pairs, outputs, which rows are real, and the first row of the weight."""
+    if TOP > 0:
+        m, n, real, row = pairs_at(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
+        return m, n, real, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
+    else:
+        stripes = tl.cdiv(num, NUM)
+        m, row = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS
+        return m, row + tl.arange(0, ROWS), m < num, row
+
+
 @triton.jit(do_not_specialize=["num"])
 def tiles(
     out: tl.tensor,
@@ -294,28 +309,22 @@ def tiles(
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `beside` one of their high bits; subs and scales are whole
-    numbers, those of which there are two as one."""
+    """`packed.tiles`; `weight` is a descriptor of tiles of halves of words, `beside` one of their high bits;
+    subs and scales are whole numbers, those of which there are two as one."""
     GATED: tl.constexpr = ACTIVATION != ""
     KIND: tl.constexpr = out.dtype.element_ty
-    tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
+    tile = tl.program_id(0)
     follow(OVERLAP)
-    if TOP > 0:
-        m, n, real, row = _pairs(pairs[0], pairs[1], tile, size_out, NUM, ROWS)
-        source, row = m // TOP, row * (2 if GATED else 1) + tile % tl.cdiv(size_out, ROWS) * ROWS
-    else:
-        m, n = tile % stripes * NUM + tl.arange(0, NUM), tile // stripes * ROWS + tl.arange(0, ROWS)
-        real, source, row = m < num, m, tile // stripes * ROWS
+    m, n, real, row = _own(pairs, tile, num, size_out, TOP, GATED, NUM, ROWS)
     units = columns // FORM.unit
     share = tl.cdiv(tl.cdiv(units, UNITS), SPLITS)
     first = tl.program_id(1) * share
     stop = tl.minimum(first + share, tl.cdiv(units, UNITS))
     if TOP > 0:
         stop = tl.where(tl.max(real.to(tl.int32), 0) > 0, stop, first)
-    where = (row, size_out, n < size_out, real, units, tile % stripes * NUM)
-    if TOP > 0:
-        x += source.to(tl.int64)[:, None] * x_stride
-    acc, up = _sums(x, weight, beside, bits, where, (first, stop), KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
+        x += (m // TOP).to(tl.int64)[:, None] * x_stride
+    where, steps = (row, size_out, n < size_out, real, units, tile % tl.cdiv(num, NUM) * NUM), (first, stop)
+    acc, up = _sums(x, weight, beside, bits, where, steps, KIND, GATED, FORM, NUM, ROWS, UNITS, TOP > 0)
     place, inside = m[None, :] * size_out + n[:, None], real[None, :] & (n < size_out)[:, None]
     if SPLITS > 1:
         size = num * size_out
@@ -327,12 +336,12 @@ def tiles(
         if tl.atomic_add(splits[1] + tile, 1) < SPLITS - 1:
             return
         tl.store(splits[1] + tile, 0)
-        acc = _all(splits[0] + place, inside, size, SPLITS)
+        acc = all_of(splits[0] + place, inside, size, SPLITS)
         if GATED:
-            up = _all(splits[0] + SPLITS * size + place, inside, size, SPLITS)
+            up = all_of(splits[0] + SPLITS * size + place, inside, size, SPLITS)
     offsets = bias + (row + tl.arange(0, ROWS))
-    y = tl.trans(_with(tl.trans(acc), offsets, n < size_out, BIASED)).to(KIND)
+    y = tl.trans(with_bias(tl.trans(acc), offsets, n < size_out, BIASED)).to(KIND)
     if GATED:
-        up = tl.trans(_with(tl.trans(up), offsets + size_out, n < size_out, BIASED))
+        up = tl.trans(with_bias(tl.trans(up), offsets + size_out, n < size_out, BIASED))
         y = gate_times(y, up.to(KIND), ACTIVATION)
     tl.store(out + m.to(tl.int64)[None, :] * out_stride + n[:, None], y, mask=inside)

@@ -80,8 +80,8 @@ class Planes(NamedTuple):
     low: Tensor
     """[rows, units, words] int32; of one word a unit, [rows / TILE, units, TILE]"""
     high: Tensor
-    """[rows / TILE, units, TILE] int16; of 4 words a unit, [rows, `high_stride`] int16: for each half of a word
-    the bits of its codes, in a byte or, with the next unit's above, in half of one"""
+    """[rows / TILE, units, TILE] int16; of 4 words a unit, [rows, `high_stride`] int16: for each half of a
+    word the bits of its codes, in a byte or, with the next unit's above, in half of one"""
     subs: Tensor
     """[rows / TILE, units, TILE, 1 or 2] int8"""
     scales: Tensor
@@ -120,7 +120,9 @@ def _unfilled(kind: str, rows: int, columns: int, device: torch.device) -> Plane
         "low": ((rows, units, form.words) if form.words > 1 else (tiles, units, TILE), torch.int32),
         "high": (_high_shape(form, rows, units), torch.int16),
         "subs": (
-            (tiles, units, TILE, 1 + (form.lows and form.subs == "bytes" or form.halved)) if form.subs else (0,),
+            (tiles, units, TILE, 1 + (form.lows and form.subs == "bytes" or form.halved))
+            if form.subs
+            else (0,),
             torch.int8,
         ),
         "scales": ((tiles, columns // form.stored_columns, TILE, each), wide),
@@ -162,8 +164,8 @@ def _beside(high: Tensor, form: Kind, stride: int) -> Tensor:
 def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
     """Rows from `at` on, a multiple of TILE."""
     form, num = KINDS[planes.kind], len(blocks.codes)
-    codes = _placed(blocks.codes, form)
-    low = _bits(codes & ((1 << form.low) - 1), form.low).view(torch.int32).flatten(2)
+    codes = placed(blocks.codes, form)
+    low = in_bits(codes & ((1 << form.low) - 1), form.low).view(torch.int32).flatten(2)
     tile = slice(at // TILE, at // TILE + -(-num // TILE))
     if form.words > 1:
         planes.low[at : at + num] = low
@@ -172,13 +174,13 @@ def _fill(planes: Planes, at: int, blocks: Blocks) -> None:
     if form.high and form.words == 4:
         planes.high[at : at + num] = _beside(codes >> form.low, form, planes.high.shape[1])
     elif form.high:
-        planes.high[tile] = _tiled(_bits(codes >> form.low, form.high).flatten(2).view(planes.high.dtype))
+        planes.high[tile] = _tiled(in_bits(codes >> form.low, form.high).flatten(2).view(planes.high.dtype))
     if blocks.subs is not None:
         planes.subs[tile] = _tiled(blocks.subs).unflatten(1, blocks.subs.shape[1:]).transpose(2, 3)
     planes.scales[tile] = _tiled(blocks.scales).unflatten(1, blocks.scales.shape[1:]).transpose(2, 3)
 
 
-def _placed(codes: Tensor, form: Kind) -> Tensor:
+def placed(codes: Tensor, form: Kind) -> Tensor:
     """[rows, columns] -> [rows, units, words, codes of a word]: of every 8 columns of a unit each word has
     some, so that a thread reads 8 numbers of x at once.
 
@@ -192,7 +194,7 @@ def _placed(codes: Tensor, form: Kind) -> Tensor:
     return apart.transpose(2, 3).flatten(3)
 
 
-def _bits(codes: Tensor, bits: int) -> Tensor:
+def in_bits(codes: Tensor, bits: int) -> Tensor:
     """The last axis as bits behind each other, [..., bytes]."""
     if bits == 8:
         return codes.contiguous()
