@@ -45,7 +45,7 @@ def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor |
     """x W^T + b for x [M, K]; `out` may be some columns of a wider tensor."""
     if out is None:
         out = torch.empty(len(x), planes.rows, dtype=x.dtype, device=x.device)
-    plan = _plan(len(x), planes, 1)
+    plan = _plan(x, planes, 1)
     if plan is None:
         return _unpacked_product(out, x, planes, bias)
     return multiply(x, planes, bias, plan, out=out)
@@ -53,7 +53,7 @@ def product(x: Tensor, planes: Planes, bias: Tensor | None = None, out: Tensor |
 
 def gated(x: Tensor, planes: Planes, activation: str = "silu") -> Tensor:
     """act(x G^T) * (x U^T) for W = G over U, of which each has whole tiles."""
-    plan = _plan(len(x), planes, 2)
+    plan = _plan(x, planes, 2)
     if plan is None:
         return gated_of(product(x, planes), activation)
     return multiply(x, planes, None, plan, activation)
@@ -167,7 +167,7 @@ def _launch_tiles(
     ahead: bool,
 ) -> None:
     form, (num, size_out), parts = form_of(planes), out.shape, out
-    spread = _spreads(form)
+    spread = _spreads(form, x)
     splits = 1 if pairs is not None or activation and not spread else plan.splits
     if splits > 1:
         size = (2 if activation else 1) * splits * num * size_out
@@ -254,14 +254,14 @@ def bits_of(planes: Planes) -> Bits:
     return Bits(planes.low, planes.high, planes.subs, planes.scales, planes.powers)
 
 
-def _spreads(form: Form) -> bool:
-    """Whether the kernels of whole codes multiply: in tiles, where the copy engine brings them."""
-    return packed_tiles.takes(form) and has_room()
+def _spreads(form: Form, x: Tensor) -> bool:
+    """Whether `packed_tiles` multiplies: two numbers are in a word, and the copy engine brings them."""
+    return packed_tiles.takes(form) and x.dtype.itemsize == 2 and has_room()
 
 
-def _plan(num: int, planes: Planes, parts: int) -> Plan:
-    form = form_of(planes)
-    if packed_tiles.takes(form) and (num == 1 or has_room()):
+def _plan(x: Tensor, planes: Planes, parts: int) -> Plan:
+    form, num = form_of(planes), len(x)
+    if _spreads(form, x) or num == 1 and packed_tiles.takes(form):
         return choose_spread(num, planes.rows, planes.columns, parts, form.unit, high=form.high > 0)
     return choose(num, planes.rows, planes.columns, parts)
 
