@@ -11,7 +11,8 @@ from quire.capacity import CacheSize
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.ranks import Rank
-from quire.core.engine_core import EngineCore, build_scheduler
+from quire.core.build import build_scheduler
+from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
 from quire.data.plan import RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request

@@ -18,7 +18,8 @@ from quire.comm.world import World
 from quire.config.experts import _free_ports
 from quire.config.placement import placed
 from quire.config.ranks import Rank
-from quire.core.engine_core import EngineCore, build_scheduler
+from quire.core.build import build_scheduler
+from quire.core.engine_core import EngineCore
 from quire.core.lockstep import Lockstep
 from quire.data.plan import StepPlan
 from quire.executor.inprocess import InProcessExecutor

@@ -19,7 +19,8 @@ from quire.attention.batch import Batch
 from quire.attention.triton_attn import TritonAttention
 from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
-from quire.core.engine_core import EngineCore, build_scheduler
+from quire.core.build import build_scheduler
+from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Pending, StepPlan
 from quire.data.request import Request

@@ -104,6 +104,21 @@ def _dataset_flags(parser: FlagParser) -> None:
         metavar="N",
         help="Random ids are below it. Default: the tokenizer's size, else 256, which every model has.",
     )
+    _prefix_flags(group)
+    group.add_argument(
+        "--sharegpt-output-len", type=int, metavar="N", help="Default: the length of the dataset's answers."
+    )
+    group.add_argument(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        metavar="N",
+        help="For lines without output_tokens. Default: 256.",
+    )
+
+
+def _prefix_flags(group: argparse._ArgumentGroup) -> None:
+    """Of prompts that begin alike."""
     for name, default, text in (
         ("prefix", 256, "Tokens of a common beginning."),
         ("suffix", 256, "Tokens after it, which no two requests share."),
@@ -117,16 +132,6 @@ def _dataset_flags(parser: FlagParser) -> None:
         default=10,
         metavar="N",
         help="Common beginnings. Default: 10.",
-    )
-    group.add_argument(
-        "--sharegpt-output-len", type=int, metavar="N", help="Default: the length of the dataset's answers."
-    )
-    group.add_argument(
-        "--custom-output-len",
-        type=int,
-        default=256,
-        metavar="N",
-        help="For lines without output_tokens. Default: 256.",
     )
 
 

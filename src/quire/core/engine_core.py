@@ -3,16 +3,12 @@
 import time
 from collections.abc import Iterable
 
-from quire.capacity import CacheSize
-from quire.config.engine import EngineConfig
-from quire.core.lockstep import Lockstep, open_lockstep
+from quire.core.lockstep import Lockstep
 from quire.core.pipeline import Pipeline
 from quire.data.plan import Finish, StepOutput, StepPlan
 from quire.data.request import Request
 from quire.data.stats import StepStats
-from quire.dist.process import calm_threads
-from quire.executor import EXECUTORS, Executor
-from quire.sched.kv_manager import KVManager
+from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
 
@@ -99,37 +95,3 @@ class EngineCore:
             self.lockstep.close()
         self.pipeline.clear()
         self.executor.close()
-
-
-def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
-    """Start the executor, then a scheduler over the blocks that it found room for."""
-    calm_threads()
-    executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
-    cache = executor.start()
-    depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
-    lockstep = open_lockstep(config.parallel)
-    return EngineCore(executor, build_scheduler(config, cache), depth=depth, lockstep=lockstep), cache
-
-
-def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
-    limits = config.scheduler
-    kv = KVManager(
-        num_blocks=cache.num_blocks,
-        block_size=config.cache.block_size,
-        max_rows=limits.max_num_seqs,
-        share_prefixes=config.cache.enable_prefix_caching,
-        windows=cache.windows,
-        max_chunk=limits.max_chunk,
-    )
-    return Scheduler(
-        kv=kv,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_scheduled_tokens,
-        max_model_len=cache.max_model_len,
-        long_prefill_token_threshold=limits.long_prefill_token_threshold,
-        policy=limits.scheduling_policy,
-        chunked_prefill=limits.enable_chunked_prefill,
-        reserve_full_prompt=limits.scheduler_reserve_full_isl,
-        watermark=limits.watermark,
-        num_stages=config.parallel.pipeline_parallel_size,
-    )

@@ -6,7 +6,8 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.core.engine_core import EngineCore, build_core
+from quire.core.build import build_core
+from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput

@@ -12,8 +12,9 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.core.build import build_core
 from quire.core.clients import Clients
-from quire.core.engine_core import EngineCore, build_core
+from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.plan import StepOutput
 from quire.data.stats import FrontStats, StepStats
