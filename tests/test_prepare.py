@@ -27,7 +27,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
     "given",
     [
         {"data_parallel_backend": "ray"},
-        {"distributed_executor_backend": "ray"},
+        {"distributed_executor_backend": "external_launcher"},
         {"enable_lora": True},
         {"speculative_config": {"method": "ngram"}},
         {"max_num_seqs": 0},

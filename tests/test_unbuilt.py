@@ -18,7 +18,13 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "value", "kind", "words"),
     [
-        ("engine argument", "nnodes", 2, ConfigError, "nnodes=2 is not supported yet; leave it out or"),
+        (
+            "engine argument",
+            "kv_offloading_size",
+            2,
+            ConfigError,
+            "kv_offloading_size=2 is not supported yet; leave it",
+        ),
         (
             "engine argument",
             "cpu_offload_gb",
@@ -58,5 +64,5 @@ def test_each_place_refuses_in_the_same_words(
 def test_a_number_is_no_switch() -> None:
     """Catches `(0,) == (False,)`."""
     assert is_switch("engine argument", "enable_lora") and is_switch("server flag", "grpc")
-    for name in ("node_rank", "cpu_offload_gb", "kv_offloading_size", "data_parallel_rank", "nnodes"):
+    for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):
         assert not is_switch("engine argument", name)
