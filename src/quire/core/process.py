@@ -94,7 +94,8 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
 
 def _take_devices(config: EngineConfig, seat: Seat) -> None:
     """Of several cores each sees devices of its own. Takes effect before torch is imported."""
-    if config.machine.device == "cuda" and seat.num_local > 1:
+    shared = os.environ.get("QUIRE_TEST_SHARE_GPU") == "1"
+    if config.machine.device == "cuda" and seat.num_local > 1 and not shared:
         count = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices_of(
