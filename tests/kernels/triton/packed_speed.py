@@ -1,17 +1,25 @@
 """`python packed_speed.py`: us of products with packed weights in CUDA graphs, and the share of the floor.
 
-Not a test. Layers of Llama-3.1-8B, each product with a weight of its own, so that no cache helps. The floor
-is the bytes of the planes over 4.8 TB/s.
+Not a test. Layers of Llama-3.1-8B, each product with a weight of its own, so that no cache helps; `awq` is 4
+bits in groups of 128. The floor is the bytes of the weight over 4.28 TB/s, what an H200 copies. Results of
+each plan are compared with those of the weight unpacked.
 """
 
 import argparse
+import functools
+from collections.abc import Callable
 from itertools import product as product_of
+from typing import Any
 
 import torch
 from layer_speed import graph_us, random
+from torch import Tensor
 
+from quire.kernels.triton import grouped, packed_launch
+from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.launch import compiling
-from quire.kernels.triton.packed_launch import Rows, Tiles, choose, multiply, product
+from quire.kernels.triton.matmul import Tiles
+from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.planes import Planes, _unfilled
 
 SHAPES = {
@@ -21,55 +29,94 @@ SHAPES = {
     "down": (4096, 14336, ""),
     "head": (128256, 4096, ""),
 }
-TB_S = 4.8e6
+TB_S = 4.28e6
 """Bytes in a microsecond."""
 ENOUGH_BYTES = 4e8
-SWEEP: dict[int, list[Rows | Tiles]] = {
-    1: [Rows(two, warps) for two in (False, True) for warps in (2, 4, 8)],
-    16: [Tiles(16, 64, 256, s, 4, 3) for s in (1, 2, 4, 8)] + [Tiles(16, 128, 128, s, 8, 3) for s in (1, 4)],
-    64: [Tiles(64, 128, 128, s, 8, 3) for s in (1, 2, 4)] + [Tiles(64, 64, 128, s, 4, 3) for s in (1, 4)],
-    128: [Tiles(128, 128, 128, s, 8, 2) for s in (1, 2)] + [Tiles(64, 128, 128, s, 8, 3) for s in (1, 2)],
+SWEEP: dict[int, list[Whole | Tiles]] = {
+    1: [Whole(132 * per, warps, two) for per in (2, 3, 4) for warps in (4, 8) for two in (False, True)],
+    8: [Tiles(16, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
+    32: [Tiles(32, rows, 256, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4, 8)],
+    64: [Tiles(64, rows, 128, s, rows // 16, 4) for rows in (64, 128) for s in (1, 2, 4)],
+    128: [Tiles(128, rows, 128, s, rows // 16, 3) for rows in (64, 128) for s in (1, 2, 4)],
+    256: [Tiles(128, 64, 128, s, 4, 3) for s in (1, 2)] + [Tiles(256, 128, 128, s, 8, 3) for s in (1, 2, 4)],
 }
+"""By rows of x; lengths are those of 4 bits."""
+Weight = Planes | grouped.GroupedWeight
 
 
-def planes(kind: str, rows: int, columns: int) -> Planes:
+def made(kind: str, rows: int, columns: int) -> Weight:
     """Of random bytes, with small scales."""
-    made = _unfilled(kind, rows, columns, torch.device("cuda"))
-    made.data.random_(0, 256)
-    made.scales.copy_(torch.randn(made.scales.shape, device="cuda") * 0.01)
-    return made
+    if kind == "awq":
+        words = torch.randint(-(2**31), 2**31, (rows, columns // 32, 4), dtype=torch.int32, device="cuda")
+        scales = torch.rand(rows, columns // 128, device="cuda") * 0.01
+        zeros = torch.randint(0, 16, scales.shape, device="cuda")
+        few = torch.zeros(rows, columns, dtype=torch.uint8, device="cuda")
+        return grouped.pack(few, scales, zeros, bits=4, dtype=torch.bfloat16)._replace(codes=words)
+    planes = _unfilled(kind, rows, columns, torch.device("cuda"))
+    planes.data.random_(0, 256)
+    planes.subs.bitwise_and_(63)
+    planes.scales.copy_(torch.randn(planes.scales.shape, device="cuda") * 0.01)
+    return planes
 
 
-def timed(weights: list[Planes], x: torch.Tensor, plan: Rows | Tiles | None, activation: str) -> str:
-    def run() -> None:
+def bytes_of(weight: Weight) -> int:
+    if isinstance(weight, Planes):
+        return weight.data.numel()
+    return 4 * (weight.codes.numel() + weight.heads.numel())
+
+
+def chosen(x: Tensor, weight: Weight, activation: str) -> Tensor:
+    of: Any = packed_launch if isinstance(weight, Planes) else grouped
+    if activation:
+        return of.gated(x, weight)  # type: ignore[no-any-return]
+    return of.product(x, weight) if isinstance(weight, Planes) else of.linear(x, weight)
+
+
+def planned(x: Tensor, weight: Weight, activation: str, plan: Whole | Tiles) -> Tensor:
+    if isinstance(weight, Planes):
+        unit = packed_launch.form_of(weight).unit
+        plan = plan._replace(length=plan.length * unit // 32) if isinstance(plan, Tiles) else plan
+        return packed_launch.multiply(x, weight, None, plan, activation)
+    return grouped.multiply(x, weight, None, plan, gated=activation != "")
+
+
+def expected(x: Tensor, weight: Weight, activation: str) -> Tensor:
+    of: Any = packed_launch if isinstance(weight, Planes) else grouped
+    y = x @ of.unpack(weight, x.dtype).t()
+    return gated_of(y, activation) if activation else y
+
+
+def timed(run: Callable[..., Tensor], weights: list[Weight], x: Tensor, activation: str) -> str:
+    def all_of() -> None:
         for weight in weights:
-            if plan is None:
-                product(x, weight)
-            else:
-                multiply(x, weight, None, plan, activation)
+            run(x, weight, activation)
 
-    us, floor = graph_us(run) / len(weights), weights[0].data.numel() / TB_S
-    return f"{len(x)} {tuple(map(int, plan or ()))}: {us:.1f} us {100 * floor / us:.0f}%"
+    ours, known = run(x, weights[0], activation), expected(x, weights[0], activation)
+    error = ((ours.float() - known.float()).norm() / known.float().norm()).item()
+    us, floor = graph_us(all_of) / len(weights), bytes_of(weights[0]) / TB_S
+    return f"{us:.1f} us {100 * floor / us:.0f}%" + (f" WRONG: {error:.3f}" if not error < 0.02 else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kinds", default="Q4_K,Q8_0,Q6_K")
-    parser.add_argument("--tokens", default="1,2,8,16,32,64,128,256")
+    parser.add_argument("--kinds", default="Q4_K,Q8_0,Q6_K,Q5_K,Q4_0,awq")
+    parser.add_argument("--tokens", default="1,8,32,64,128,256")
     parser.add_argument("--sweep", action="store_true", help="other plans, too")
     args = parser.parse_args()
     for kind, (shape, (size_out, size_in, activation)) in product_of(args.kinds.split(","), SHAPES.items()):
-        first = planes(kind, size_out, size_in)
-        num = max(3, min(40, int(ENOUGH_BYTES // first.data.numel())))
-        weights, said = [first, *(planes(kind, size_out, size_in) for _ in range(num - 1))], []
+        first = made(kind, size_out, size_in)
+        num = max(3, min(40, int(ENOUGH_BYTES // bytes_of(first))))
+        weights, said = [first, *(made(kind, size_out, size_in) for _ in range(num - 1))], []
         for x in (random(int(tokens), size_in) for tokens in args.tokens.split(",")):
-            chosen = choose(len(x), size_out, size_in, 2 if activation else 1)
-            plans = [chosen, *(SWEEP.get(len(x), []) if args.sweep else [])]
+            runs: dict[str, Callable[..., Tensor]] = {"chosen": chosen}
+            for plan in SWEEP.get(len(x), []) if args.sweep else []:
+                runs[str(tuple(map(int, plan)))] = functools.partial(planned, plan=plan)
             with compiling():
-                for plan in filter(None, plans):
-                    multiply(x, first, None, plan, activation)
-            said += [timed(weights, x, plan, activation) for plan in plans]
-        print(f"{kind} {shape} (floor {first.data.numel() / TB_S:.1f} us):", "; ".join(said), flush=True)
+                for run in runs.values():
+                    run(x, first, activation)
+            for name, run in runs.items():
+                said.append(f"{len(x)} {name}: {timed(run, weights, x, activation)}")
+        print(f"{kind} {shape} (floor {bytes_of(first) / TB_S:.1f} us):", "; ".join(said), flush=True)
 
 
 if __name__ == "__main__":
