@@ -15,10 +15,12 @@ _MOST_UNITS = 2048
 """That a program holds of a row."""
 _WHOLE = {
     (32, False): {128: Whole(528, 4), 512: Whole(264, 4, two=False), _MOST_UNITS: Whole(264, 8, two=False)},
-    (16, False): {256: Whole(396, 8, two=False), _MOST_UNITS: Whole(132, 16, two=False)},
+    (16, False): {256: Whole(528, 8, two=False), _MOST_UNITS: Whole(132, 16, two=False)},
     (32, True): {128: Whole(264, 4), _MOST_UNITS: Whole(132, 16, two=False)},
 }
 """By the columns of a unit, and whether there are high bits; and by the most units of a row."""
+_WHOLE_GATED_BYTES = Whole(396, 8)
+"""Gate and up of 8 bits, of up to 256 units."""
 
 
 class _Shapes(NamedTuple):
@@ -48,6 +50,8 @@ def choose(
     """For `num` rows of x and a weight of this shape, of units of so many columns, with `high` bits or not;
     `parts` is 2 for gate and up. None: unpack the weight, or multiply gate and up as one."""
     units = triton.cdiv(size_in, unit)
+    if num == 1 and parts == 2 and unit == 16 and units <= 256:
+        return _WHOLE_GATED_BYTES
     if num == 1 and units <= _MOST_UNITS:
         return next(plan for most, plan in _WHOLE[unit, high].items() if units <= most)
     if not 0 < num <= MOST_ROWS:
@@ -60,5 +64,6 @@ def choose(
     if num > 64 and tiles > 400:
         plan, most = _WIDE[num > 128], 1
     else:
-        most = min(plan.splits, (2 if size_in > 8192 else 1) * programs // tiles, size_in // 512)
+        longer = 2 if size_in > 8192 and num <= 32 else 1
+        most = min(plan.splits, longer * programs // tiles, size_in // 512)
     return plan._replace(splits=1 << max(most, 1).bit_length() - 1, length=plan.length * unit // 32)
