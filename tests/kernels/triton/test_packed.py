@@ -129,16 +129,23 @@ def test_many_rows_are_multiplied_in_shares(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("plan", "bias"),
-    [(Rows(True, 1), True), (Whole(2, 1), True), (Tiles(16, 32, 64, 1, 4, 2), True), (SMALL, False)],
+    ("plan", "kinds", "bias"),
+    [
+        (None, ("Q4_1", "Q8_0"), True),
+        (None, ("Q5_0", "IQ4_NL"), False),
+        (Tiles(16, 32, 64, 1, 4, 2), ("Q4_1", "Q8_0"), True),
+        (SMALL, ("IQ4_NL", "Q5_1"), False),
+    ],
     ids=str,
 )
-def test_experts(plan: Rows | Whole | Tiles, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts(
+    plan: Tiles | None, kinds: tuple[str, str], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An expert in the place of another, or the type of another part; a pair that is lost."""
-    monkeypatch.setattr(packed_launch, "choose_experts", lambda num_pairs, num_experts, whole: plan)
+    monkeypatch.setattr(packed_launch, "choose_experts", lambda num_pairs, num_experts: plan)
     experts, hidden, inner, tokens = 3, 32, 32, 3
-    up, up_weight = made("Q4_1", experts * 2 * inner, hidden)
-    down, down_weight = made("Q8_0", experts * hidden, inner, seed=1)
+    up, up_weight = made(kinds[0], experts * 2 * inner, hidden)
+    down, down_weight = made(kinds[1], experts * hidden, inner, seed=1)
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2).indices.to(torch.int32)
     ids[0, 0], ids[1] = -1, -1  # experts that are elsewhere
     weights, x = torch.rand(tokens, 2, device=DEVICE), random(tokens, hidden) / 8

@@ -96,16 +96,15 @@ def mix(
         return torch.empty_like(x)
     num_experts = gate_up.rows // (2 * inner)
     hidden = down.rows // num_experts
-    plan = choose_experts(
-        num * top, num_experts, whole=all(packed_tiles.takes(form_of(of)) for of in (gate_up, down))
-    )
-    if not isinstance(plan, Tiles):
+    plan = choose_experts(num * top, num_experts)
+    if plan is None:
         ahead = overlap(num, hidden)
         between = torch.empty(num * top, inner, dtype=x.dtype, device=x.device)
         apart = torch.empty(num * top, hidden, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
-        _launch_rows(between, x, gate_up, gate_up_bias, plan, activation, ids=ids, top=top, ahead=ahead)
-        _launch_rows(apart, between, down, down_bias, plan, ids=ids, top=1, ahead=ahead)
+        first, last = _one_row(gate_up), _one_row(down)
+        _launch_rows(between, x, gate_up, gate_up_bias, first, activation, ids=ids, top=top, ahead=ahead)
+        _launch_rows(apart, between, down, down_bias, last, ids=ids, top=1, ahead=ahead)
         add(out, apart, ids, weights, ahead=ahead)
         return out
     most = most_tiles(num * top, num_experts, plan.num)
@@ -115,11 +114,11 @@ def mix(
         of = gate_up, gate_up_bias, plan, activation
         _launch_tiles(out, x, *of, num_tiles=tiles, top=top, pairs=pairs, ahead=ahead)
 
-    def last(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
+    def down_of(out: Tensor, x: Tensor, pairs: Sorted, *, ahead: bool) -> None:
         tiles = most * triton.cdiv(hidden, plan.rows)
         _launch_tiles(out, x, down, down_bias, plan, num_tiles=tiles, top=1, pairs=pairs, ahead=ahead)
 
-    return sorted_mix(x, ids, weights, up, last, sizes=(num_experts, inner), height=plan.num)
+    return sorted_mix(x, ids, weights, up, down_of, sizes=(num_experts, inner), height=plan.num)
 
 
 def _launch_rows(
@@ -279,10 +278,14 @@ def choose(num: int, size_out: int, size_in: int, parts: int) -> Plan:
     return Tiles(height, rows, length, 1 << max(splits, 1).bit_length() - 1, warps, stages)
 
 
+def _one_row(planes: Planes) -> Rows | Whole:
+    return Whole(132, 2) if packed_tiles.takes(form_of(planes)) else Rows(True, 4)
+
+
 @functools.cache
-def choose_experts(num_pairs: int, num_experts: int, *, whole: bool) -> Rows | Whole | Tiles:
-    """The same for pairs of a token and an expert."""
+def choose_experts(num_pairs: int, num_experts: int) -> Tiles | None:
+    """The same for pairs of a token and an expert; None: each by itself."""
     mean = num_pairs / num_experts
     if mean <= 0.5:  # hardly two are with one expert
-        return Whole(132, 2) if whole else Rows(True, 4)
+        return None
     return Tiles(16, 64, 256, 1, 4, 3) if mean <= 16 else Tiles(64, 128, 128, 1, 8, 3)
