@@ -39,6 +39,8 @@ class Noted(msgspec.Struct, tag="noted"):
 
     problem: str = ""
     ends: bool = False
+    may_change: bool = False
+    """Whether it is worth to ask again: who has the rank may be dead."""
 
 
 @dataclass(slots=True)
@@ -94,30 +96,30 @@ class Roll:
             except msgspec.DecodeError:
                 log.warning("Something at %s speaks another language", self._place)
                 continue
-            problem = self._note(who, message)
-            self._socket.send_multipart([who, msgspec.msgpack.encode(Noted(problem))])
-            if problem:
-                log.error("Refused %s: %s", message.node, problem)
+            said = self._note(who, message)
+            self._socket.send_multipart([who, msgspec.msgpack.encode(said)])
+            if said.problem:
+                log.error("Refused %s: %s", message.node, said.problem)
         self._take_stock()
 
-    def _note(self, who: bytes, message: Enlist) -> str:
+    def _note(self, who: bytes, message: Enlist) -> Noted:
         """Write down where its cores are, or say why not."""
         if message.problem:
             if who in self._nodes and not self.was_complete:
                 raise ConfigError(f"{message.node}: {message.problem}")
             log.error("%s ends: %s", message.node, message.problem)
-            return ""
+            return Noted()
         if message.size != self.size:
-            return f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}"
+            return Noted(f"data_parallel_size is {self.size} at the head, and {message.size} at {message.node}")
         if strange := sorted(message.addresses.keys() - self.awaited):
-            return f"data-parallel rank {strange[0]} runs at the head itself, or is out of range"
+            return Noted(f"data-parallel rank {strange[0]} runs at the head itself, or is out of range")
         now = time.monotonic()
         for other, node in list(self._nodes.items()):
             shared = node.ranks & message.addresses.keys()
             if other == who or not shared:
                 continue
             if now - node.heard_at < GONE_S:
-                return f"data-parallel rank {min(shared)} is taken by {node.name}"
+                return Noted(f"data-parallel rank {min(shared)} is taken by {node.name}", may_change=True)
             del self._nodes[other]
         known = self._nodes.get(who)
         self._nodes[who] = _Node(message.node, frozenset(message.addresses), now, message.is_up)
@@ -127,7 +129,7 @@ class Roll:
                 file = self.file_of(self.folder, rank)
                 file.with_suffix(".new").write_text(address)
                 file.with_suffix(".new").rename(file)
-        return ""
+        return Noted()
 
     def _take_stock(self) -> None:
         if self.was_complete:
@@ -164,7 +166,7 @@ class Announcer:
         self.ends = False
         """The head has ended, or does not want this machine, which then ends, too."""
         self._message = Enlist(f"{socket.gethostname()} (pid {os.getpid()})", size, dict(addresses))
-        self._heard_at = time.monotonic()
+        self._began = self._heard_at = time.monotonic()
         self._next = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -188,6 +190,8 @@ class Announcer:
         while self._socket.poll(0):
             said = msgspec.msgpack.decode(self._socket.recv(), type=Noted)
             self._heard_at = now
+            if said.may_change and now - self._began < 2 * GONE_S:
+                continue
             if said.problem:
                 self.ends = True
                 how = "ended" if said.ends else "refused"
