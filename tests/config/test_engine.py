@@ -432,6 +432,8 @@ def test_a_thread_for_each_core_unless_asked() -> None:
     assert make().parallel.cpu_threads == cpu().num_cores
     assert make({"data_parallel_size": 3}).parallel.cpu_threads == max(cpu().num_cores // 3, 1)
     assert make({"data_parallel_size": 999}).parallel.cpu_threads == 1
+    both = make({"data_parallel_size": 2, "gpu_memory_utilization": 0.8})
+    assert both.cache.gpu_memory_utilization == 0.4, "the memory is one"
     assert make({"cpu_threads": 3}).parallel.cpu_threads == 3
     with pytest.raises(ConfigError, match="cpu_threads"):
         make({"cpu_threads": 0})

@@ -115,7 +115,7 @@ def resolve(
     )
     model = _model(values, checkpoint, machine, env, pools=pooling is not None)
     values = _for_pooling(values, pooling, checkpoint.facts, model.max_model_len)
-    cache = _cache(values, model.dtype, machine, env, checkpoint)
+    cache = _shared(_cache(values, model.dtype, machine, env, checkpoint), parallel)
     values = _with_room_for_states(values, cache, machine, of_one(checkpoint.facts, tp_size), usage)
     return EngineConfig(
         model=model,
@@ -325,6 +325,15 @@ def _cache(
         own["kv_cache_memory_limit"] = CPU_KV_CACHE_LIMIT if space is None else int(space * GIB)
     own.setdefault("gpu_memory_utilization", 0.92)
     return CacheSection(**{**own, "kv_cache_dtype": auto if kv_dtype == "auto" else kv_dtype})
+
+
+def _shared(cache: CacheSection, parallel: ParallelSection) -> CacheSection:
+    """Ranks on one CPU have its memory in common: the share that was asked for is that of all."""
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    ranks *= max(parallel.data_parallel_size_local or 1, 1)
+    if parallel.device != "cpu" or ranks == 1:
+        return cache
+    return replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / ranks)
 
 
 def _attention(values: Mapping[str, Any], env: Env) -> AttentionSection:
