@@ -194,6 +194,39 @@ def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]
         make(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "backend", "threads"),
+    [
+        ({}, "uni", 4),
+        ({"distributed_executor_backend": "mp"}, "mp", 4),
+        ({"tensor_parallel_size": 2}, "mp", 2),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray", 2),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "mp", 4),
+        ({"tensor_parallel_size": 2, "cpu_threads": 3}, "mp", 3),
+    ],
+)
+def test_ranks_are_processes_that_share_the_cores(given: dict[str, Any], backend: str, threads: int) -> None:
+    parallel = make(given).parallel
+    assert (parallel.distributed_executor_backend, parallel.cpu_threads) == (backend, threads)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "use 'mp'"),
+        (
+            {"tensor_parallel_size": 2, "machine": cuda()},
+            "need as many GPUs, and there are 1: .* ray, or --nnodes",
+        ),
+        ({"device_ids": ["1"]}, "names GPUs"),
+    ],
+)
+def test_ranks_that_cannot_be_had(given: dict[str, Any], words: str) -> None:
+    more = {"machine": given.pop("machine")} if "machine" in given else {}
+    with pytest.raises(ConfigError, match=words):
+        make(given, **more)
+
+
 def test_a_pooling_engine_goes_without_what_it_cannot_have() -> None:
     for given in ({"runner": "pooling"}, {"task": "embed"}):
         config = make(given)

@@ -50,6 +50,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         rows=ints(num_rows),
         num_tokens=random.integers(1, 9, num_rows, np.int32),
         samples=random.integers(0, 2, num_rows).astype(np.bool_),
+        values=ints(2, draw(st.integers(0, 3))),
+        counts=tuple(draw(st.lists(INTS, max_size=3))),
     )
 
 
