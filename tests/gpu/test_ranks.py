@@ -1,56 +1,63 @@
-"""Several ranks on one GPU, through the host: the same tokens as one."""
+"""Ranks on a GPU: one in a process of its own, and two that share the GPU, answer as the engine itself."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle import make_tiny
-from tiny import prompts_of
 
 from quire import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_attention_heads": 4,
+SIZE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp 2": {"tensor_parallel_size": 2},
-    "pp 2": {"pipeline_parallel_size": 2},
-    "tp 2, ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    "dp 2": {"data_parallel_size": 2},
-    "dp 2, ep": {"data_parallel_size": 2, "enable_expert_parallel": True},
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 2000,
+    "use_tqdm_on_load": False,
 }
-
-
-def tokens(path: Path, **settings: Any) -> list[list[int]]:
-    llm = LLM(
-        str(path),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        num_gpu_blocks_override=100,
-        gpu_memory_utilization=0.4,
-        enforce_eager=True,
-        **settings,
-    )
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    said = llm.generate(prompts_of(23, 9, 70, 5), params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in said]
+WAYS: dict[str, dict[str, Any]] = {
+    "a process": {"distributed_executor_backend": "mp"},
+    "a process, in turn": {"distributed_executor_backend": "mp", "async_scheduling": False},
+    "shares": {"tensor_parallel_size": 2, "enforce_eager": True},
+    "stages": {"pipeline_parallel_size": 2, "enforce_eager": True},
+}
+PROMPTS = [[5 + (7 * number + place) % 900 for place in range(3 + 11 * number)] for number in range(24)]
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    path, _ = make_tiny("qwen3_moe", tmp_path_factory.mktemp("moe"), **SIZES)
-    return path, tokens(path)
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("ranks"), **SIZE)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_tokens(layout: str, moe: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def answers(path: Path, **settings: Any) -> list[Any]:
+    llm = LLM(str(path), **(SETTINGS | settings))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    llm.llm_engine.close()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[Any]:
+    return answers(tiny)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_answer_as_the_engine(
+    way: str, tiny: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
-    path, expected = moe
-    assert tokens(path, **LAYOUTS[layout]) == expected
+    for found, wanted in zip(answers(tiny, **WAYS[way]), expected, strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-2)
