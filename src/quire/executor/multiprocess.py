@@ -21,7 +21,7 @@ from quire.dist.scratch import Scratch
 from quire.errors import ConfigError, EngineDead, EngineError
 from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
-from quire.executor.orders import Did, Doing, Failed, Gone, Order, Phase, Word, encode
+from quire.executor.orders import DONE, Did, Doing, Failed, Gone, Order, Phase, Word, encode
 from quire.executor.rank import own_places
 from quire.executor.remote import interface_to
 from quire.logs import get_logger
@@ -94,7 +94,7 @@ class RankedExecutor:
                 case Doing():
                     report.note(index, str(word))
                 case Did():
-                    report.note(index, f"{phase.replace('_', ' ')} done")
+                    report.note(index, DONE[phase])
                     done[index] = word
                 case Failed() | Gone():
                     raise ConfigError(self._cause(index, word))

@@ -7,6 +7,8 @@ import msgspec
 from quire.capacity import CacheSize
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
+DOING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
+DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
 class Order(msgspec.Struct):

@@ -20,7 +20,7 @@ from quire.data.plan import Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
 from quire.errors import EngineDead, QuireError
-from quire.executor.orders import Did, Doing, Failed, Order, Word, decode_order, encode
+from quire.executor.orders import DOING, Did, Doing, Failed, Order, Word, decode_order, encode
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -102,8 +102,7 @@ def serve(place: Place, port: Port) -> None:
             "warm_up": lambda order: worker.warm_up(),
         }
         while (order := port.order()).phase != "run":
-            if order.phase != "load":
-                port.say(Doing(order.phase.replace("_", " ")))
+            port.say(Doing(DOING[order.phase]))
             made = phases[order.phase](order)
             port.say(Did(made if order.phase == "measure" else None))
     except QuireError as error:

@@ -108,7 +108,7 @@ class Worker:
             backend=self.backend,
             max_model_len=config.model.max_model_len,
             load_format=config.load.load_format,
-            show_progress=config.load.use_tqdm_on_load,
+            show_progress=config.load.use_tqdm_on_load and tell is None,
             seed=config.model.seed,
             packed=config.model.quantization != "none",
             quant=config.quant,
