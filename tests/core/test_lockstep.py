@@ -97,18 +97,17 @@ class Together(Engine):
         own |= {"use_tqdm_on_load": False, "max_num_seqs": 8, "num_gpu_blocks_override": 200}
         self.config = configure(own | given)
         executor = InProcessExecutor.__new__(InProcessExecutor)
-        self.worker: Any = Worker(self.config, world)
-        executor._worker = self.worker
+        executor._worker = Worker(self.config, world)
         self.world, self.where = world, where
         self.core = EngineCore(executor, build_scheduler(self.config, executor.start()))
+        self.balancer: Any = executor._worker.balancer
         self.steps, self.most_in_flight = [], 0
         self.tokens, self.logprobs, self.prompt_logprobs = {}, {}, {}
 
     def live(self, stop: threading.Event, late: dict[int, list[Any]]) -> None:
         """Until told to stop; requests of `late` come before the step of this number, or when it rests."""
         size = self.world.ep.size // self.world.tp.size
-        self.core.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=60)
-        self.core.pipeline.together = True
+        self.core.pipeline.lockstep = Lockstep(self.world.rank.dp, size, self.where, timeout_s=60)
         number = 0
         while not stop.is_set() or late or self.core.scheduler.has_work:
             if late and (number >= min(late) or not self.core.has_work):
@@ -175,8 +174,7 @@ def together(model: Path, num_engines: int, **given: Any) -> list[Together]:
     if errors:
         raise errors[0]
     for engine in engines:
-        assert engine.core.lockstep is not None
-        engine.core.lockstep.close()
+        engine.core.close()
     return engines
 
 
@@ -204,7 +202,7 @@ def test_engines_with_experts_of_each_other_say_what_each_says_alone(case: str, 
         expected = alone(model, traffic(rank), max_num_batched_tokens=16)
         assert engine.tokens == expected
         if "eplb_config" in CASES[case]:
-            layers = engine.worker.balancer.layers
+            layers = engine.balancer.layers
             first = placed(4, 2, "linear", CASES[case]["eplb_config"].get("num_redundant_experts", 0))
             assert any(layer.places.placement != first for layer in layers), "no expert moved"
     assert any(not step.request_ids for engine in engines for step in engine.steps), "nobody rested"

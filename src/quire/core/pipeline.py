@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from quire.core.lockstep import Lockstep
 from quire.data.plan import StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.executor import Executor, Pending
@@ -30,11 +31,11 @@ class Pipeline:
     nothing to gain from more than 1. A pipeline of stages has one for each of them.
     """
 
-    def __init__(self, executor: Executor, depth: int, *, together: bool = False) -> None:
+    def __init__(self, executor: Executor, depth: int, lockstep: Lockstep | None = None) -> None:
         self.executor = executor
         self.depth = depth
-        self.together = together
-        """Whether other engines take each step, too: one that fails here leaves them in the middle of it."""
+        self.lockstep = lockstep
+        """With the engines that have some of the experts; None: it steps by itself."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
 
     def __len__(self) -> int:
@@ -45,6 +46,15 @@ class Pipeline:
         """None behind a step that was refused: it would begin where that one should have ended."""
         refused = bool(self._steps) and isinstance(self._steps[-1][1], Refused)
         return len(self._steps) < self.depth and not refused
+
+    @property
+    def is_called(self) -> bool:
+        """Whether other engines take a step, for which they need this one."""
+        return self.lockstep is not None and self.lockstep.is_called
+
+    def agreed(self, plan: StepPlan | None) -> StepPlan | None:
+        """The next step as all who take it know it; it must be submitted."""
+        return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:
         self._steps.append((plan, self._launch(plan)))
@@ -69,7 +79,7 @@ class Pipeline:
         except EngineDead:
             raise
         except Exception as error:
-            if self.together:
+            if self.lockstep is not None:  # they are in the middle of it
                 raise EngineDead(f"a step failed that other engines take part in: {error}") from error
             log.exception(
                 "A step with %d requests failed; those at fault end, the others go on", len(plan.rows)
@@ -90,3 +100,10 @@ class Pipeline:
     def clear(self) -> None:
         """Nobody waits for what is on its way."""
         self._steps.clear()
+
+    def close(self) -> None:
+        """End the workers, and leave those who take each step, too."""
+        if self.lockstep is not None:
+            self.lockstep.close()
+        self.clear()
+        self.executor.close()

@@ -146,8 +146,8 @@ class CoreServer:
 
     def _receive(self) -> None:
         """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
-        if not self.core.has_work or (self._is_stuck and not self.core.is_called):
-            in_a_hurry, lockstep = self._is_stuck or self.clients.queues, self.core.lockstep
+        if not self.core.has_work or (self._is_stuck and not self.core.pipeline.is_called):
+            in_a_hurry, lockstep = self._is_stuck or self.clients.queues, self.core.pipeline.lockstep
             self.clients.wait(
                 RETRY_S if in_a_hurry else BEAT_S, None if lockstep is None else lockstep.socket
             )

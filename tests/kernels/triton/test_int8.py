@@ -122,7 +122,7 @@ def test_experts(num: int, biased: bool) -> None:
     )
     biases = (random(*shape), random(3, hidden)) if biased else ()
     x, ids = random(num, hidden), torch.rand(num, 3, device=DEVICE).topk(2).indices.to(torch.int32)
-    ids[0, 0] = -1  # an expert that is elsewhere
+    ids[:1, 0] = -1  # an expert that is elsewhere
     weights = torch.rand(num, 2, device=DEVICE)
     ours = mix(x, ids, weights, ExpertCodes(gate_up, down, *biases), "silu")
     wide = ExpertWeights(
