@@ -40,6 +40,14 @@ def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> Para
         ({"all2all_backend": "deep"}, "unknown all2all_backend 'deep'; known: allgather_reducescatter"),
         ({"enable_expert_parallel": True, "data_parallel_size": 9}, "8 experts over .* = 9 devices"),
         (
+            {
+                "enable_expert_parallel": True,
+                "data_parallel_size": 2,
+                "distributed_executor_backend": "ray",
+            },
+            "workers that are started without Ray",
+        ),
+        (
             {"enable_expert_parallel": True, "enable_eplb": True},
             "enable_eplb needs tensor_parallel_size or data_parallel_size above 1",
         ),

@@ -83,6 +83,10 @@ class Dispatch:
         """Called before each step: how many tokens are real, and for how many every device makes room.
         Without: all are, and every device has as many."""
 
+    def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
+        """What a step of so many tokens takes here, at most."""
+        return 0
+
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, places: Places, mix: Mix) -> Tensor:
         return mix(x, places.local(ids), weights)
 
@@ -101,6 +105,10 @@ class _Apart(Dispatch):
 
     def plan(self, num_tokens: int | None = None, room: int | None = None) -> None:
         self._num_tokens, self._room = num_tokens, room
+
+    def num_bytes(self, num_tokens: int, row_bytes: int) -> int:
+        """Everybody's tokens, and what comes of them."""
+        return 2 * self.group.size // self.tp.size * num_tokens * row_bytes
 
     def _own(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, int]:
         """This device's share of the tokens, with room for its share of the most that any engine has: rows of

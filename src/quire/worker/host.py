@@ -62,7 +62,9 @@ class Host:
         tapes = _TAPED_TIMES * activation_bytes(facts, dtype, num_tokens=taped, num_seqs=taped)
         link = self.model.link
         passed = 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
-        return Needs(weights, activations + passed, tapes)
+        ep, row_bytes = self.model.ep, facts.hidden * getattr(torch, dtype).itemsize
+        gathered = 0 if ep is None else ep.num_bytes(limits.max_num_batched_tokens, row_bytes)
+        return Needs(weights, activations + passed + gathered, tapes)
 
     def warm_up(self, config: EngineConfig) -> None:
         if config.model.enforce_eager:
