@@ -94,6 +94,24 @@ def test_a_step_that_fails_on_the_last_stage_is_only_that_step(pair: LLM) -> Non
     assert len(generate(pair)) == len(PROMPTS)
 
 
+def test_a_request_that_no_rank_can_compute_ends_alone(pair: LLM) -> None:
+    engine, expected = pair.llm_engine, generate(pair)
+    good = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    bad = good.clone()
+    bad.allowed_token_ids = [10**7]  # behind the checks
+    for number, ids in enumerate(PROMPTS[:2]):
+        engine.add_request(str(number), {"prompt_token_ids": ids}, good)
+    engine.step()
+    engine.add_request("bad", {"prompt_token_ids": [5]}, good)
+    request = next(each for id, each in engine.core.scheduler.requests.items() if id.startswith("bad"))
+    request.params = bad
+    done = {}
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert done["bad"].finish_reason == "error"
+    assert [done[str(number)].token_ids for number in range(2)] == [each.token_ids for each in expected[:2]]
+
+
 def test_a_stopped_rank_is_waited_for_and_a_killed_one_is_the_end(pair: LLM) -> None:
     """Also catches ranks that are left when the engine is."""
     first, second = ranks_of(pair)

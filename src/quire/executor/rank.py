@@ -197,7 +197,7 @@ class Steps:
             with self._rows:
                 result = pending.wait()
         except Exception as error:
-            if not is_cut_off(error):
+            if self.place.rank.tp == 0 and not is_cut_off(error):  # the others say the same
                 log.error("Step %d failed", step, exc_info=error)
             is_fatal = isinstance(error, EngineDead)
             self.port.say(Failed(one_line(error), step=step, is_fatal=is_fatal))
