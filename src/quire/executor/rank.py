@@ -167,7 +167,10 @@ class Steps:
         """Until the process is ended."""
         waits = self.place.config.machine.device != "cpu"
         if waits:
-            threading.Thread(target=self._land_all, name="quire-land", daemon=True).start()
+            import torch
+
+            device = torch.cuda.current_device()
+            threading.Thread(target=self._land_all, args=(device,), name="quire-land", daemon=True).start()
         while True:
             plan = decode_plan(self.port.plan())
             if waits:
@@ -186,7 +189,10 @@ class Steps:
         except Exception as error:
             return _Failure(error)
 
-    def _land_all(self) -> None:
+    def _land_all(self, device: int) -> None:
+        import torch
+
+        torch.cuda.set_device(device)  # each thread has its own
         while True:
             self._land(*self._launched.get())
             self._under_way.release()

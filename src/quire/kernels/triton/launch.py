@@ -33,15 +33,22 @@ def compiling() -> Iterator[None]:
     """Kernels that are launched in here are compiled instead, side by side and each once; in the end all are
     there. What they would have written is left as it was."""
     token = _wanted.set(set())
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
     try:
-        with _Loading(min(_COMPILERS, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool):
+        with _Loading(device) as pool, triton.AsyncCompileMode(pool):
             yield
     finally:
         _wanted.reset(token)
 
 
 class _Loading(ThreadPoolExecutor):
-    """Threads that compile a kernel and also make it ready to run."""
+    """Threads that compile a kernel and also make it ready to run, on the device of who asks."""
+
+    def __init__(self, device: int | None) -> None:
+        own: dict[str, Any] = {}
+        if device is not None:
+            own = {"initializer": torch.cuda.set_device, "initargs": (device,)}
+        super().__init__(min(_COMPILERS, os.cpu_count() or 1), **own)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_and_load() -> Any:
