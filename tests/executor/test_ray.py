@@ -13,7 +13,6 @@ from oracle import make_tiny
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineDead
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 SETTINGS: dict[str, Any] = {
@@ -34,6 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1})
