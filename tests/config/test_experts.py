@@ -45,7 +45,7 @@ def settle(facts: ArchFacts = MOE, *, pools: bool = False, **given: Any) -> Para
                 "data_parallel_size": 2,
                 "distributed_executor_backend": "ray",
             },
-            "workers that are started without Ray",
+            "workers that are started without",
         ),
         (
             {"enable_expert_parallel": True, "enable_eplb": True},

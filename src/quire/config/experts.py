@@ -118,8 +118,8 @@ def with_experts(
             )
         if parallel.distributed_executor_backend == "ray":
             raise ConfigError(
-                "enable_expert_parallel with data_parallel_size > 1 needs workers that Ray did not start:"
-                " use distributed_executor_backend 'mp'"
+                "enable_expert_parallel with data_parallel_size > 1 needs workers that are started without"
+                " Ray: use distributed_executor_backend 'mp'"
             )
         if all_local and "data_parallel_rpc_port" not in given:
             parallel = replace(parallel, data_parallel_rpc_port=_free_ports(3))

@@ -162,15 +162,13 @@ def rows(
     pair, units, u = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS)
     GATED: tl.constexpr = ACTIVATION != ""
     n = tl.program_id(0) * (_TILE * (2 if TWO and not GATED else 1)) + tl.arange(0, _TILE)
-    apart = size_out if GATED else _TILE
+    start, apart = 0, size_out if GATED else _TILE
     inside, also = n < size_out, n < (size_out if GATED else size_out - _TILE)
-    start = 0
     if TOP > 0:
         follow(OVERLAP)
-        expert = tl.load(ids + pair)
-        if expert < 0:
+        start = tl.load(ids + pair) * (size_out * (2 if GATED else 1))
+        if start < 0:
             return
-        start = expert * (size_out * (2 if GATED else 1))
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride

@@ -253,14 +253,12 @@ def rows(
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
-    total, start = size_out * (2 if GATED else 1), 0
-    apart = size_out if GATED else _TILE
+    total, start, apart = size_out * (2 if GATED else 1), 0, size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
-        expert = tl.load(ids + pair)
-        if expert < 0:
+        start = tl.load(ids + pair) * total
+        if start < 0:
             return
-        start = expert * total
         x += (pair // TOP).to(tl.int64) * x_stride
     else:
         x += pair.to(tl.int64) * x_stride
