@@ -1,6 +1,7 @@
 """Engines that share experts: each says what it says alone, whatever the others have to do."""
 
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.core.lockstep import Lockstep
 from quire.data.plan import StepPlan
+from quire.errors import ConfigError
 from quire.executor.inprocess import InProcessExecutor
 from quire.prepare import configure
 from quire.worker.worker import Worker
@@ -64,6 +66,13 @@ def test_rounds() -> None:
         thread.join(60)
     expected = [tuple(counts) if any(counts) else None for counts in rounds]
     assert seen == [expected] * 3
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="choose another data_parallel_rpc_port"):
+            Lockstep(0, 2, where)
 
 
 ENGINE = """

@@ -12,12 +12,14 @@ from zmq.utils.monitor import recv_monitor_message
 from quire.config.experts import rounds_of, steps_together
 from quire.config.sections import ParallelSection
 from quire.data.plan import StepPlan
-from quire.errors import EngineDead
+from quire.errors import ConfigError, EngineDead
 from quire.logs import get_logger
 
 log = get_logger(__name__)
 
 SLICE_MS = 1000
+BEAT_MS, SILENCE_MS = 5_000, 30_000
+"""A machine that says nothing for so long counts as gone; the death of a process is noticed at once."""
 GOODBYE = b"bye"
 
 
@@ -61,12 +63,19 @@ class Lockstep:
         self.socket.setsockopt(zmq.LINGER, 1000)
         for option in (zmq.RCVHWM, zmq.SNDHWM):
             self.socket.setsockopt(option, 0)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         if rank:
             self.socket.setsockopt(zmq.IDENTITY, rank.to_bytes(4, "big"))
             self.socket.connect(address)
         else:
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.socket.bind(address)
+            try:
+                self.socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"engines cannot meet at {address} ({error}): choose another data_parallel_rpc_port"
+                ) from error
         self._meet()
         self._watch()
 

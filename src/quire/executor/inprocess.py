@@ -1,7 +1,6 @@
 """The executor of a single device: the worker lives in this very process."""
 
 import os
-import sys
 
 import torch
 
@@ -11,7 +10,9 @@ from quire.config.engine import EngineConfig
 from quire.config.experts import meeting_of, steps_together
 from quire.config.ranks import Rank
 from quire.data.plan import StepPlan
+from quire.errors import EngineDead
 from quire.executor import Pending
+from quire.executor.remote import interface_to
 from quire.worker.worker import Worker
 
 
@@ -40,7 +41,14 @@ def _meet(config: EngineConfig) -> World:
     parallel = config.parallel
     if not steps_together(parallel):
         return World()
-    if parallel.data_parallel_address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if interface := interface_to(parallel.data_parallel_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rank, device = Rank(dp=parallel.data_parallel_rank or 0), torch.device(config.machine.device)
-    return join(parallel, rank, meeting_of(parallel), device, parallel.distributed_timeout_seconds)
+    meeting, timeout_s = meeting_of(parallel), parallel.distributed_timeout_seconds
+    try:
+        return join(parallel, rank, meeting, device, timeout_s)
+    except RuntimeError as error:
+        raise EngineDead(
+            f"engine {rank.dp} did not meet those with the other experts at {meeting} within {timeout_s} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
