@@ -103,6 +103,13 @@ def test_logits_are_those_of_one_device(name: str, tmp_path: Path) -> None:
         compare(logits(path, made, backend=backend), right, made)
 
 
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])
+def test_experts_that_do_not_divide(backend: str, tmp_path: Path) -> None:
+    path, _ = make_tiny("MixtralForCausalLM", tmp_path)
+    right, made = expected(path), worlds(1, 3)
+    compare(logits(path, made, backend=backend), [*right, right[1]], made)
+
+
 def test_devices_that_share_layers_of_several_engines(tmp_path: Path) -> None:
     """A token that two devices of one engine send, or neither; experts with copies, which both compute."""
     path, _ = make_tiny("DeepseekV3ForCausalLM", tmp_path)

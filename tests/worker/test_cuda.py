@@ -13,12 +13,15 @@ import pytest
 import torch
 from oracle import make_tiny, run_hf
 from staged import Engine
+from threads import groups, run_threads
 from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.attention.triton_attn import TritonAttention
 from quire.capacity import CacheSize
+from quire.comm.world import World
 from quire.config.engine import EngineConfig
+from quire.config.ranks import Rank
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
@@ -298,6 +301,45 @@ def test_stages_of_a_pipeline(kind: type[Cuda], tmp_path: Path, monkeypatch: pyt
     assert not engine.executor.errors
     for number, tokens in enumerate(prompts):
         assert engine.tokens[str(number)] == greedy(tiny[1], tokens, 7), number
+
+
+def among(counts: tuple[int, ...], own: StepPlan | None = None) -> StepPlan:
+    """A plan of one of several engines; without one of its own it takes part in that of the others."""
+    own = StepPlan.idle(-1) if own is None else own
+    own.counts = counts
+    return own
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "all2all"])
+def test_engines_with_experts_of_each_other(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step for the sake of the other one in between, room as for a graph that the other replays."""
+    path, twin = make_tiny("qwen3_moe", tmp_path)
+    use(OnCPU, monkeypatch)
+    monkeypatch.setattr("quire.worker.graphs.Graphs.size_for", lambda self, count: -(-count // 8) * 8)
+    given = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+    given |= {"use_tqdm_on_load": False, "num_gpu_blocks_override": 80, "all2all_backend": backend}
+    given |= {"enable_expert_parallel": True, "data_parallel_size": 2}
+    made = [World(Rank(dp=rank), ep=group) for rank, group in enumerate(groups(2))]
+    workers = [Worker(configure(given), world) for world in made]
+    for worker in workers:
+        worker.start()
+    new = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 0)]
+    steps = [
+        [among((5, 0), plan(1, {3: 5}, admitted=new[:1])), among((5, 0))],
+        [among((1, 11), plan(2, {3: 1})), among((1, 11), plan(1, {0: 11}, admitted=new[1:]))],
+        [among((0, 1)), among((0, 1), plan(2, {0: 1}))],
+        [among((1, 1), plan(3, {3: 1})), among((1, 1), plan(3, {0: 1}))],
+    ]
+
+    def run(world: World) -> list[int]:
+        rank = world.rank.dp
+        under_way = [workers[rank].submit(step[rank]) for step in steps]
+        return [token for each in under_way for token in each.wait().token_ids.tolist()]
+
+    found = run_threads(2, run, worlds=lambda _: made)
+    assert found == [greedy(twin, PROMPTS[row], 3) for row in (3, 0)]
 
 
 class Measured(OnCPU):

@@ -160,3 +160,14 @@ def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
         assert [len(column) for column in (done.hidden, *done.asked)] == [count] * 7
     assert graph.replay(3).token_ids is graph.replay(3).token_ids
     assert graph._graph.replays == 5  # type: ignore[attr-defined]
+
+
+def test_engines_in_step_choose_the_same_size() -> None:
+    """A size by own rows, where another engine has more; a prompt beside decodes, in no graph of its own."""
+    graphs = object.__new__(Graphs)
+    graphs._by_size, graphs._sizes = {1: "one", 4: "four", 8: "eight"}, [1, 4, 8]  # type: ignore[dict-item]
+    step = StepPlan.idle(0)
+    for counts, found in (((0, 1), "one"), ((3, 0), "four"), ((0, 5), "eight"), ((0, 9), None)):
+        step.counts = counts
+        assert graphs.find(step) == found
+        assert graphs.size_for(max(counts)) == {"one": 1, "four": 4, "eight": 8, None: 9}[found]
