@@ -45,6 +45,7 @@ class Places:
 
     def of(self, ids: Tensor) -> Tensor:
         """The number of a place for each expert; those with several take turns by token."""
+        ids = self._known(ids)
         if self._places.shape[1] == 1:
             return self._places[:, 0][ids]
         turn = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None] % self._counts[ids]
@@ -57,7 +58,11 @@ class Places:
 
     def local(self, ids: Tensor) -> Tensor:
         """Both at once."""
-        return self._local[ids] if self._places.shape[1] == 1 else self.here(self.of(ids))
+        return self._local[self._known(ids)] if self._places.shape[1] == 1 else self.here(self.of(ids))
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Where kernels are only compiled nobody has written the ids, and an index must still be one."""
+        return ids.clamp(-1, self.num_experts - 1) if ids.is_cuda else ids
 
 
 class Dispatch:
