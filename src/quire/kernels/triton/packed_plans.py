@@ -39,8 +39,8 @@ _SHAPES = {
     MOST_ROWS: _Shapes(Tiles(128, 64, 128, 4, 4, 3), None, 256),
 }
 """By the most rows of x."""
-_WIDE = Tiles(128, 256, 128, 1, 8, 3), Tiles(256, 128, 128, 1, 8, 3)
-"""Where many rows, up to 128 or more, meet many outputs."""
+_WIDE = Tiles(128, 256, 128, 1, 8, 3)
+"""Where many rows meet many outputs."""
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def choose(
     plan = gated if parts == 2 and gated is not None else one
     tiles = triton.cdiv(num, plan.num) * triton.cdiv(size_out // parts, plan.rows)
     if num > 64 and tiles > 400:
-        plan, most = _WIDE[num > 128], 1
+        plan, most = _WIDE, 1
     else:
         longer = 2 if size_in > 8192 and num <= 32 else 1
         most = min(plan.splits, longer * programs // tiles, size_in // 512)
