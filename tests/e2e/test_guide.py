@@ -155,7 +155,6 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "parallel_size"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "data_parallel_backend"),
         ({"speculative_model": "small", "num_speculative_tokens": 5}, "speculative_config"),

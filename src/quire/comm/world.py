@@ -44,7 +44,7 @@ def join(
         rank=own.index(parallel),
         world_size=dp_size * pp_size * tp_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if by_nccl else None,
+        device_id=_numbered(device) if by_nccl else None,
     )
 
     places = [Rank(*place) for place in itertools.product(range(dp_size), range(pp_size), range(tp_size))]
@@ -76,3 +76,8 @@ def _own_group(
             if each == key(own):
                 found = kind(made)
     return found
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The one in use, if it has no number."""
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

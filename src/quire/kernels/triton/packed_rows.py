@@ -253,7 +253,8 @@ def rows(
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
-    total, start, apart = size_out * (2 if GATED else 1), 0, size_out if GATED else _TILE
+    total, start = size_out * (2 if GATED else 1), 0
+    apart = size_out if GATED else _TILE
     if TOP > 0:
         follow(OVERLAP)
         start = tl.load(ids + pair) * total
@@ -275,8 +276,7 @@ def rows(
     for step in range(tl.program_id(0), tl.cdiv(size_out, HEIGHT), each):
         n = step * HEIGHT + tl.arange(0, _TILE)
         inside, also, after = n < size_out, _also(n, size_out, GATED), n + each * HEIGHT
-        some = (after < size_out)[:, None] & known[None, :]
-        ahead = _held(bits, start + after, u, some, units, total, FORM)
+        ahead = _held(bits, start + after, u, (after < size_out)[:, None] & known[None, :], units, total, FORM)
         y = _with(_dot(held, parts, FORM, kind), bias + start + n, inside, BIASED)
         held = ahead
         if TWO:
