@@ -149,6 +149,40 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
     assert [name for name in NINE if name not in found] == []
 
 
+# ---- parallelism
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}],
+    ids=str,
+)
+def test_devices_share_a_model(model: str, plain: list[str], given: dict[str, int]) -> None:
+    llm = opened(model, **given)
+    assert texts(llm) == plain
+    llm.llm_engine.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_api", "num_cores"),
+    [
+        (("--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"), 1, 1),
+        (("--api-server-count", "4", "-dp", "2"), 4, 2),
+    ],
+)
+def test_servers_share_a_model(
+    start: Start, plain: list[str], flags: tuple[str, ...], num_api: int, num_cores: int
+) -> None:
+    server = start("--dtype", "float32", *flags)
+    server.until_healthy(num_api=num_api)
+    assert len(server.with_role("APIServer")) == num_api and len(server.with_role("EngineCore")) == num_cores
+    bodies = [
+        {"prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True} for prompt in PROMPTS
+    ]
+    assert [server.complete(**body)["choices"][0]["text"] for body in bodies] == plain
+    server.end_cleanly()
+
+
 # ---- what is not built yet
 
 
