@@ -47,7 +47,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
         for rank in ranks:
             name = "the engine" if len(ranks) == 1 else f"engine {rank}"
             cores.append(Child(name, functools.partial(make_core, rank)))
-            stack.callback(cores[-1].end, signal.SIGKILL, KILL_AFTER_S)
+            stack.callback(cores[-1].end, signal.SIGTERM, KILL_AFTER_S)
             cores[-1].start()
         engine = make_engine(
             config,

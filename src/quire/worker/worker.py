@@ -164,7 +164,8 @@ class Worker:
                 size.max_model_len,
             )
         self._bind(size.num_blocks)
-        log.info("%s", table(self._needs, size))
+        if self.world.tp.rank == 0:  # the others' are alike
+            log.info("%s", table(self._needs, size))
 
     def warm_up(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):
