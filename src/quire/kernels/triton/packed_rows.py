@@ -247,9 +247,8 @@ def rows(
     UNITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (programs, rows of out): one or TWO tiles of rows at a time and `UNITS`, which are whole rows; a
-    program takes every so many of them. With an activation there are two, and the second is the up one's. If
-    TOP > 0 a row of out is a pair's: its expert is in `ids`, its token is pair / TOP."""
+    """Grid (programs, rows of out): one or TWO tiles of whole rows, `UNITS`, at a time, and every so many; with
+    an activation the second is the up one's. If TOP > 0 a row of out is a pair's, of token pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
@@ -276,7 +275,8 @@ def rows(
     for step in range(tl.program_id(0), tl.cdiv(size_out, HEIGHT), each):
         n = step * HEIGHT + tl.arange(0, _TILE)
         inside, also, after = n < size_out, _also(n, size_out, GATED), n + each * HEIGHT
-        ahead = _held(bits, start + after, u, (after < size_out)[:, None] & known[None, :], units, total, FORM)
+        some = (after < size_out)[:, None] & known[None, :]
+        ahead = _held(bits, start + after, u, some, units, total, FORM)
         y = _with(_dot(held, parts, FORM, kind), bias + start + n, inside, BIASED)
         held = ahead
         if TWO:
