@@ -248,7 +248,7 @@ def rows(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (programs, rows of out): one or TWO tiles of whole rows, `UNITS`, at a time, and every so many;
-    with an activation the second is the up one's. If TOP > 0 a row of out is a pair's, of token pair / TOP."""
+    with an activation the second is the up one's. If TOP > 0 a row of out is a pair's, of pair / TOP."""
     GATED: tl.constexpr = ACTIVATION != ""
     HEIGHT: tl.constexpr = 2 * _TILE if TWO and not GATED else _TILE
     pair, units, u, each = tl.program_id(1), columns // FORM.unit, tl.arange(0, UNITS), tl.num_programs(0)
