@@ -26,10 +26,10 @@ from quire.data.pooled_outputs import (
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
 from quire.frontend.beam import BeamSearch, round_params
-from quire.frontend.chat import chat_prompt, read_template
+from quire.frontend.chat import chat_prompt, pair_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
-from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, text_of
+from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs, text_of
 from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.prepare import configure
@@ -268,27 +268,16 @@ class LLM:
         _refuse(lora_request=lora_request)
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         matched = pairs(firsts, seconds)
-        if pooling.task == "embed":
+        if not reads_pairs(pooling):
             parsed = self._parsed([*firsts, *seconds], tokenization_kwargs, use_tqdm)
             found = self._pool(parsed, pooling_params, "embed", use_tqdm)
             both = pairs(found[: len(firsts)], found[len(firsts) :])
             return [ScoringRequestOutput.from_base(cosine(*each)) for each in both]
-        if pooling.size != 1:
-            raise RequestError(
-                f"Score API is only enabled for num_labels == 1, this model has {pooling.size}"
-            )
         texts = [(text_of(first), text_of(second)) for first, second in matched]
-        parsed = [self._pair(*each, read_template(chat_template)) for each in texts]
+        template = read_template(chat_template)
+        parsed = [pair_prompt(self.llm_engine.inputs, *each, template) for each in texts]
         found = self._pool(parsed, pooling_params, "classify", use_tqdm)
         return [ScoringRequestOutput.from_base(each) for each in found]
-
-    def _pair(self, query: str, document: str, template: str | None) -> Prompt:
-        """As the tokenizer joins two texts, or as a template does."""
-        inputs = self.llm_engine.inputs
-        if template is None:
-            return inputs.parse_pair(query, document)
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return chat_prompt(inputs, messages, chat_template=template)
 
     def _pool(
         self,

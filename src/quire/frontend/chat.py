@@ -75,3 +75,11 @@ def chat_prompt(
             },
         )
     return inputs.parse(str(text), add_special_tokens=add_special_tokens)
+
+
+def pair_prompt(inputs: InputProcessor, query: str, document: str, template: str | None) -> Prompt:
+    """Two texts for a cross-encoder, as the tokenizer joins them, or as a template does."""
+    if template is None:
+        return inputs.parse_pair(query, document)
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return chat_prompt(inputs, messages, chat_template=template)

@@ -13,7 +13,7 @@ from quire.errors import RequestError
 T = TypeVar("T")
 Base = PoolingRequestOutput[PoolingOutput]
 
-_NOT_POOLING = (
+NOT_POOLING = (
     "{what} is only supported for pooling models. Try passing `--runner pooling` to use the model as a "
     "pooling model."
 )
@@ -37,7 +37,7 @@ GENERATES_NOT = (
 def pools(pooling: PoolingFacts | None, what: str) -> PoolingFacts:
     """The facts, if there are any; `what` is the call that needs them."""
     if pooling is None:
-        raise RequestError(_NOT_POOLING.format(what=what))
+        raise RequestError(NOT_POOLING.format(what=what))
     return pooling
 
 
@@ -74,6 +74,15 @@ def second_start(token_type_ids: Sequence[int], num_tokens: int) -> int | None:
 
 
 # ---- scores
+
+
+def reads_pairs(pooling: PoolingFacts) -> bool:
+    """Whether a score is one reading of both texts; of an embedding model it is the cosine of two."""
+    if pooling.task == "embed":
+        return False
+    if pooling.size != 1:
+        raise RequestError(f"Score API is only enabled for num_labels == 1, this model has {pooling.size}")
+    return True
 
 
 def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
