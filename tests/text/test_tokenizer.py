@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
+from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from quire.errors import ConfigError, RequestError
@@ -260,3 +260,24 @@ def test_token_bytes_join_to_the_text(request: pytest.FixtureRequest, kind: str,
     joined = b"".join(table[i] for i in tokenizer.encode(sample, add_special_tokens=False))
     assert joined == ((b" " if sample and table.strips_first_space else b"") + sample.encode())
     assert table[10**6] == b""
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_and_the_tokens_around_them_stay(side: str) -> None:
+    """As the library itself does it, which can only be told to by changing the tokenizer for all."""
+    words = [*"abcdefghij", "[CLS]", "[SEP]"]
+    backend = Backend(models.WordLevel({word: place for place, word in enumerate(words)}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 10), ("[SEP]", 11)]
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    tokenizer, cutting = Tokenizer(backend), Backend.from_str(backend.to_str())
+    long, short = "a b c d e f g", "h i j"
+    for texts in ((long,), (long, short), (short, long), (long, long)):
+        for max_len in range(4, 20):
+            cutting.enable_truncation(max_len, direction=side)
+            wanted = cutting.encode(*texts)
+            found = tokenizer.encode_cut(*texts, max_len=max_len, side=side)
+            assert found == (wanted.ids, wanted.type_ids)
+    assert tokenizer.encode_cut(long, max_len=1, side=side)[0] == [10]

@@ -144,6 +144,14 @@ class InputProcessor:
         ids, types = self.tokenizer.encode_pair(first, second)
         return self._checked(Prompt(ids, first + second, second_start=second_start(types, len(ids))))
 
+    def parse_cut(self, *texts: str, max_len: int, side: str) -> Prompt:
+        """One text or two, cut on a side so that they fit together with the tokenizer's own tokens."""
+        if self.tokenizer is None:
+            raise RequestError("a text needs a tokenizer, and skip_tokenizer_init is set: pass token ids")
+        ids, types = self.tokenizer.encode_cut(*texts, max_len=max_len, side=side)
+        second = second_start(types, len(ids)) if len(texts) > 1 else None
+        return self._checked(Prompt(ids, second_start=second))
+
     def _checked(self, prompt: Prompt) -> Prompt:
         ids = prompt.token_ids
         if not ids:

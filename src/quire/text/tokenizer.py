@@ -113,6 +113,25 @@ class Tokenizer:
             raise _unencodable([first, second]) from error
         return encoding.ids, encoding.type_ids
 
+    def encode_cut(self, *texts: str, max_len: int, side: str) -> tuple[list[int], list[int]]:
+        """As `encode` and `encode_pair`, of at most `max_len` tokens: the texts give way, of two the longer
+        one, and the tokens around them stay. Cut is what is on that `side`."""
+        try:
+            parts = [self.backend.encode(text, add_special_tokens=False) for text in texts]
+        except TypeError as error:
+            raise _unencodable(texts) from error
+        room = max(max_len - self.backend.num_special_tokens_to_add(len(parts) > 1), 0)
+        lengths = [len(part) for part in parts]
+        if sum(lengths) > room and len(parts) == 1:
+            lengths = [room]
+        elif sum(lengths) > room:
+            short = min(*lengths, room // 2)
+            lengths = [short, room - short][:: 1 if lengths[0] <= lengths[1] else -1]
+        for part, length in zip(parts, lengths, strict=True):
+            part.truncate(length, direction=side)
+        encoding = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+        return encoding.ids[:max_len], encoding.type_ids[:max_len]
+
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
