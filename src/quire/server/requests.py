@@ -49,10 +49,27 @@ class RepetitionDetection(BaseModel):
     min_count: int = Field(0, ge=0, le=INT64_MAX)
 
 
-class GenerateBody(Body):
-    """What chat and plain completions have in common."""
+class EngineBody(Body):
+    """What every request to the engine may say."""
 
     model: str | None = _doc("One of the served names. Default: the first of them.")
+    truncate_prompt_tokens: int | None = _doc(
+        "Cut the prompt to this many tokens; -1: to what fits.", ge=-1, le=INT64_MAX
+    )
+    truncation_side: Literal["left", "right"] | None = _doc(
+        "The side to cut from. Default: left; of a pooling model right."
+    )
+    priority: int = _doc(
+        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
+    )
+    request_id: str | None = _doc("Becomes a part of the id; the header X-Request-Id wins.")
+    cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
+    user: str | None = _doc("Has no effect.")
+
+
+class GenerateBody(EngineBody):
+    """What chat and plain completions have in common."""
+
     n: int | None = _told(1, None, "Answers per prompt; with use_beam_search the number of beams.")
     temperature: float | None = _told(0, 2, "0 is greedy.")
     top_p: float | None = _told(0, 1)
@@ -77,22 +94,12 @@ class GenerateBody(Body):
     logprob_token_ids: list[TokenId] | None = None
     repetition_detection: RepetitionDetection | None = None
     stream_interval: int | None = _told(1, None, "Tokens between two chunks of a stream.")
-    truncate_prompt_tokens: int | None = _doc(
-        "Cut the prompt to this many tokens; -1: to what fits.", ge=-1, le=INT64_MAX
-    )
-    truncation_side: Literal["left", "right"] | None = _doc("The side to cut from. Default: left.")
     use_beam_search: bool | None = False
     echo: bool | None = _doc("Begin the answer with the prompt (chat: with the last message).", False)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    priority: int = _doc(
-        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
-    )
-    request_id: str | None = _doc("Becomes a part of the id; the header X-Request-Id wins.")
-    cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
-    user: str | None = _doc("Has no effect.")
     session_id: str | None = _doc("Has no effect with one engine.")
 
     structured_outputs: Unbuilt | None = _doc("Not supported yet.")
@@ -144,11 +151,13 @@ class ChatBody(GenerateBody, Conversation):
     return_prompt_text: bool | None = False
 
 
+_SOME = Field(min_length=1, fail_fast=True)
+"""Of many wrong items one is told."""
 Prompts = (
     str
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[list[TokenId], _SOME]
+    | Annotated[list[str], _SOME]
+    | Annotated[list[Annotated[list[TokenId], _SOME]], _SOME]
 )
 
 
