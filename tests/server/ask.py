@@ -7,10 +7,14 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine
 
+from quire.config.pooling import PoolingFacts
 from quire.server.app import Application
 from quire.server.settings import make_settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+EMBEDDER = PoolingFacts(task="embed", type="LAST", size=6, is_matryoshka=True)
+CROSS_ENCODER = PoolingFacts(task="classify", type="CLS", size=1, labels=("fits",))
+CLASSIFIER = PoolingFacts(task="classify", type="CLS", size=3, labels=("bad", "fair", "good"))
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -42,6 +46,12 @@ def complete(
     engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
 ) -> httpx.Response:
     return ask("POST", COMPLETIONS, engine=engine, settings=settings, json={"prompt": "ab", **body})
+
+
+def pool(
+    path: str, engine: FakeEngine, settings: dict[str, Any] | None = None, **body: Any
+) -> httpx.Response:
+    return ask("POST", path, engine=engine, settings=settings, json=body)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

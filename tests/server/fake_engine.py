@@ -6,12 +6,16 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from quire.config.pooling import PoolingFacts
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import Floats, PoolingParams
 from quire.data.request import Request
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
@@ -43,6 +47,12 @@ def byte_tokenizer() -> Tokenizer:
     )
 
 
+def numbers(ids: list[int], size: int, *, by_token: bool = False) -> Floats:
+    """What the engine without a model makes of tokens."""
+    found = np.sin(np.outer(ids, np.arange(1, size + 1))).astype(np.float32)
+    return found if by_token else found.mean(0)
+
+
 @dataclass
 class FakeFacts:
     model_names: tuple[str, ...] = ("fake", "also-fake")
@@ -65,6 +75,7 @@ class FakeEngine:
         step_s: float = 0.0,
         fail_after: int | None = None,
         max_model_len: int = 512,
+        pooling: PoolingFacts | None = None,
     ) -> None:
         self.facts = FakeFacts()
         self.tokenizer = byte_tokenizer()
@@ -75,10 +86,12 @@ class FakeEngine:
             eos_ids=[EOS],
             max_logprobs=self.facts.max_logprobs,
             seed=0,
+            pooling=pooling,
         )
         self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
         self.step_s, self.fail_after = step_s, fail_after
         self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
+        self.pooled: list[tuple[str, Prompt, PoolingParams, int]] = []
         self.aborted: list[str] = []
         self.num_in_flight = 0
         self.dead: str | None = None
@@ -167,6 +180,43 @@ class FakeEngine:
         best = [others[0], token, *others[1:]][: VOCAB if count == -1 else count]
         values = [-0.5, -1.0, float("-inf"), *[-50.0 - i for i in range(VOCAB)]][: len(best)]
         return RowLogprobs([token, *best], [-1.0, *values], 2)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        self.check()
+        if rank not in (None, 0):
+            raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
+        request = self.inputs.pooling_request(
+            f"{request_id}-{len(self.pooled)}", prompt, params, priority=priority
+        )
+        assert request.pooling is not None and self.inputs.pooling is not None
+        self.pooled.append((request_id, prompt, request.pooling, priority))
+        size = request.pooling.dimensions or self.inputs.pooling.size
+        return self._pool(request, numbers(request.tokens, size, by_token=request.pooling.is_by_token))
+
+    async def _pool(
+        self, request: Request, found: Floats
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        self.num_in_flight += 1
+        finished = False
+        try:
+            # The later come first: answers must be put in order.
+            await asyncio.sleep(self.step_s + 0.001 * (10 - len(request.tokens) % 10))
+            if self.fail_after == 0:
+                raise EngineError("the engine failed on this request")
+            finished = True
+            yield PoolingRequestOutput(request.id, PoolingOutput(found), request.tokens, 3, True)
+        finally:
+            self.num_in_flight -= 1
+            if not finished:
+                self.aborted.append(request.id)
 
     async def reset_prefix_cache(self) -> bool:
         self.num_resets += 1

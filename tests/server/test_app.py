@@ -3,6 +3,8 @@
 from ask import ask, refused
 from fake_engine import FakeEngine
 
+from quire.metrics.http import POOLING_ROUTES
+
 
 def test_health_tells_the_cause() -> None:
     engine = FakeEngine()
@@ -55,10 +57,11 @@ def test_document_is_complete_and_says_400_not_422() -> None:
     document = ask("GET", "/openapi.json").json()
     expected = {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
-        "/detokenize", "/health", "/ping", "/version", "/load", "/metrics", "/reset_prefix_cache",
+        "/detokenize", *POOLING_ROUTES, "/health", "/ping", "/version", "/load", "/metrics",
+        "/reset_prefix_cache",
     }  # fmt: skip
     assert set(document["paths"]) == expected
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", *POOLING_ROUTES):
         assert {"400", "404", "413"} <= document["paths"][path]["post"]["responses"].keys()
     assert (
         "422" not in str(document["paths"]) and "HTTPValidationError" not in document["components"]["schemas"]

@@ -2,6 +2,7 @@
 as described."""
 
 import schemathesis
+from ask import CROSS_ENCODER, EMBEDDER
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import GenerationMode
@@ -28,18 +29,42 @@ engine = FakeEngine("Hi")
 schema = schemathesis.openapi.from_asgi("/openapi.json", Application(engine, make_settings({})).asgi)
 schema.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
-
-@schema.parametrize()
-@settings(
+FEW = settings(
     max_examples=10,
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+
+
+@schema.parametrize()
+@FEW
 def test_answers_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
+# A cross-encoder scores and classifies, an embedding model does the rest.
+scorer, embedder = (FakeEngine(pooling=facts) for facts in (CROSS_ENCODER, EMBEDDER))
+scoring, embedding = (
+    schemathesis.openapi.from_asgi("/openapi.json", Application(each, make_settings({})).asgi)
+    for each in (scorer, embedder)
+)
+for each in (scoring, embedding):
+    each.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+
+@scoring.include(path_regex="^/(score|rerank|classify)$").parametrize()
+@FEW
+def test_scores_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@embedding.include(path_regex="^/(v1/embeddings|pooling|v1/rerank)$").parametrize()
+@FEW
+def test_vectors_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
 def test_nothing_is_left_running() -> None:
-    assert engine.num_in_flight == 0
+    assert [each.num_in_flight for each in (engine, scorer, embedder)] == [0, 0, 0]

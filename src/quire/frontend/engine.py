@@ -192,13 +192,19 @@ class AsyncEngine:
         return self._answer(id, _Flight(prompt, requests, rank))
 
     def encode(
-        self, prompt: Prompt, params: PoolingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
         self._check_any()
-        id = self._internal_id(request_id, None)
+        id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority)
-        return self._answer(id, _Flight(prompt, [request], None))
+        return self._answer(id, _Flight(prompt, [request], rank))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]

@@ -9,9 +9,14 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, S
 from prometheus_client.core import Metric as PromMetric
 from prometheus_client.utils import floatToGoString
 
+POOLING_ROUTES = (
+    *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+)
 HANDLERS = {
     "/v1/chat/completions": ("POST",),
     "/v1/completions": ("POST",),
+    **dict.fromkeys(POOLING_ROUTES, ("POST",)),
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),
     "/v1/models": ("GET",),

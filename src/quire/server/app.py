@@ -18,6 +18,7 @@ from quire.server.answering import ClientGone
 from quire.server.chat import answer_chat
 from quire.server.completions import answer_completion
 from quire.server.direct import MAYBE_SURROGATE, Direct, Respond
+from quire.server.embeddings import answer_classify, answer_embeddings, answer_pooling
 from quire.server.engine import Engine
 from quire.server.errors import (
     NotFound,
@@ -31,8 +32,24 @@ from quire.server.gate import Gate
 from quire.server.generate import Api
 from quire.server.observe import Observed
 from quire.server.page import OPEN_PATHS, Feed, add_page
+from quire.server.pooling_bodies import (
+    ClassifyReply,
+    EmbeddingInput,
+    EmbeddingReply,
+    EmbeddingTalk,
+    InputBody,
+    PoolingInputBody,
+    PoolingReply,
+    PoolingTalk,
+    RerankBody,
+    RerankReply,
+    ScoreBody,
+    ScoreReply,
+    TalkBody,
+)
 from quire.server.replies import ErrorReply
 from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.scores import answer_rerank, answer_score
 from quire.server.settings import ServerSettings, paths
 from quire.server.tokenize import detokenize, tokenize
 
@@ -53,6 +70,7 @@ class Application:
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
         self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
         add_generate_routes(self.routes, self.api)
+        add_pooling_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
@@ -134,6 +152,44 @@ def add_generate_routes(app: FastAPI, api: Api) -> None:
     async def create_text(body: DetokenizeBody) -> Response:
         """The text of token ids."""
         return await detokenize(api, body)
+
+
+def add_pooling_routes(app: FastAPI, api: Api) -> None:
+    codes = (400, 404, 413, 500, 503)
+    octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+    async def create_embeddings(body: EmbeddingTalk | EmbeddingInput, request: Request) -> Response:
+        """A vector for each input."""
+        return await answer_embeddings(api, body, request)
+
+    async def create_pooling(body: PoolingTalk | PoolingInputBody, request: Request) -> Response:
+        """What the model is for, or vectors or classes of every token."""
+        return await answer_pooling(api, body, request)
+
+    async def create_classes(body: TalkBody | InputBody, request: Request) -> Response:
+        """How likely each class is, for each input."""
+        return await answer_classify(api, body, request)
+
+    async def create_score(body: ScoreBody, request: Request) -> Response:
+        """How well texts fit, one to one or one to many."""
+        return await answer_score(api, body, request)
+
+    async def create_rerank(body: RerankBody, request: Request) -> Response:
+        """Documents in the order in which they fit a query."""
+        return await answer_rerank(api, body, request)
+
+    for answer, reply, *places in (
+        (create_embeddings, EmbeddingReply, "/v1/embeddings"),
+        (create_pooling, PoolingReply, "/pooling"),
+        (create_classes, ClassifyReply, "/classify"),
+        (create_score, ScoreReply, "/score", "/v1/score"),
+        (create_rerank, RerankReply, "/rerank", "/v1/rerank", "/v2/rerank"),
+    ):
+        described = _replies(reply, *codes)
+        if reply in (EmbeddingReply, PoolingReply):
+            described["responses"][200]["content"] = octets
+        for place in places:
+            app.add_api_route(place, answer, methods=["POST"], **described, **_BODY)
 
 
 def add_model_routes(app: FastAPI, api: Api) -> None:

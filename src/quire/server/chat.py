@@ -26,7 +26,7 @@ _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 async def answer_chat(api: Api, body: ChatBody, request: Request) -> Response:
-    api.check_model(body.model)
+    api.check_model(body.model, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     check_chat(body, trust_template=api.settings.api.trust_request_chat_template)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -28,7 +28,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def answer_completion(api: Api, body: CompletionBody, request: Request) -> Response:
-    api.check_model(body.model)
+    api.check_model(body.model, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")

@@ -5,6 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import PoolingParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.metrics.http import Exchange
 
@@ -50,6 +52,13 @@ class Pushed(Outputs, Protocol):
         """What is nothing but text, neither first nor last, may go to `text_reader`."""
 
 
+class PooledOutputs(Protocol):
+    """The one output of a request to a pooling model. Closing it early aborts the request."""
+
+    def __anext__(self) -> Awaitable[PoolingRequestOutput[PoolingOutput]]: ...
+    def aclose(self) -> Awaitable[None]: ...
+
+
 class Engine(Protocol):
     """An engine as the routes use it."""
 
@@ -74,6 +83,18 @@ class Engine(Protocol):
     ) -> Outputs:
         """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
         `rank` it goes to that core and no other."""
+        ...
+
+    def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        rank: int | None = None,
+    ) -> PooledOutputs:
+        """As `generate`, of a pooling model."""
         ...
 
     async def reset_prefix_cache(self) -> bool: ...

@@ -12,8 +12,10 @@ from starlette.requests import Request
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
+from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
+from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
 from quire.logs import get_logger
 from quire.server.answering import Answering
 from quire.server.asked import output_limit
@@ -22,11 +24,12 @@ from quire.server.engine import Engine, Outputs, Pushed
 from quire.server.errors import NotFound
 from quire.server.logprobs import Speller
 from quire.server.prompts import PromptReader
-from quire.server.requests import GenerateBody
+from quire.server.requests import EngineBody, GenerateBody
 from quire.server.settings import ServerSettings
 
 logger = get_logger(__name__)
 
+Params = SamplingParams | BeamSearchParams | PoolingParams
 PIECE = 256
 """Sequences that are made ready in one go: some milliseconds."""
 
@@ -42,7 +45,7 @@ class Job:
     rank: int | None
     """The only core that it may go to."""
     prompts: list[Prompt]
-    params: list[SamplingParams | BeamSearchParams]
+    params: list[Params]
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -62,17 +65,20 @@ class Api:
         known = repr((facts.model_names, facts.root, facts.vocab))
         self.fingerprint = f"quire-{facts.version}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
-    def check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
+        """That it is the name of this model and, where that is told, of one that pools, or that does not."""
         if name and name not in self.engine.facts.model_names:
             raise NotFound(f"The model `{name}` does not exist.", param="model")
+        if pools is not None and pools != (self.engine.inputs.pooling is not None):
+            raise NotFound(NOT_POOLING.format(what="this route") if pools else GENERATES_NOT)
 
     def job(
         self,
         kind: str,
-        body: GenerateBody,
+        body: EngineBody,
         request: Request,
         prompts: list[Prompt],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[Params],
     ) -> Job:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
         urgent = _header_int(request, "x-vllm-priority")

@@ -3,17 +3,19 @@
 import asyncio
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from quire.errors import RequestError
-from quire.frontend.chat import chat_prompt
+from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.engine import Engine
-from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, GenerateBody, Message
+from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, EngineBody, Message, Prompts
 from quire.server.settings import ApiSection
 
 T = TypeVar("T")
+PoolingInput = str | list[int] | tuple[str, str]
+"""A text, token ids, or a pair of texts to be read as one."""
 
 _LONG = 16384
 """More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
@@ -35,14 +37,15 @@ class PromptReader:
         self._unbounded = copy.copy(engine.inputs)
         """Reads prompts of any length: to count them, or to cut them."""
         self._unbounded.max_model_len = sys.maxsize >> 16
+        self._unbounded.max_prompt_len = None
 
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         if body.prompt in (None, ""):
             raise RequestError(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
             )
-        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-        given: list[Any] = body.prompt if several else [body.prompt]  # type: ignore[assignment]
+        assert body.prompt is not None
+        given = each_of(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise RequestError(
                 f"prompt list length {len(given)} exceeds the maximum allowed count of {MAX_PROMPTS}",
@@ -66,6 +69,35 @@ class PromptReader:
         def read() -> Prompt:
             prompt = self._conversation(body, self._reader(body), body.reasoning_effort)
             return self._fitted(prompt, body, max_tokens or 1)
+
+        return await off_loop(_size(body), read)
+
+    async def of_inputs(
+        self,
+        named: Sequence[tuple[str, PoolingInput]],
+        body: EngineBody,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[Prompt]:
+        """Prompts of a pooling model. Each has a name, by which an error calls it."""
+
+        def read() -> list[Prompt]:
+            found = []
+            for name, given in named:
+                try:
+                    found.append(self._input(given, body, add_special_tokens))
+                except RequestError as error:
+                    field = name.partition("[")[0] if error.param == "prompt" else error.param
+                    raise RequestError(f"{name}: {error}", param=field) from None
+            return found
+
+        return await off_loop(sum(_num_chars(given) for _, given in named), read)
+
+    async def of_conversation(self, body: Any) -> Prompt:
+        """A conversation that nothing is to follow."""
+
+        def read() -> Prompt:
+            return self._fitted(self._conversation(body, self._reader(body), None), body, 0)
 
         return await off_loop(_size(body), read)
 
@@ -94,28 +126,52 @@ class PromptReader:
             render_s=_RENDER_S if _size(body) >= _LONG else None,
         )
 
-    def _reader(self, body: GenerateBody) -> InputProcessor:
+    def _input(self, given: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
+        inputs, size = self._reader(body), self._cut_len(body, 0)
+        if isinstance(given, tuple) and (size is None or self._template is not None):
+            prompt = pair_prompt(inputs, *given, self._template)
+        elif size is None or isinstance(given, list) or not add_special_tokens:
+            prompt = inputs.parse(given, add_special_tokens=add_special_tokens)
+        else:
+            texts = (given,) if isinstance(given, str) else given
+            prompt = inputs.parse_cut(*texts, max_len=size, side=self._side(body))
+        return self._fitted(prompt, body, 0)
+
+    def _reader(self, body: EngineBody) -> InputProcessor:
         return self._inputs if body.truncate_prompt_tokens is None else self._unbounded
 
-    def _fitted(self, prompt: Prompt, body: GenerateBody, num_output: int) -> Prompt:
-        prompt.cache_salt = body.cache_salt
+    def _side(self, body: EngineBody) -> str:
+        return body.truncation_side or ("left" if self._inputs.pooling is None else "right")
+
+    def _cut_len(self, body: EngineBody, num_output: int) -> int | None:
+        """The most tokens that a prompt is to have, if it is to be cut at all."""
         size, limit = body.truncate_prompt_tokens, self._inputs.max_model_len
-        if size is None:
-            return prompt
-        if size > limit:
+        if size is not None and size > limit:
             raise RequestError(
                 f"truncate_prompt_tokens value ({size}) is greater than max_model_len ({limit}). Please "
                 "request a smaller truncation size.",
                 param="truncate_prompt_tokens",
             )
-        size = limit - num_output if size == -1 else size
+        return limit - num_output if size == -1 else size
+
+    def _fitted(self, prompt: Prompt, body: EngineBody, num_output: int) -> Prompt:
+        prompt.cache_salt = body.cache_salt
+        size = self._cut_len(body, num_output)
+        if size is None:
+            return prompt
         if len(prompt.token_ids) > size:
-            start = 0 if body.truncation_side == "right" else len(prompt.token_ids) - size
+            start = 0 if self._side(body) == "right" else len(prompt.token_ids) - size
             prompt.token_ids = prompt.token_ids[start : start + size]
             prompt.text = None
         checked = self._inputs.parse({"prompt_token_ids": prompt.token_ids, "prompt": prompt.text})
-        checked.cache_salt = body.cache_salt
+        checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
         return checked
+
+
+def each_of(given: Prompts) -> list[Any]:
+    """The prompts of a body, which may be a single one: a text, or token ids."""
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    return given if several else [given]  # type: ignore[return-value]
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -141,4 +197,4 @@ def _num_chars(value: Any) -> int:
         return len(value)
     if isinstance(value, dict):
         return sum(len(key) + _num_chars(each) for key, each in value.items())
-    return 1 + sum(map(_num_chars, value)) if isinstance(value, list) else 1
+    return 1 + sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 1

@@ -1,0 +1,52 @@
+"""/v1/embeddings, /pooling and /classify: inputs one by one."""
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.errors import json_response
+from quire.server.generate import Api
+from quire.server.pooling import check_pooling, listing, pool, read_inputs
+from quire.server.pooling_bodies import (
+    EmbeddingInput,
+    EmbeddingTalk,
+    InputBody,
+    PoolingInputBody,
+    PoolingTalk,
+    TalkBody,
+)
+from quire.server.vectors import answer_vectors
+
+
+async def answer_embeddings(api: Api, body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
+    check_pooling(api, body)
+    prompts = await read_inputs(api, body)
+    job, outputs = await pool(api, "embd", body, request, prompts, task="embed", dimensions=body.dimensions)
+    return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
+
+
+async def answer_pooling(api: Api, body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
+    check_pooling(api, body)
+    prompts = await read_inputs(api, body)
+    job, outputs = await pool(
+        api, "pooling", body, request, prompts, task=body.task, dimensions=body.dimensions
+    )
+    return await answer_vectors(api, body, job, outputs, kind="pooling", field="data")
+
+
+async def answer_classify(api: Api, body: InputBody | TalkBody, request: Request) -> Response:
+    check_pooling(api, body)
+    prompts = await read_inputs(api, body)
+    job, outputs = await pool(api, "classify", body, request, prompts, task="classify")
+    pooling = api.engine.inputs.pooling
+    names = dict(enumerate(pooling.labels if pooling else ()))
+    data = [
+        {
+            "index": index,
+            "label": names.get(int(np.argmax(each.outputs.data))),
+            "probs": each.outputs.data.tolist(),
+            "num_classes": each.outputs.data.size,
+        }
+        for index, each in enumerate(outputs)
+    ]
+    return json_response(listing(api, job, data, outputs))

@@ -1,0 +1,104 @@
+"""What the routes of pooling models share: prompts that run together and are answered in order."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
+from quire.data.pooling import PoolingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.server.asked import check_fields, check_template
+from quire.server.engine import PooledOutputs
+from quire.server.generate import Api, Job, Pauses
+from quire.server.pooling_bodies import InputBody, PoolingBody, TalkBody
+from quire.server.prompts import PoolingInput, each_of
+
+Pooled = PoolingRequestOutput[PoolingOutput]
+
+
+def check_pooling(api: Api, body: PoolingBody) -> None:
+    api.check_model(body.model, pools=True)
+    check_fields(body)
+
+
+def check_count(api: Api, count: int, param: str) -> None:
+    most = api.settings.max_sequences
+    if count > most:
+        raise RequestError(
+            f"{count} inputs are more than one call may bring, which is {most} (VLLM_MAX_N_SEQUENCES); send "
+            "fewer at once",
+            param=param,
+        )
+
+
+def named(field: str, given: Sequence[PoolingInput]) -> list[tuple[str, PoolingInput]]:
+    """Each with the name that an error calls it by."""
+    return [(f"{field}[{place}]" if len(given) > 1 else field, each) for place, each in enumerate(given)]
+
+
+async def read_inputs(api: Api, body: InputBody | TalkBody) -> list[Prompt]:
+    if isinstance(body, TalkBody):
+        check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+        return [await api.reader.of_conversation(body)]
+    given = each_of(body.input)
+    check_count(api, len(given), "input")
+    return await api.reader.of_inputs(named("input", given), body, add_special_tokens=body.add_special_tokens)
+
+
+async def pool(
+    api: Api,
+    kind: str,
+    body: PoolingBody,
+    request: Request,
+    prompts: list[Prompt],
+    *,
+    task: Any = None,
+    dimensions: int | None = None,
+) -> tuple[Job, list[Pooled]]:
+    """What the model makes of the prompts, in their order. All of them end when the client hangs up."""
+    params = PoolingParams(task=task, use_activation=body.activates, dimensions=dimensions)
+    job = api.job(kind, body, request, prompts, [params] * len(prompts))
+    return job, await api.answering.until_gone(request.receive, _together(api, job))
+
+
+async def _together(api: Api, job: Job) -> list[Pooled]:
+    tasks: list[asyncio.Task[Pooled]] = []
+    pause = Pauses()
+    try:
+        for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
+            assert isinstance(params, PoolingParams)
+            answer = api.engine.encode(prompt, params, id, priority=job.priority, rank=job.rank)
+            tasks.append(asyncio.create_task(_only(answer)))
+            await pause.after(1)
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _only(answer: PooledOutputs) -> Pooled:
+    try:
+        return await answer.__anext__()
+    finally:
+        await answer.aclose()
+
+
+def usage(api: Api, outputs: Sequence[Pooled]) -> dict[str, Any]:
+    num_prompt = sum(len(each.prompt_token_ids) for each in outputs)
+    return api.usage(num_prompt, 0, sum(each.num_cached_tokens for each in outputs))
+
+
+def listing(api: Api, job: Job, data: list[dict[str, Any]], outputs: Sequence[Pooled]) -> dict[str, Any]:
+    """The answer around the results."""
+    return {
+        "id": job.id,
+        "object": "list",
+        "created": job.created,
+        "model": job.model,
+        "data": data,
+        "usage": usage(api, outputs),
+    }

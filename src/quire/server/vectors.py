@@ -1,0 +1,73 @@
+"""Vectors as clients ask for them: numbers in JSON, base64, or bytes alone."""
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from quire.data.pooling import Floats
+from quire.server.errors import json_response
+from quire.server.generate import Api, Job
+from quire.server.pooling import Pooled, listing
+from quire.server.pooling_bodies import Vectors
+from quire.server.prompts import off_loop
+
+_ORDERS = {"native": "=", "little": "<", "big": ">"}
+
+
+def packed(values: Floats, dtype: str, endianness: str) -> bytes:
+    """The numbers as bytes, row by row."""
+    order = _ORDERS[endianness]
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        to_even = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        return ((bits + to_even) >> np.uint32(16)).astype(f"{order}u2").tobytes()
+    return values.astype(f"{order}{'f2' if dtype == 'float16' else 'f4'}").tobytes()
+
+
+async def answer_vectors(
+    api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], *, kind: str, field: str
+) -> Response:
+    """Each output's numbers as an object of this kind, which has them under the name of `field`."""
+    make = _bytes if body.encoding_format in ("bytes", "bytes_only") else _json
+    size = sum(each.outputs.data.size for each in outputs)
+    return await off_loop(size, lambda: make(api, body, job, outputs, kind, field))
+
+
+def _json(api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], kind: str, field: str) -> Response:
+    def encode(values: Floats) -> list[Any] | str:
+        if body.encoding_format == "float":
+            return list(values.tolist())
+        return base64.b64encode(packed(values, body.embed_dtype, body.endianness)).decode()
+
+    data = [
+        {"index": index, "object": kind, field: encode(each.outputs.data)}
+        for index, each in enumerate(outputs)
+    ]
+    return json_response(listing(api, job, data, outputs))
+
+
+def _bytes(api: Api, body: Vectors, job: Job, outputs: Sequence[Pooled], kind: str, _: str) -> Response:
+    parts, data, start = [], [], 0
+    for index, each in enumerate(outputs):
+        parts.append(packed(each.outputs.data, body.embed_dtype, body.endianness))
+        end = start + len(parts[-1])
+        data.append(
+            {
+                "index": index,
+                "object": kind,
+                "embed_dtype": body.embed_dtype,
+                "endianness": body.endianness,
+                "start": start,
+                "end": end,
+                "shape": list(each.outputs.data.shape),
+            }
+        )
+        start = end
+    headers = {}
+    if body.encoding_format == "bytes":
+        headers["metadata"] = json.dumps(listing(api, job, data, outputs))
+    return Response(b"".join(parts), headers=headers, media_type="application/octet-stream")
