@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -80,9 +79,10 @@ class Application:
 
 def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     access = settings.access
-    busy: dict[str, tuple[type[BaseModel], Respond]] = {
+    busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
+        "/v1/embeddings": (EmbeddingTalk | EmbeddingInput, functools.partial(answer_embeddings, api)),
     }
     gate = Gate(
         Direct(app, busy, log_stack=settings.log.log_error_stack),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,11 +26,14 @@ class Direct:
     """Answers POSTs to the paths that it knows; all others, and bodies it cannot read, are `app`'s."""
 
     def __init__(
-        self, app: ASGIApp, routes: Mapping[str, tuple[type[BaseModel], Respond]], *, log_stack: bool = False
+        self, app: ASGIApp, routes: Mapping[str, tuple[Any, Respond]], *, log_stack: bool = False
     ) -> None:
+        """`routes`: the model of a body, or several, and who answers it."""
         self._app = app
         self._log_stack = log_stack
-        self._routes = {path: (TypeAdapter(model), respond) for path, (model, respond) in routes.items()}
+        self._routes: dict[str, tuple[TypeAdapter[Any], Respond]] = {
+            path: (TypeAdapter(model), respond) for path, (model, respond) in routes.items()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None

@@ -87,7 +87,7 @@ class PoolingTalk(TalkBody, Vectors):
     task: PoolingTask | None = Field(None, description="Default: what the model is for.")
 
 
-Texts = str | Annotated[list[str], Field(min_length=1)]
+Texts = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class ScoreBody(PoolingBody):
