@@ -10,7 +10,7 @@ import msgspec
 
 from quire.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/score", "/rerank")
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
