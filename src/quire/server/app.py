@@ -82,7 +82,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
-        "/v1/embeddings": (EmbeddingTalk | EmbeddingInput, functools.partial(answer_embeddings, api)),
+        "/v1/embeddings": (EmbeddingInput | EmbeddingTalk, functools.partial(answer_embeddings, api)),
     }
     gate = Gate(
         Direct(app, busy, log_stack=settings.log.log_error_stack),
@@ -158,15 +158,15 @@ def add_pooling_routes(app: FastAPI, api: Api) -> None:
     codes = (400, 404, 413, 500, 503)
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
-    async def create_embeddings(body: EmbeddingTalk | EmbeddingInput, request: Request) -> Response:
+    async def create_embeddings(body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
         """A vector for each input."""
         return await answer_embeddings(api, body, request)
 
-    async def create_pooling(body: PoolingTalk | PoolingInputBody, request: Request) -> Response:
+    async def create_pooling(body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
         """What the model is for, or vectors or classes of every token."""
         return await answer_pooling(api, body, request)
 
-    async def create_classes(body: TalkBody | InputBody, request: Request) -> Response:
+    async def create_classes(body: InputBody | TalkBody, request: Request) -> Response:
         """How likely each class is, for each input."""
         return await answer_classify(api, body, request)
 
