@@ -35,10 +35,10 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
         ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
         (
             "body field",
-            "guided_regex",
-            "a",
+            "kv_transfer_params",
+            {"a": 1},
             RequestError,
-            "`guided_regex` is not supported yet; leave it out",
+            "`kv_transfer_params` is not supported yet; leave it out",
         ),
         ("prompt key", "prompt_embeds", [0.1], RequestError, "`prompt_embeds` is not supported yet"),
         (

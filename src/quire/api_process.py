@@ -21,7 +21,7 @@ from quire.frontend.inputs import InputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.prepare import cache_info, eos_ids, open_tokenizer
+from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer
 from quire.server.settings import ServerSettings
 from quire.server.spread import Hand
 from quire.version import __version__
@@ -66,6 +66,7 @@ def make_engine(
         seed=model.seed + index,
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
+        grammars=open_grammars(config, tokenizer),
     )
     named = EngineMetrics(
         metrics,

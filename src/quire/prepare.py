@@ -11,6 +11,7 @@ from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.model import read_checkpoint
 from quire.dist.platform import detect
+from quire.grammar import Grammars, Vocabulary
 from quire.hub import DEFAULT_MODEL, locate
 from quire.logs import get_logger
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -82,6 +83,20 @@ def eos_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[int, ...
     """The tokenizer's own comes first: an answer that ends with it needs no other reason."""
     own = tokenizer.eos_token_id if tokenizer is not None else None
     return tuple(dict.fromkeys([*([] if own is None else [own]), *config.checkpoint.eos_ids]))
+
+
+def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Grammars | None:
+    """None if there is no tokenizer to have them for. Without one given, it is opened when it is needed."""
+    if config.model.skip_tokenizer_init or config.pooling is not None:
+        return None
+
+    def vocabulary() -> Vocabulary:
+        known = open_tokenizer(config) if tokenizer is None else tokenizer
+        assert known is not None
+        size = max(config.checkpoint.facts.vocab, known.max_token_id + 1)
+        return Vocabulary(known.backend.to_str(), size, eos_ids(config, known))
+
+    return Grammars(vocabulary)
 
 
 def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:

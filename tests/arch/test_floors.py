@@ -46,6 +46,7 @@ TORCH_FREE = [
     "prepare",
     "api_process",
     "launch",
+    "grammar",
 ]
 FILES = sorted(ROOT.rglob("*.py"))
 

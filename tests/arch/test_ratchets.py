@@ -13,7 +13,7 @@ RUNNER_RUN_STATEMENTS = 10
 SIZES = {
     # file: (class, lines of the file, methods, attributes set in __init__)
     "worker/runner.py": ("Runner", 60, 2, 7),
-    "sched/scheduler.py": ("Scheduler", 280, 20, 14),
+    "sched/scheduler.py": ("Scheduler", 305, 20, 14),
     "core/engine_core.py": ("EngineCore", 115, 11, 2),
 }
 

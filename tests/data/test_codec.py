@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.data.codec import Outcome, decode_outcome, decode_plan, encode_outcome, encode_plan
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, RowLogprobs, StepPlan, StepResult
+from quire.data.plan import Admission, Masks, RowLogprobs, StepPlan, StepResult
 from quire.data.pooling import Pooled, PoolingParams
 
 INTS = st.integers(0, 2**31 - 1)
@@ -51,6 +51,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         num_tokens=random.integers(1, 9, num_rows, np.int32),
         samples=random.integers(0, 2, num_rows).astype(np.bool_),
         values=ints(2, draw(st.integers(0, 3))),
+        masks=draw(st.sampled_from([None, Masks(ints(2), random.integers(0, 2**32, (2, 7), np.uint32))])),
         counts=tuple(draw(st.lists(INTS, max_size=3))),
     )
 

@@ -209,7 +209,6 @@ def test_a_clone_shares_nothing_unless_asked() -> None:
         ({"logprob_token_ids": [100]}, "logprob_token_ids"),
         ({"bad_words_token_ids": [[1, 100]]}, "bad_words"),
         ({"bad_words_token_ids": [[1]] * 129}, "bad_words"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"stop_token_ids": [100]}, "stop_token_ids"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),

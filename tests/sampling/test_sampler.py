@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepResult
+from quire.data.plan import Masks, StepResult
 from quire.errors import ConfigError
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -347,3 +347,36 @@ def test_an_empty_batch_is_no_work() -> None:
 def test_an_unknown_mode_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="raw_logprobs"):
         Sampler(VOCAB, torch.device("cpu"), "rawest")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_rows_sample_what_they_may_and_others_as_ever(device: str) -> None:
+    """Bits of a word less or more than the vocabulary has; a row whose only token is banned gets it."""
+    random = np.random.default_rng(0)
+    cases = [case(number, logprobs=2) for number in range(6)]
+    cases[4] = case(4, bad_words_token_ids=[[5]])
+    state = SamplingRows(MAX_ROWS, VOCAB, torch.device(device))
+    tokens, lens = np.ones((MAX_ROWS, MAX_LEN), np.int32), np.full(MAX_ROWS, 9, np.int32)
+    rows = np.array([9, 3, 7, 1, 30, 2], np.int32)
+    for row, each in zip(rows.tolist(), cases, strict=True):
+        state.admit(row, each.params, prompt_len=1, seed=row, stop_ids=STOP_IDS)
+    allowed = random.random((3, VOCAB)) < 0.01
+    allowed[:, 5], allowed[2] = True, False
+    allowed[2, 5] = True
+    for width in (VOCAB - 44, VOCAB + 100):  # words: one more, and fewer than the vocabulary needs
+        padded = np.zeros((3, -(-width // 32) * 32), np.bool_)
+        kept = min(VOCAB, padded.shape[1])
+        padded[:, :kept] = allowed[:, :kept]
+        bits = np.packbits(padded, axis=1, bitorder="little").view("<u4")
+        masks = Masks(np.array([3, 1, 30], np.int32), bits)
+        results = []
+        for asked in (None, masks):
+            logits = torch.stack([each.logits for each in cases]).to(device)
+            sampler = Sampler(VOCAB, torch.device(device))
+            plain = (logits, rows, state, tokens, lens, np.ones(MAX_ROWS, np.int32))
+            results.append(sampler(*plain, masks=asked))
+        free, bound = (result.token_ids.tolist() for result in results)
+        assert [bound[at] for at in (0, 2, 5)] == [free[at] for at in (0, 2, 5)]
+        assert padded[0, bound[1]] and padded[1, bound[3]] and bound[4] == 5
+        assert results[1].logprobs[9] == results[0].logprobs[9]
+        assert results[1].logprobs[3].logprobs[0] > results[0].logprobs[3].logprobs[0]

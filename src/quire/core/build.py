@@ -6,21 +6,25 @@ from quire.core.engine_core import EngineCore
 from quire.core.lockstep import open_lockstep
 from quire.dist.process import calm_threads
 from quire.executor import EXECUTORS, Executor
+from quire.grammar import Grammars
+from quire.prepare import open_grammars
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, CacheSize]:
-    """Start the executor, then a scheduler over the blocks that it found room for."""
+def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[EngineCore, CacheSize]:
+    """Start the executor, then a scheduler over the blocks that it found room for. Grammars may be shared
+    with whoever checks the requests."""
     calm_threads()
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     lockstep = open_lockstep(config.parallel)
-    return EngineCore(executor, build_scheduler(config, cache), depth=depth, lockstep=lockstep), cache
+    scheduler = build_scheduler(config, cache, grammars or open_grammars(config))
+    return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 
-def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
+def build_scheduler(config: EngineConfig, cache: CacheSize, grammars: Grammars | None = None) -> Scheduler:
     limits = config.scheduler
     kv = KVManager(
         num_blocks=cache.num_blocks,
@@ -41,4 +45,5 @@ def build_scheduler(config: EngineConfig, cache: CacheSize) -> Scheduler:
         reserve_full_prompt=limits.scheduler_reserve_full_isl,
         watermark=limits.watermark,
         num_stages=config.parallel.pipeline_parallel_size,
+        grammars=grammars,
     )

@@ -11,6 +11,9 @@ from quire.data.stats import StepStats
 from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
+GRAMMAR_S = 0.01
+"""How long to wait for a grammar where others may want something, too."""
+
 
 class EngineCore:
     """The scheduler and the executor, and the steps between them."""
@@ -38,8 +41,12 @@ class EngineCore:
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
         none can be planned, or if it is not done in time."""
+        if refused := self.scheduler.settle():
+            return StepOutput([], [], finished=refused, at=time.monotonic())
         while self.pipeline.has_room and (plan := self.pipeline.agreed(self.scheduler.plan())) is not None:
             self.pipeline.submit(plan)
+        if not len(self.pipeline) and self.scheduler.constraints.wait(timeout_s and GRAMMAR_S):
+            return self.step(timeout_s)
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
         plan, result = self.pipeline.next()

@@ -16,7 +16,7 @@ from quire.errors import EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.prepare import cache_info, eos_ids, open_tokenizer
+from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer
 
 
 class LocalEngine:
@@ -26,7 +26,8 @@ class LocalEngine:
         self.config = config
         self.tokenizer = open_tokenizer(config)
         self.core: EngineCore
-        self.core, cache = build_core(config)
+        grammars = open_grammars(config, self.tokenizer)
+        self.core, cache = build_core(config, grammars)
         self.max_model_len = cache.max_model_len
         self.inputs = InputProcessor(
             tokenizer=self.tokenizer,
@@ -37,6 +38,7 @@ class LocalEngine:
             seed=config.model.seed,
             max_prompt_len=config.scheduler.max_prompt_len,
             pooling=config.pooling,
+            grammars=grammars,
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None

@@ -1,6 +1,6 @@
 """What a step is: the plan that goes to the worker, and the result that comes back."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +13,18 @@ from quire.data.stats import StepStats
 Ints = NDArray[np.int32]
 _NONE: Ints = np.empty(0, np.int32)
 _NO_VALUES: Ints = np.empty((2, 0), np.int32)
+
+Verdict = Literal["", "complete", "eos", "error"]
+"""What a grammar says to a token: go on, the text is whole with it, it is the one that ends it, or it does
+not fit."""
+
+
+class Masks(msgspec.Struct):
+    """What the constrained rows of a step may sample."""
+
+    rows: Ints
+    bits: NDArray[np.uint32]
+    """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
 
 
 class Admission(msgspec.Struct):
@@ -58,6 +70,9 @@ class StepPlan(msgspec.Struct):
     """Whether the row's last token is computed, so that it gets a new one."""
     values: Ints = _NO_VALUES
     """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
+
+    masks: Masks | None = None
+    """None: no row that samples is constrained."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows
@@ -121,6 +136,8 @@ class Finish(msgspec.Struct):
     """stop | length | abort | error | repetition"""
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    keeps_last: bool = False
+    """It stopped, and not by its last token: the text was whole."""
 
 
 class FirstRun(msgspec.Struct):

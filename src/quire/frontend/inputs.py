@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from quire.config.pooling import PoolingFacts
-from quire.data.params import RequestOutputKind, SamplingParams
+from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
+from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
+from quire.grammar import Grammars
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import UNBUILT, refuse
 
@@ -73,6 +75,7 @@ class InputProcessor:
         seed: int,
         max_prompt_len: int | None = None,
         pooling: PoolingFacts | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -81,6 +84,7 @@ class InputProcessor:
         """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
         self.pooling = pooling
         """None for an engine that generates."""
+        self.grammars = grammars
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -263,6 +267,8 @@ class InputProcessor:
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
         params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
+        if params.structured_outputs is not None:
+            self.check_grammar(params.structured_outputs)
         if len(self.eos_ids) > 1 and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:
@@ -272,6 +278,17 @@ class InputProcessor:
                 )
             params.detokenize = False
         return params
+
+    def check_grammar(self, asked: StructuredOutputsParams, seconds: float | None = None) -> None:
+        """By the call that the core will make. What was checked before is known; else it may take a second,
+        and in a thread that others wait for it may be limited."""
+        if self.grammars is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer, and skip_tokenizer_init is set",
+                param="structured_outputs",
+            )
+        with limited(seconds, "structured_outputs: the grammar"):
+            self.grammars.compile(asked)
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it stands at the start of a text and after a space."""

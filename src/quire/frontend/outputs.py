@@ -103,7 +103,8 @@ class _Sequence:
         start, self.num_read = self.num_read, len(self.token_ids)
         unread = self.token_ids[start:]
         # A token that ended the sequence as a stop is part of the text only if it was asked for.
-        stopped = self.finish is not None and self.finish.reason == "stop"
+        finish = self.finish
+        stopped = finish is not None and finish.reason == "stop" and not finish.keeps_last
         if stopped and not self.parent.params.include_stop_str_in_output:
             del unread[-1:]
         return unread

@@ -9,7 +9,9 @@ from quire.sampling.counts import Counts
 from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, Ints, SamplingRows
 from quire.sampling.transfer import to_device
 
-_ADJUSTING = ALLOWED | BANNED | HELD | BIASED | PENALTIES
+REMOVING = ALLOWED | BANNED | HELD
+"""What may leave a row without a token."""
+_ADJUSTING = REMOVING | BIASED | PENALTIES
 
 
 def adjust(

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.capacity import rows_at_once
-from quire.data.plan import RowLogprobs, StepResult
+from quire.data.plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
-from quire.sampling.adjust import adjust
+from quire.sampling.adjust import REMOVING, adjust
 from quire.sampling.chance import Asked, floors, sample, uniform
+from quire.sampling.confine import Confined
 from quire.sampling.counts import Counts
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
@@ -68,39 +69,51 @@ class Sampler:
         prompt_lens: Ints,
         in_passing: Tensor | None = None,
         asked: Asked | None = None,
+        masks: Masks | None = None,
     ) -> Sampled:
         """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
         num_tokens counts what is there before and is thus the position of the new token. `in_passing` are the
         tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
+        `masks` say what some of the rows may sample at all.
         """
         assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        if in_passing is not None and not np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED):
+        special = masks is not None or np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
+        if in_passing is not None and not special:
             return Sampled(in_passing)
         history = (tokens, num_tokens, prompt_lens)
         step = rows_at_once(self.vocab)
         if len(rows) <= step:
-            return self._special(logits, rows, state, history, asked)
+            return self._special(logits, rows, state, history, asked, masks)
         found = []
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             columns = asked and Asked(*(column[part] for column in asked))
-            found.append(self._special(logits[part], rows[part], state, history, columns))
+            found.append(self._special(logits[part], rows[part], state, history, columns, masks))
         logprobs = {row: each for piece in found for row, each in piece.logprobs.items()}
         return Sampled(torch.cat([piece.token_ids for piece in found]), logprobs)
 
     def _special(
-        self, logits: Tensor, rows: Ints, state: SamplingRows, history: History, asked: Asked | None
+        self,
+        logits: Tensor,
+        rows: Ints,
+        state: SamplingRows,
+        history: History,
+        asked: Asked | None,
+        masks: Masks | None,
     ) -> Sampled:
         """Everything that rows may ask for, for as many of them as go together."""
         num_tokens = history[1]
         logits = logits.float()
+        confined = None if masks is None else Confined(logits, masks, state.places(rows))
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
         adjust(logits, rows, state, *history, self.counts)
+        if confined is not None and (state.flags[rows] & REMOVING).any():
+            confined.revive(logits)
         if self.sample is not None and asked is not None and self.raw:
             token_ids = self.sample(logits, asked)
         else:

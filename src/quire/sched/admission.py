@@ -6,6 +6,7 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun
 from quire.data.request import Request
+from quire.sched.constraints import Constraints
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Hit, KVManager
 from quire.sched.limits import Limits
@@ -24,6 +25,7 @@ class Admitter:
         running: Running,
         limits: Limits,
         trial: Trial,
+        constraints: Constraints,
         policy: str,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
@@ -33,18 +35,24 @@ class Admitter:
         self.running = running
         self.limits = limits
         self.trial = trial
+        self.constraints = constraints
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.waiting: WaitingLine = LINES[policy]()
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
-        """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk."""
+        """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk. Who
+        waits for something else is passed by, and keeps its place."""
         if self.trial:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
+        passed: list[Request] = []
         while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_rows:
             request = self.waiting.peek()
+            if self.constraints.holds(request):
+                passed.append(self.waiting.pop())
+                continue
             hit = self.kv.lookup(request)
             pending = len(request.tokens) - hit.num_tokens
             chunk = min(pending, self.limits.max_chunk, budget)
@@ -56,6 +64,8 @@ class Admitter:
             self.waiting.pop()
             admitted.append((self._admit(request, hit, chunk, notes), chunk))
             budget -= chunk
+        for request in reversed(passed):
+            self.waiting.push_front(request)
         return admitted
 
     def _may_split(self, num_tokens: int) -> bool:

@@ -15,10 +15,20 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.plan import Admission, Finish, Ints, RowLogprobs, StepOutput, StepPlan, StepResult
+from quire.data.plan import (
+    Admission,
+    Finish,
+    Ints,
+    RowLogprobs,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    Verdict,
+)
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.sched.admission import Admitter
+from quire.sched.constraints import Constraints, Grammars
 from quire.sched.in_flight import Flight, Landed, Notes
 from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import Limits
@@ -44,6 +54,7 @@ class Scheduler:
         reserve_full_prompt: bool = True,
         watermark: float = 0.0,
         num_stages: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
         and plans carry those tokens; with one they stay on the device."""
@@ -56,11 +67,13 @@ class Scheduler:
         self.policy = policy
         self.trial = Trial(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
+        self.constraints = Constraints(grammars)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
             limits=self.limits,
             trial=self.trial,
+            constraints=self.constraints,
             policy=policy,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -84,6 +97,7 @@ class Scheduler:
         assert request.id not in self.requests, f"request {request.id} is already here"
         request.queued_at = time.monotonic()
         self.requests[request.id] = request
+        self.constraints.add(request)
         self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
@@ -91,12 +105,17 @@ class Scheduler:
         known = [self.requests[id] for id in dict.fromkeys(request_ids) if id in self.requests]
         return {request.id: self._finish(request, "abort") for request in known}
 
+    def settle(self) -> dict[str, Finish]:
+        """Take in the grammars that are ready, and end the requests whose grammar has failed."""
+        return {id: self._finish(self.requests[id], "error") for id in self.constraints.settle()}
+
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> Finish:
         if request.row >= 0:
             self._vacate(request.row)
         else:
             self.admitter.waiting.remove(request)
         del self.requests[request.id]
+        self.constraints.drop(request.id)
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
@@ -145,6 +164,7 @@ class Scheduler:
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
+        plan.masks = self.constraints.masks(self.running, rows[plan.samples])
         self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
         return plan
 
@@ -194,6 +214,7 @@ class Scheduler:
         sampled, result = landed.sampled, landed.result
         stats = self._count(flight, sampled, np.array([*result.pooled], np.intp))
         running.fill(sampled, result.token_ids)
+        ended = self.constraints.advance(running, sampled, result.token_ids)
         output = StepOutput(
             request_ids=running.ids[sampled].tolist(),
             token_ids=result.token_ids.tolist(),
@@ -204,7 +225,7 @@ class Scheduler:
             at=time.monotonic(),
             stats=stats,
         )
-        self._end_finished(sampled, result.token_ids, output)
+        self._end_finished(sampled, result.token_ids, ended, output)
         output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
         self.limits.passed(len(plan.rows), plan.total_tokens)
         if self.trial and len(sampled):
@@ -213,17 +234,21 @@ class Scheduler:
         stats.kv_usage = self.kv.pool.usage
         return output
 
-    def _end_finished(self, rows: RowIds, token_ids: Ints, output: StepOutput) -> None:
-        """Look closely only at rows that may be done."""
+    def _end_finished(
+        self, rows: RowIds, token_ids: Ints, ended: dict[int, Verdict], output: StepOutput
+    ) -> None:
+        """Look closely only at rows that may be done, and at those whose grammar has `ended`."""
         running, length = self.running, self.running.num_known[rows]
         suspect = (
             (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
         )
-        for row in rows[suspect & (length >= running.min_len[rows])].tolist():
-            request = running.request(row)
-            why = why_stopped(request, running.tokens[row, : running.num_known[row]])
+        done = rows[suspect & (length >= running.min_len[rows])].tolist()
+        for row in dict.fromkeys([*done, *ended]):
+            request, verdict = running.request(row), ended.get(row, "")
+            why = why_stopped(request, running.tokens[row, : running.num_known[row]], verdict)
             if why is not None:
-                output.finished[request.id] = self._finish(request, *why)
+                finish = output.finished[request.id] = self._finish(request, *why)
+                finish.keeps_last = verdict == "complete" and finish.stop_reason is None
 
     def fail(self, plan: StepPlan) -> dict[str, Finish]:
         """The oldest step in flight broke: nothing of it counts, nor of those behind it. All go back to the

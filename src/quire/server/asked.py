@@ -3,6 +3,7 @@
 from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.logs import get_logger
+from quire.server.constraint import constraint_of
 from quire.server.engine import Facts
 from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, GenerateBody
 from quire.unbuilt import UNBUILT, refuse
@@ -32,12 +33,6 @@ def check_fields(body: Body) -> None:
 def check_generate(body: GenerateBody, *, max_n: int) -> None:
     """The rules of the API about fields that do not go together, or are more than HTTP allows."""
     check_fields(body)
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise RequestError(
-            f"`response_format` of type {kind!r} is not supported yet; only 'text' is",
-            param="response_format",
-        )
     if body.stream_options is not None and not body.stream:
         raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.stream and body.prompt_logprobs:
@@ -136,12 +131,14 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         repetition_detection=detection and detection.model_dump(),
+        structured_outputs=constraint_of(body),
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
 
 
 def beam_params(body: GenerateBody, facts: Facts, *, max_tokens: int) -> BeamSearchParams:
     width = body.n or 1
+    refuse("call argument", "structured_outputs", constraint_of(body))
     if 2 * width > facts.max_logprobs:
         raise RequestError(
             f"a beam search of n={width} looks at {2 * width} logprobs per token, above max_logprobs="

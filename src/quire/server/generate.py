@@ -30,6 +30,8 @@ from quire.server.settings import ServerSettings
 logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
+COMPILE_S = 5.0
+"""For a grammar, and the tokenizer's part in the first."""
 PIECE = 256
 """Sequences that are made ready in one go: some milliseconds."""
 
@@ -110,6 +112,7 @@ class Api:
         """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
         started: list[Outputs] = []
         pause = Pauses()
+        await self._compile(job.params[0])
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
@@ -127,6 +130,12 @@ class Api:
         if self.settings.log.enable_log_outputs:
             outputs = Logged(outputs, job.id, self._cut)
         return outputs
+
+    async def _compile(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Have the grammar checked in a thread, where it takes long; all prompts of a call share it."""
+        asked = params.structured_outputs
+        if asked is not None:
+            await asyncio.to_thread(self.engine.inputs.check_grammar, asked, COMPILE_S)
 
     async def finished(self, job: Job) -> list[RequestOutput]:
         """The whole outputs, in the order of the prompts."""

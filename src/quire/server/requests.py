@@ -93,6 +93,12 @@ class GenerateBody(EngineBody):
     prompt_logprobs: int | None = _told(-1, None, "Best tokens at each position of the prompt.")
     logprob_token_ids: list[TokenId] | None = None
     repetition_detection: RepetitionDetection | None = None
+    response_format: dict[str, JsonValue] | None = _doc(
+        "What the answer must look like: type text, json_object, json_schema or structural_tag."
+    )
+    structured_outputs: dict[str, JsonValue] | None = _doc(
+        "The same, with one of: json, regex, choice, grammar, json_object, structural_tag."
+    )
     stream_interval: int | None = _told(1, None, "Tokens between two chunks of a stream.")
     use_beam_search: bool | None = False
     echo: bool | None = _doc("Begin the answer with the prompt (chat: with the last message).", False)
@@ -102,8 +108,6 @@ class GenerateBody(EngineBody):
     return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
     session_id: str | None = _doc("Has no effect with one engine.")
 
-    structured_outputs: Unbuilt | None = _doc("Not supported yet.")
-    response_format: dict[str, Unbuilt] | None = _doc('Only `{"type": "text"}` is supported yet.')
     thinking_token_budget: int | None = _doc("Not supported yet.")
     kv_transfer_params: dict[str, Unbuilt] | None = _doc("Not supported yet.")
     vllm_xargs: dict[str, Unbuilt] | None = _doc("Not supported.")

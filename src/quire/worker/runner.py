@@ -31,7 +31,7 @@ class Runner:
             part.begin(plan)
         done = self.device.prepare(plan, self.all_rows).draw()
         asked = (plan.sampling_rows, self.all_rows.sampling, *self.all_rows.history)
-        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked)
+        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked, plan.masks)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
         pending = self.device.land(plan, sampled, self.all_rows)

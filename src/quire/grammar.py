@@ -1,0 +1,252 @@
+"""Structured output: what a request asks its text to be, as a grammar over the tokens of the model."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.params import StructuredOutputsParams
+from quire.data.plan import Verdict
+from quire.errors import RequestError
+
+if TYPE_CHECKING:  # its import would cost every start
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_CHARS = 1 << 18
+"""Of a schema, a regex, a grammar."""
+MAX_KEPT = 256
+"""Grammars that are kept compiled: those that were used last."""
+MAX_LEXER_STATES = 50_000
+"""Of one sequence, 1 to 2 KiB each."""
+MAX_REASON_CHARS = 500
+COMPILING_THREADS = 2
+FEW = 4
+"""Masks that are filled faster by one thread than by several."""
+
+_ENDS: dict[str, Verdict] = {
+    "NotStopped": "",
+    "EndOfSentence": "eos",
+    "NoExtension": "complete",
+    "NoExtensionBias": "complete",
+}
+"""What it means when a matcher has stopped for a reason; any other is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens that a grammar is compiled against."""
+
+    tokenizer_json: str
+    size: int
+    """Tokens of the model, or of its tokenizer if that has more."""
+    eos_ids: tuple[int, ...]
+
+
+class Matcher:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, inner: "LLMatcher") -> None:
+        self.inner = inner
+
+    def advance(self, token_id: int) -> Verdict:
+        """The sequence has one more token. Says whether it is over with it, and how."""
+        if not self.inner.consume_token(token_id):
+            return "error"
+        return _ENDS.get(self.inner.stop_reason(), "error") if self.inner.is_stopped() else ""
+
+
+class Grammars:
+    """The grammars of one vocabulary, each compiled once and kept while it is in use."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """The vocabulary is asked for with the first grammar: most engines never see one."""
+        self._vocabulary = vocabulary
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    def compile(self, asked: StructuredOutputsParams) -> Matcher:
+        """The start of what is asked for. A RequestError if it is no grammar, is one that no text fits, is
+        beyond what is known here or beyond the limits. May take a second: not for a loop."""
+        grammar = grammar_of(asked)
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return Matcher(found.deep_copy())
+        made = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+            return Matcher(made.deep_copy())
+
+    def begin(self, asked: StructuredOutputsParams) -> Future[Matcher]:
+        """The same in a thread."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
+        return self._threads.submit(self.compile, asked)
+
+    def fill(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
+        """[matchers, words] a bit for each token, set where it may come next."""
+        from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+        bits = np.empty((len(matchers), -(-self._opened().vocab_size // 32)), np.int32)
+        if len(matchers) < FEW:
+            for place, matcher in enumerate(matchers):
+                fill_next_token_bitmask(matcher.inner, bits, place)
+        else:
+            each = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
+            fill_next_token_bitmask_par(self._filling, each, bits)
+        return bits.view(np.uint32)
+
+    @cached_property
+    def _filling(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        made = LLMatcher(self._opened(), grammar, log_level=0, limits=limits)
+        if not made.is_error():
+            made.compute_bitmask()  # a language without a text shows here
+        if made.is_error():
+            raise _refusal(made.get_error())
+        return made
+
+    def _opened(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._opening:
+            if self._tokenizer is None:
+                known = self._vocabulary()
+                try:
+                    self._tokenizer = LLTokenizer(
+                        known.tokenizer_json, n_vocab=known.size, eos_token=list(known.eos_ids) or None
+                    )
+                except ValueError as error:
+                    raise _refusal(f"the tokenizer of this model cannot follow a grammar: {error}") from error
+            return self._tokenizer
+
+
+def _refusal(reason: str) -> RequestError:
+    short = reason.partition("\n<state>")[0].strip()
+    if len(short) > MAX_REASON_CHARS:
+        short = short[:MAX_REASON_CHARS] + "..."
+    return RequestError(f"structured_outputs: {short}", param="structured_outputs")
+
+
+# ---- what was asked for, in the words of llguidance
+
+
+def grammar_of(asked: StructuredOutputsParams) -> str:
+    """The text that llguidance compiles; a RequestError where there cannot be one."""
+    name, build = next(each for each in _BUILDERS.items() if getattr(asked, each[0]) is not None)
+    try:
+        grammar = build(getattr(asked, name), asked)
+        grammar.encode()
+    except RecursionError as error:
+        raise _refusal(f".{name} is nested too deeply") from error
+    except (ValueError, TypeError, AssertionError, KeyError) as error:
+        raise _refusal(f".{name}: {error}") from error
+    if len(grammar) > MAX_CHARS:
+        raise _refusal(f".{name} may have at most {MAX_CHARS} characters, it has {len(grammar)}")
+    return grammar
+
+
+def _from_schema(schema: Any, asked: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    if asked.disable_additional_properties:
+        schema = _closed(schema)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        overrides={
+            "whitespace_flexible": not asked.disable_any_whitespace,
+            "whitespace_pattern": asked.whitespace_pattern,
+            "lenient": False,
+        },
+    )
+
+
+def _closed(schema: Any) -> Any:
+    """The schema where objects have no properties but those that are named, unless it says otherwise."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _closed(each) for name, each in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type", "object") == "object":
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _from_regex(regex: str, asked: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _from_choice(choice: list[str], asked: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark(
+        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(choice))
+    )
+
+
+def _from_grammar(text: str, asked: StructuredOutputsParams) -> str:
+    """Lark as it is; EBNF with `::=` is translated."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"at most {MAX_CHARS} characters, it has {len(text)}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from error
+
+
+def _from_tags(text: str, asked: StructuredOutputsParams) -> str:
+    """Free text in which each trigger begins one of the structures."""
+    from llguidance import LLMatcher, StructTag
+
+    given = json.loads(text)
+    if not isinstance(given, dict) or "structures" not in given:
+        raise ValueError("only tags with `structures` and `triggers` are known")
+    triggers = sorted(given["triggers"], key=len, reverse=True)
+    tags = []
+    for each in given["structures"]:
+        begin, schema = each["begin"], each["schema"]
+        trigger = next((known for known in triggers if begin.startswith(known)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r:.80}")
+        grammar = json.dumps(schema) if isinstance(schema, dict) else schema
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=each["end"]))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+_BUILDERS: dict[str, Callable[[Any, StructuredOutputsParams], str]] = {
+    "json": _from_schema,
+    "json_object": lambda _, asked: _from_schema({"type": "object"}, asked),
+    "regex": _from_regex,
+    "choice": _from_choice,
+    "grammar": _from_grammar,
+    "structural_tag": _from_tags,
+}

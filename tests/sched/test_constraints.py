@@ -1,0 +1,95 @@
+"""Requests that wait for a grammar, and those that a grammar ends, without one."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from symbolic import Engine, continuation
+
+from quire.data.params import SamplingParams
+from quire.data.plan import Verdict
+from quire.errors import RequestError
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Script:
+    """A matcher that says what it was told to."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = list(verdicts)
+        self.seen: list[int] = []
+
+    def advance(self, token_id: int) -> Verdict:
+        self.seen.append(token_id)
+        return self.verdicts.pop(0) if self.verdicts else ""
+
+
+class Waiting:
+    """Grammars that are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[Future[Any]] = []
+        self.filled: list[int] = []
+
+    def begin(self, asked: Any) -> Future[Any]:
+        self.begun.append(Future())
+        return self.begun[-1]
+
+    def fill(self, matchers: Any) -> NDArray[np.uint32]:
+        self.filled.append(len(matchers))
+        return np.full((len(matchers), 4), 2**32 - 1, np.uint32)
+
+
+def bound(count: int = 4) -> SamplingParams:
+    return SamplingParams(max_tokens=count, structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_waits_is_passed_by_and_keeps_its_place(policy: str) -> None:
+    grammars = Waiting()
+    engine = Engine(grammars=grammars, policy=policy, max_num_seqs=1)
+    for id in ("a", "b"):
+        engine.add(id, PROMPT, count=2, params=bound(2))
+    for id in ("c", "d"):
+        engine.add(id, PROMPT, count=2)
+    order = []
+    for made in range(4):
+        if made == 1:
+            for coming in reversed(grammars.begun):
+                coming.set_result(Script())
+        order.append(engine.step().request_ids[0])
+        engine.step()
+    assert order == ["c", "a", "b", "d"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_constrained_row_waits_for_its_value_and_others_do_not(depth: int) -> None:
+    grammars, script = Waiting(), Script("", "", "complete")
+    engine = Engine(grammars=grammars, depth=depth, lazy=depth > 1)
+    engine.add("a", PROMPT, count=9, params=bound(9))
+    engine.add("b", PROMPT, count=9)
+    grammars.begun[0].set_result(script)
+    engine.run()
+    assert engine.outputs["a"] == continuation(PROMPT, 3) == script.seen
+    assert engine.outputs["b"] == continuation(PROMPT, 9)
+    assert engine.reasons["a"] == "stop" and grammars.filled == [1, 1, 1]
+    assert sum(plan.masks is not None for plan in engine.plans) == 3
+
+
+def test_a_grammar_that_fails_ends_its_request_alone() -> None:
+    grammars = Waiting()
+    engine = Engine(grammars=grammars)
+    for id in ("late", "wrong", "gone"):
+        engine.add(id, PROMPT, params=bound())
+    engine.add("free", PROMPT)
+    grammars.begun[0].set_exception(RequestError("too complex"))
+    grammars.begun[1].set_result(Script("", "error"))
+    engine.step()
+    engine.core.abort(["gone"])
+    assert grammars.begun[2].cancelled()
+    engine.run()
+    assert engine.reasons == {"late": "error", "wrong": "error", "free": "length"}
+    assert len(engine.outputs["wrong"]) == 2
