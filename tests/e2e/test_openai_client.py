@@ -1,5 +1,6 @@
 """The official client, strict about every reply, against a real server."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,6 +180,27 @@ def test_mistakes_get_the_error_that_names_them(client: OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=SAY, response_format={"type": "x"})  # type: ignore
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client: OpenAI) -> None:
+    """Through API process and core, streamed or not; a schema that cannot be followed is refused by both."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    tight = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    for seed in range(4):
+        given: dict[str, Any] = {"model": "tiny", "temperature": 1.5, "seed": seed, "max_tokens": 200}
+        whole = client.chat.completions.create(messages=SAY, response_format=asked, **given).choices[0]
+        if whole.finish_reason == "stop":
+            assert json.loads(whole.message.content or "") in ({"a": 1}, {"a": "x"})
+        plain = client.completions.create(prompt="x", extra_body=tight, **given)
+        assert plain.choices[0].text in ('{"a":1}', '{"a":"x"}')
+        stream = client.chat.completions.create(messages=SAY, stream=True, extra_body=tight, **given)
+        assert "".join(part.choices[0].delta.content or "" for part in stream) in ('{"a":1}', '{"a":"x"}')
+    schema["properties"] = {"a": {"type": "strange"}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="strange"):
+            client.chat.completions.create(model="tiny", messages=SAY, response_format=asked, stream=stream)
 
 
 def test_the_models_are_listed_by_every_name(client: OpenAI) -> None:
