@@ -76,7 +76,7 @@ class Grammars:
 
     def compile(self, asked: StructuredOutputsParams) -> Matcher:
         """The start of what is asked for. A RequestError if it is no grammar, is one that no text fits, is
-        beyond what is known here or beyond the limits. May take a second: not for a loop."""
+        beyond what is known here or beyond the limits. The first opens the vocabulary."""
         grammar = grammar_of(asked)
         with self._lock:
             found = self._compiled.get(grammar)
@@ -100,7 +100,7 @@ class Grammars:
         """[matchers, words] a bit for each token, set where it may come next."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        bits = np.empty((len(matchers), -(-self._opened().vocab_size // 32)), np.int32)
+        bits = np.empty((len(matchers), -(-self.open().vocab_size // 32)), np.int32)
         if len(matchers) < FEW:
             for place, matcher in enumerate(matchers):
                 fill_next_token_bitmask(matcher.inner, bits, place)
@@ -119,14 +119,15 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        made = LLMatcher(self._opened(), grammar, log_level=0, limits=limits)
+        made = LLMatcher(self.open(), grammar, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()  # a language without a text shows here
         if made.is_error():
             raise _refusal(made.get_error())
         return made
 
-    def _opened(self) -> "LLTokenizer":
+    def open(self) -> "LLTokenizer":
+        """The vocabulary, which takes seconds once."""
         from llguidance import LLTokenizer
 
         with self._opening:

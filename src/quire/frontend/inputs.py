@@ -280,13 +280,14 @@ class InputProcessor:
         return params
 
     def check_grammar(self, asked: StructuredOutputsParams, seconds: float | None = None) -> None:
-        """By the call that the core will make. What was checked before is known; else it may take a second,
-        and in a thread that others wait for it may be limited."""
+        """By the call that the core will make, in so many seconds, if that is said. What was checked before
+        is known."""
         if self.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set",
                 param="structured_outputs",
             )
+        self.grammars.open()
         with limited(seconds, "structured_outputs: the grammar"):
             self.grammars.compile(asked)
 

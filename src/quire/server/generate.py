@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
 COMPILE_S = 5.0
-"""For a grammar, and the tokenizer's part in the first."""
+"""For a grammar."""
 PIECE = 256
 """Sequences that are made ready in one go: some milliseconds."""
 
