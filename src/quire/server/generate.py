@@ -131,9 +131,9 @@ class Api:
             outputs = Logged(outputs, job.id, self._cut)
         return outputs
 
-    async def _compile(self, params: SamplingParams | BeamSearchParams) -> None:
+    async def _compile(self, params: Params) -> None:
         """Have the grammar checked in a thread, where it takes long; all prompts of a call share it."""
-        asked = params.structured_outputs
+        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None:
             await asyncio.to_thread(self.engine.inputs.check_grammar, asked, COMPILE_S)
 
