@@ -1,0 +1,164 @@
+"""Parsers of answers: the text of a model -> text, reasoning and tool calls."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire.data.pieces import Piece, TextPiece
+from quire.errors import ConfigError
+from quire.registry import LazyTable
+from quire.text.parsers.engine import Parser, join
+
+_HERE = "quire.text.parsers"
+Made = TypeVar("Made", bound=Callable[..., Parser])
+
+REASONING = LazyTable(
+    "reasoning parser",
+    {
+        "cohere_command3": f"{_HERE}.reasoning:COHERE",
+        "deepseek_r1": f"{_HERE}.reasoning:THINK",
+        "deepseek_v3": f"{_HERE}.reasoning:THINK_ASKED",
+        "deepseek_v4": f"{_HERE}.reasoning:THINK_ASKED",
+        "ernie45": f"{_HERE}.reasoning:ERNIE45",
+        "gemma4": f"{_HERE}.reasoning:GEMMA4",
+        "glm45": f"{_HERE}.reasoning:QWEN3",
+        "glm47": f"{_HERE}.reasoning:QWEN3",
+        "granite": f"{_HERE}.reasoning:GRANITE",
+        "holo2": f"{_HERE}.reasoning:THINK",
+        "hunyuan_a13b": f"{_HERE}.reasoning:HUNYUAN_A13B",
+        "identity": f"{_HERE}.reasoning:Identity",
+        "kimi_k2": f"{_HERE}.reasoning:KIMI_K2",
+        "minimax_m2": f"{_HERE}.reasoning:MINIMAX_M2",
+        "minimax_m2_append_think": f"{_HERE}.reasoning:AppendThink",
+        "mistral": f"{_HERE}.reasoning:MISTRAL",
+        "nemotron_v3": f"{_HERE}.reasoning:QWEN3",
+        "olmo3": f"{_HERE}.reasoning:THINK",
+        "openai_gptoss": f"{_HERE}.harmony:REASONING",
+        "qwen3": f"{_HERE}.reasoning:QWEN3",
+        "seed_oss": f"{_HERE}.reasoning:SEED_OSS",
+        "step3": f"{_HERE}.reasoning:THINK",
+        "step3p5": f"{_HERE}.reasoning:QWEN3",
+    },
+)
+"""Name -> what makes a parser, called with the rendered prompt."""
+
+TOOLS = LazyTable(
+    "tool parser",
+    {
+        "apertus": f"{_HERE}.json_calls:APERTUS",
+        "cohere_command3": f"{_HERE}.json_calls:COHERE",
+        "deepseek_v3": f"{_HERE}.named_calls:DEEPSEEK_V3",
+        "deepseek_v31": f"{_HERE}.named_calls:DEEPSEEK_V31",
+        "deepseek_v32": f"{_HERE}.tagged_calls:DEEPSEEK_V32",
+        "deepseek_v4": f"{_HERE}.tagged_calls:DEEPSEEK_V4",
+        "ernie45": f"{_HERE}.json_calls:ERNIE45",
+        "functiongemma": f"{_HERE}.gemma:FUNCTION_GEMMA",
+        "gemma4": f"{_HERE}.gemma:GEMMA4",
+        "gigachat3": f"{_HERE}.json_calls:GIGACHAT3",
+        "glm45": f"{_HERE}.tagged_calls:GLM45",
+        "glm47": f"{_HERE}.tagged_calls:GLM45",
+        "granite": f"{_HERE}.json_calls:GRANITE",
+        "granite-20b-fc": f"{_HERE}.json_calls:GRANITE_20B",
+        "granite4": f"{_HERE}.json_calls:HERMES",
+        "hermes": f"{_HERE}.json_calls:HERMES",
+        "hunyuan_a13b": f"{_HERE}.json_calls:TOOL_CALLS",
+        "internlm": f"{_HERE}.json_calls:INTERNLM",
+        "jamba": f"{_HERE}.json_calls:TOOL_CALLS",
+        "kimi_k2": f"{_HERE}.named_calls:KIMI_K2",
+        "lfm2": f"{_HERE}.pythonic:LFM2",
+        "llama3_json": f"{_HERE}.json_calls:LLAMA_JSON",
+        "llama4_json": f"{_HERE}.json_calls:LLAMA_JSON",
+        "llama4_pythonic": f"{_HERE}.pythonic:LLAMA4_PYTHONIC",
+        "longcat": f"{_HERE}.json_calls:LONGCAT",
+        "mimo": f"{_HERE}.tagged_calls:QWEN3_CODER",
+        "minimax": f"{_HERE}.json_calls:TOOL_CALLS",
+        "minimax_m2": f"{_HERE}.tagged_calls:MINIMAX_M2",
+        "mistral": f"{_HERE}.json_calls:Mistral",
+        "olmo3": f"{_HERE}.pythonic:OLMO3",
+        "openai": f"{_HERE}.harmony:Harmony",
+        "phi4_mini_json": f"{_HERE}.json_calls:PHI4_MINI",
+        "pythonic": f"{_HERE}.pythonic:PYTHONIC",
+        "qwen3_coder": f"{_HERE}.tagged_calls:QWEN3_CODER",
+        "qwen3_xml": f"{_HERE}.tagged_calls:QWEN3_CODER",
+        "seed_oss": f"{_HERE}.tagged_calls:SEED_OSS",
+        "step3": f"{_HERE}.tagged_calls:STEP3",
+        "step3p5": f"{_HERE}.tagged_calls:QWEN3_CODER",
+        "xlam": f"{_HERE}.json_calls:XLAM",
+    },
+)
+"""Name -> what makes a parser, called with `schemas=` and `make_id=`."""
+
+
+class Chain:
+    """Reasoning first; what it leaves as text goes on to the tool calls."""
+
+    def __init__(self, reasoning: Parser, tools: Parser) -> None:
+        self.reasoning = reasoning
+        self.tools = tools
+        self.keeps_special_tokens = reasoning.keeps_special_tokens or tools.keeps_special_tokens
+
+    def feed(self, text: str) -> list[Piece]:
+        return self._through(self.reasoning.feed(text))
+
+    def end(self) -> list[Piece]:
+        return join(self._through(self.reasoning.end()) + self.tools.end())
+
+    def parse(self, text: str) -> list[Piece]:
+        return join(self.feed(text) + self.end())
+
+    def _through(self, pieces: list[Piece]) -> list[Piece]:
+        out: list[Piece] = []
+        for piece in pieces:
+            out += self.tools.feed(piece.text) if isinstance(piece, TextPiece) else [piece]
+        return join(out)
+
+
+def answer_parser(
+    *,
+    reasoning: str | None = None,
+    tools: str | None = None,
+    prompt: str = "",
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    make_id: Callable[[int, str], str] | None = None,
+) -> Parser | Chain:
+    """The parser of one answer, by the names of its two halves; without either, all is text.
+
+    `schemas`: the parameters of each function that may be called. `prompt`: its rendered end."""
+    first: Parser = REASONING[reasoning or "identity"](prompt)
+    if tools is None:
+        return first
+    second: Parser = TOOLS[tools](schemas=schemas, make_id=make_id)
+    return second if second.reads_all or reasoning is None else Chain(first, second)
+
+
+def reasoning_parser(name: str) -> Callable[[Made], Made]:
+    """Decorator for plugins: a reasoning parser by this name."""
+    return _registered(REASONING, name)
+
+
+def tool_parser(name: str) -> Callable[[Made], Made]:
+    """Decorator for plugins: a tool parser by this name."""
+    return _registered(TOOLS, name)
+
+
+def _registered(table: LazyTable, name: str) -> Callable[[Made], Made]:
+    def register(made: Made) -> Made:
+        table.entries[name] = f"{made.__module__}:{made.__qualname__}"
+        return made
+
+    return register
+
+
+def load_plugin(path: str | Path) -> None:
+    """Run a user's Python file, which registers its parsers."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no parser plugin at {path}")
+    module = f"quire_parser_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"parser plugin {path} is no Python file")
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[module])

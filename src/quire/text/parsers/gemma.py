@@ -1,0 +1,116 @@
+"""Gemma's tool calls: `call:f{key:value}`, with marks in place of quotes."""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name
+from quire.text.parsers.engine import Wait
+
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class GemmaMarks:
+    """The marks of a generation of Gemma."""
+
+    open: str
+    close: str
+    quote: str
+
+
+class Gemma(ToolParser):
+    """Gemma's calls, each argument handed on when it is whole."""
+
+    keeps_special_tokens = True
+
+    def __init__(
+        self, marks: GemmaMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
+    ) -> None:
+        self.marks = marks
+        super().__init__(schemas=schemas, make_id=make_id)
+
+    def script(self) -> Wait[None]:
+        while (yield from self.until((self.marks.open,), self.text)):
+            self.hold()
+            yield from self.take(self.marks.open)
+            yield from self.space()
+            if (yield from self.take("call:")) and (yield from self._call()):
+                yield from self.closing((self.marks.close,))
+            else:
+                self.give_back()
+
+    def _call(self) -> Wait[bool]:
+        name = yield from self.header("{")
+        if name is None or not is_name(name.strip()):
+            return False
+        yield from self.take("{")
+        self.start(name.strip())
+        self.arguments("{")
+        comma = ""
+        while (char := (yield from self.space())) and char != "}":
+            key = yield from self.header(":")
+            if key is None:
+                return False
+            yield from self.take(":")
+            value = yield from self._value()
+            if value is None:
+                return False
+            key = key.strip().removeprefix(self.marks.quote).removesuffix(self.marks.quote)
+            self.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: {value}")
+            comma = ", "
+            yield from self.take(",")
+        self.arguments("}" if char else "")
+        return bool((yield from self.take("}")))
+
+    def _value(self) -> Wait[str | None]:
+        """One value as JSON, up to the comma or bracket that ends it; None if it broke off."""
+        plain, depth = "", 0
+        parts: list[str] = []
+        while True:
+            mark = yield from self.until((self.marks.quote, *"{}[],"), parts.append)
+            if not mark:
+                return None
+            plain += "".join(parts)
+            parts.clear()
+            if not depth and mark in "},":
+                return _scalar(plain)
+            yield from self.take(mark)
+            if mark != self.marks.quote:
+                depth += (mark in "{[") - (mark in "}]")
+                plain += mark
+                if depth < 0:
+                    return None
+                continue
+            if not (yield from self.until((self.marks.quote,), parts.append)):
+                return None
+            yield from self.take(self.marks.quote)
+            plain += json.dumps("".join(parts))
+            parts.clear()
+
+
+def _scalar(plain: str) -> str:
+    """A value whose strings are in quotes already, as JSON; a string if it is none."""
+    plain = plain.strip()
+    try:
+        return json.dumps(json.loads(_quote_keys(plain)), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(plain, ensure_ascii=False)
+
+
+def _quote_keys(plain: str) -> str:
+    """Quotes around keys and words outside of strings."""
+    parts = re.split(r'("(?:[^"\\]|\\.)*")', plain)
+    parts[::2] = [_quote_words(part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _quote_words(part: str) -> str:
+    return re.sub(
+        r"[^\s{}\[\],:]+", lambda word: word[0] if _SCALAR.fullmatch(word[0]) else json.dumps(word[0]), part
+    )
+
+
+FUNCTION_GEMMA = partial(Gemma, GemmaMarks("<start_function_call>", "<end_function_call>", "<escape>"))
+GEMMA4 = partial(Gemma, GemmaMarks("<|tool_call>", "<tool_call|>", '<|"|>'))

@@ -1,0 +1,73 @@
+"""Harmony, the format of gpt-oss: messages in channels."""
+
+import re
+from functools import partial
+from typing import Any
+
+from quire.text.parsers.calls import ToolParser, is_name
+from quire.text.parsers.engine import Emit, Wait
+
+_STARTS = ("<|start|>", "<|channel|>", "<|message|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class Harmony(ToolParser):
+    """Channels: analysis is reasoning, a message to a function is a call, all else is text.
+
+    A message to one of the model's own tools counts as reasoning."""
+
+    keeps_special_tokens = True
+    reads_all = True
+
+    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+        self.calls = calls
+        super().__init__(**more)
+
+    def script(self) -> Wait[None]:
+        # The prompt ends with `<|start|>assistant`: a header may go on with the recipient.
+        self.hold()
+        yield from self.space()
+        goes_on = yield from self.take("to=")
+        self.go_back()
+        while goes_on or (yield from self.until(_STARTS, self.text)):
+            goes_on = ""
+            self.hold()
+            header = yield from self.header("<|message|>")
+            if header is None:
+                yield from self.take(*_STARTS)
+                self.give_back()
+                continue
+            yield from self.take("<|message|>")
+            self.release()
+            yield from self._message(header)
+            yield from self.take(*(end for end in _ENDS if end != "<|start|>"))
+
+    def _message(self, header: str) -> Wait[None]:
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        to_function = recipient is not None and name != recipient[1]
+        if to_function and self.calls and is_name(name):
+            yield from self._arguments(name)
+        elif (channel and channel[1] == "analysis") or (recipient and not to_function):
+            yield from self._body(self.reasoning)
+        else:
+            yield from self._body(self.text)
+
+    def _body(self, emit: Emit) -> Wait[None]:
+        yield from self.until(_ENDS, emit)
+
+    def _arguments(self, name: str) -> Wait[None]:
+        self.start(name)
+        char = yield from self.space()
+        if char != "{" or not (yield from self.json_value(self.arguments)):
+            if char and (yield from self.take(*_ENDS[:3])):
+                self.arguments("{}")
+            else:
+                yield from self._body(self.text)
+        yield from self.space()
+
+
+REASONING = partial(Harmony, calls=False)

@@ -1,0 +1,203 @@
+"""Tool calls that are JSON objects with a name and arguments, between marks or bare."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, mistral_id, to_json
+from quire.text.parsers.engine import Wait
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("id", "type", "tool_call_id")
+_BROKEN = object()
+
+
+@dataclass(frozen=True)
+class JsonMarks:
+    """Where such calls stand."""
+
+    opens: tuple[str, ...]
+    """What announces them; a bracket is the beginning of the JSON itself."""
+    closes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    """Marks around text."""
+    by_name: bool = False
+    """Whether the object is `{name: arguments}`."""
+    special: bool = False
+
+
+class ObjectParser(ToolParser):
+    """A parser that reads calls out of JSON objects."""
+
+    by_name = False
+
+    def objects(self) -> Wait[bool]:
+        """One call, several, or a list of them. False if the first is none, or one broke off."""
+        listed = (yield from self.space()) == "["
+        if listed:
+            yield from self.take("[")
+        while (yield from self.space()) == "{" and (yield from self._object()):
+            self.hold()
+            yield from self.space()
+            yield from self.take(",", ";")
+            if (yield from self.space()) != "{":
+                self.go_back()
+                yield from self.space()
+                if listed:
+                    yield from self.take("]")
+                return True
+        return False
+
+    def _object(self) -> Wait[bool]:
+        """One call. It is started when its name is known and its arguments begin."""
+        yield from self.take("{")
+        name, waiting, started = "", "{}", False
+        while (key := (yield from self._key())) is not None:
+            if self.by_name or (key in _ARGUMENTS and name):
+                name = key if self.by_name else name
+                if not is_name(name) or not (yield from self._arguments(name)):
+                    return False
+                started = True
+            else:
+                value = yield from self._whole()
+                if key in _ARGUMENTS:
+                    waiting = _unpacked(value)
+                known = key in _NAMES or key in _ARGUMENTS or key in _OTHERS
+                if value is _BROKEN or not waiting or not (known or name):
+                    return False
+                name = value if key in _NAMES and isinstance(value, str) else name
+            yield from self.space()
+            end = yield from self.take(",", "}")
+            if end == "}" and not started and is_name(name):
+                self.start(name)
+                self.arguments(waiting)
+                started = True
+            if end != ",":
+                return started and end == "}"
+        return False
+
+    def _key(self) -> Wait[str | None]:
+        """A key and its colon."""
+        if (yield from self.space()) != '"':
+            return None
+        key = yield from self._whole()
+        yield from self.space()
+        colon = yield from self.take(":")
+        return key if isinstance(key, str) and colon else None
+
+    def _whole(self) -> Wait[Any]:
+        """A value that is needed whole."""
+        parts: list[str] = []
+        whole = yield from self.json_value(parts.append)
+        return _loads("".join(parts)) if whole else _BROKEN
+
+    def _arguments(self, name: str) -> Wait[bool]:
+        """Stream an object; unpack one that was written as a string."""
+        if (yield from self.space()) == "{":
+            self.start(name)
+            return (yield from self.json_value(self.arguments))
+        arguments = _unpacked((yield from self._whole()))
+        if arguments:
+            self.start(name)
+            self.arguments(arguments)
+        return bool(arguments)
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _BROKEN
+
+
+def _unpacked(value: Any) -> str:
+    """An object of arguments, or a string that has one in it, as JSON; none if it is neither."""
+    value = _loads(value) if isinstance(value, str) else value
+    if value is None:
+        return "{}"
+    return to_json(value) or "" if isinstance(value, dict) else ""
+
+
+class JsonCalls(ObjectParser):
+    """Calls as JSON objects, as a table of marks says."""
+
+    def __init__(
+        self, marks: JsonMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
+    ) -> None:
+        self.marks = marks
+        self.by_name = marks.by_name
+        self.keeps_special_tokens = marks.special
+        super().__init__(schemas=schemas, make_id=make_id)
+
+    def script(self) -> Wait[None]:
+        written = tuple(mark for mark in self.marks.opens if mark not in ("{", "["))
+        while mark := (yield from self.until((*self.marks.opens, *self.marks.dropped), self.text)):
+            if mark in self.marks.dropped:
+                yield from self.take(mark)
+                continue
+            self.hold()
+            while (yield from self.take(*written)):
+                yield from self.space()
+            if (yield from self.objects()):
+                yield from self.closing(self.marks.closes)
+            else:
+                self.give_back()
+
+
+class Mistral(ObjectParser):
+    """`[TOOL_CALLS]`, then a list of objects, or a name and its arguments."""
+
+    default_id = staticmethod(mistral_id)
+    keeps_special_tokens = True
+
+    def script(self) -> Wait[None]:
+        while (yield from self.until(("[TOOL_CALLS]",), self.text)):
+            self.hold()
+            yield from self.take("[TOOL_CALLS]")
+            char = yield from self.space()
+            if not (yield from (self.objects() if char in ("[", "{") else self._named())):
+                self.give_back()
+
+    def _named(self) -> Wait[bool]:
+        header = yield from self.header("{")
+        if header is None:
+            return False
+        name, _, id_ = header.removesuffix("[ARGS]").strip().partition("[CALL_ID]")
+        if not is_name(name):
+            return False
+        self.start(name, id_ or None)
+        return (yield from self.json_value(self.arguments))
+
+
+def _calls(*opens: str, **more: Any) -> partial[JsonCalls]:
+    return partial(JsonCalls, JsonMarks(opens, **more))
+
+
+HERMES = _calls("<tool_call>", closes=("</tool_call>",), special=True)
+LLAMA_JSON = _calls("<|python_tag|>", "{", special=True)
+GRANITE = _calls("<|tool_call|>", "<tool_call>", closes=("</tool_call>",), special=True)
+GRANITE_20B = _calls("<function_call>", closes=("</function_call>",), special=True)
+INTERNLM = _calls(
+    "<|action_start|><|plugin|>", "<|action_start|> <|plugin|>", closes=("<|action_end|>",), special=True
+)
+TOOL_CALLS = _calls("<tool_calls>", closes=("</tool_calls>",), special=True)
+PHI4_MINI = _calls("functools")
+XLAM = _calls(
+    "<tool_call>", "[TOOL_CALLS]", "```json", "[", "{", closes=("</tool_call>", "[/TOOL_CALLS]", "```")
+)
+ERNIE45 = _calls(
+    "<tool_call>",
+    closes=("</tool_call>",),
+    dropped=("<response>\n", "<response>", "\n</response>\n", "\n</response>"),
+)
+LONGCAT = _calls("<longcat_tool_call>", closes=("</longcat_tool_call>",))
+APERTUS = _calls("<|tools_prefix|>", closes=("<|tools_suffix|>",), by_name=True, special=True)
+COHERE = _calls(
+    "<|START_ACTION|>",
+    closes=("<|END_ACTION|>",),
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    special=True,
+)
+GIGACHAT3 = _calls("function call<|role_sep|>", "<|function_call|>", special=True)

@@ -1,0 +1,118 @@
+"""JSON as it comes: read value by value, and handed on as far as it is certain to be JSON."""
+
+import re
+
+from quire.text.parsers.engine import Emit, Parser, Wait
+
+_VALUE = '{["-0123456789tfn'
+_RUN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORD = re.compile(r"[-+.\w]*")
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_BEGUN = re.compile(
+    r"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE][-+]?[0-9]*)?)?|[eE][-+]?[0-9]*)?)?"
+    r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
+)
+_HEX = re.compile(r"[0-9a-fA-F]{0,4}")
+_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class JsonParser(Parser):
+    """A parser that reads JSON."""
+
+    def json_value(self, emit: Emit) -> Wait[bool]:
+        """Emit one value; False if it broke off or is no JSON. What was emitted always begins a valid value.
+
+        What models get wrong in strings is put right: control characters, escapes that JSON has not."""
+        closers: list[str] = []
+        wanted = _VALUE
+        while True:
+            char = yield from self._json_space(emit)
+            if not char or char not in wanted:
+                return False
+            if char == '"':
+                if not (yield from self._json_string(emit)):
+                    return False
+                is_key = wanted[0] == '"'
+                wanted = ":" if is_key else ""
+            elif char in "{[":
+                self._pass_on(emit)
+                closers.append("}" if char == "{" else "]")
+                wanted = '"}' if char == "{" else _VALUE + "]"
+            elif char in "}]":
+                self._pass_on(emit)
+                closers.pop()
+                wanted = ""
+            elif char == ",":
+                self._pass_on(emit)
+                wanted = '"' if closers[-1] == "}" else _VALUE
+            elif char == ":":
+                self._pass_on(emit)
+                wanted = _VALUE
+            else:
+                if not (yield from self._json_scalar(emit)):
+                    return False
+                wanted = ""
+            if not wanted:
+                if not closers:
+                    return True
+                wanted = "," + closers[-1]
+
+    def _pass_on(self, emit: Emit) -> None:
+        emit(self._buffer[self._at])
+        self._at += 1
+
+    def _json_space(self, emit: Emit) -> Wait[str]:
+        while (char := (yield from self.peek())) and char in " \t\r\n":
+            self._pass_on(emit)
+        return char
+
+    def _json_string(self, emit: Emit) -> Wait[bool]:
+        self._pass_on(emit)
+        while char := (yield from self.peek()):
+            if run := _RUN.match(self._buffer, self._at):
+                emit(run[0])
+                self._at = run.end()
+            elif char == '"':
+                self._pass_on(emit)
+                return True
+            elif char == "\\":
+                yield from self._json_escape(emit)
+            else:
+                emit(_CONTROL.get(char) or f"\\u{ord(char):04x}")
+                self._at += 1
+        return False
+
+    def _json_escape(self, emit: Emit) -> Wait[None]:
+        self._at += 1
+        char = yield from self.peek()
+        if char == "u":
+            digits = _HEX.match(self._buffer, self._at + 1)
+            while digits and digits.end() == len(self._buffer) and len(digits[0]) < 4:
+                if not (yield from self.more()):
+                    break
+                digits = _HEX.match(self._buffer, self._at + 1)
+            if digits and (len(digits[0]) == 4 or digits.end() == len(self._buffer)):
+                emit("\\u" + digits[0])
+                self._at = digits.end()
+                return
+        elif char and char in '"\\/bfnrt':
+            emit("\\" + char)
+            self._at += 1
+            return
+        elif char == "'":
+            return
+        emit("\\\\" if char else "\\")
+
+    def _json_scalar(self, emit: Emit) -> Wait[bool]:
+        """A number or a word is certain when it is whole."""
+        while True:
+            word = _WORD.match(self._buffer, self._at)
+            assert word is not None
+            if word.end() < len(self._buffer) or not (yield from self.more()):
+                break
+        whole = _SCALAR.fullmatch(word[0]) is not None
+        broken_off = self._ended and word.end() == len(self._buffer) and _BEGUN.fullmatch(word[0]) is not None
+        if whole or broken_off:
+            emit(word[0])
+            self._at = word.end()
+        return whole

@@ -1,0 +1,100 @@
+"""Tool calls that are a name between marks, and JSON arguments behind it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, kimi_id, vllm_id
+from quire.text.parsers.engine import Wait
+
+
+@dataclass(frozen=True)
+class NamedMarks:
+    """How such a call is written."""
+
+    opens: tuple[str, ...]
+    """What may stand before the calls."""
+    call: str
+    before_arguments: str
+    closes: tuple[str, ...]
+    name: Callable[[str], str] = str.strip
+    """What comes between `call` and `before_arguments` -> the function's name."""
+    has_id: bool = False
+    """Whether the text before the arguments is the call's id."""
+
+
+class NamedCalls(ToolParser):
+    """Calls as a name and JSON arguments."""
+
+    keeps_special_tokens = True
+
+    def __init__(
+        self, marks: NamedMarks, *, schemas: Schemas | None = None, make_id: IdMaker | None = None
+    ) -> None:
+        self.marks = marks
+        default = kimi_id if marks.has_id else vllm_id
+        super().__init__(schemas=schemas, make_id=make_id or default)
+
+    def script(self) -> Wait[None]:
+        while (yield from self.until((*self.marks.opens, self.marks.call), self.text)):
+            self.hold()
+            yield from self.take(*self.marks.opens)
+            yield from self.space()
+            if (yield from self.take(self.marks.call)) and (yield from self._call()):
+                yield from self.closing(self.marks.closes)
+            else:
+                self.give_back()
+
+    def _call(self) -> Wait[bool]:
+        header = yield from self.header(self.marks.before_arguments)
+        if header is None or not is_name(name := self.marks.name(header)):
+            return False
+        yield from self.take(self.marks.before_arguments)
+        if (yield from self.space()) != "{":
+            return False
+        self.start(name, header.strip() if self.marks.has_id and ":" in header else None)
+        return (yield from self.json_value(self.arguments))
+
+
+def _after_sep(header: str) -> str:
+    return header.rpartition("<｜tool▁sep｜>")[2].strip()
+
+
+def _kimi_name(header: str) -> str:
+    """`functions.name:0` -> `name`"""
+    name, _, number = header.strip().rpartition(":")
+    return (name if number.isdecimal() else header.strip()).removeprefix("functions.")
+
+
+_DEEPSEEK_ENDS = ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+
+DEEPSEEK_V3 = partial(
+    NamedCalls,
+    NamedMarks(
+        opens=("<｜tool▁calls▁begin｜>",),
+        call="<｜tool▁call▁begin｜>",
+        before_arguments="```json",
+        closes=_DEEPSEEK_ENDS,
+        name=_after_sep,
+    ),
+)
+DEEPSEEK_V31 = partial(
+    NamedCalls,
+    NamedMarks(
+        opens=("<｜tool▁calls▁begin｜>",),
+        call="<｜tool▁call▁begin｜>",
+        before_arguments="<｜tool▁sep｜>",
+        closes=_DEEPSEEK_ENDS,
+    ),
+)
+KIMI_K2 = partial(
+    NamedCalls,
+    NamedMarks(
+        opens=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        call="<|tool_call_begin|>",
+        before_arguments="<|tool_call_argument_begin|>",
+        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        name=_kimi_name,
+        has_id=True,
+    ),
+)

@@ -1,0 +1,129 @@
+"""Reasoning: the part of an answer that stands between two marks."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from quire.text.parsers.engine import Emit, Parser, Wait
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How a model's reasoning is marked."""
+
+    start: str
+    end: str
+    opened: bool = True
+    """Whether an answer without a start begins inside of the reasoning: most templates write the start."""
+    starts: tuple[str, ...] = ()
+    """Other ways to write the start."""
+    ends: tuple[str, ...] = ()
+    """Other ways to write the end."""
+    breaks: tuple[str, ...] = ()
+    """What ends the reasoning too, and belongs to what follows: a tool call."""
+    dropped: tuple[str, ...] = ()
+    """Marks around the rest of the answer."""
+    special: bool = False
+
+
+class Reasoning(Parser):
+    """Reasoning between marks, then text. The rendered prompt tells whether it opened the reasoning."""
+
+    def __init__(self, marks: Marks, prompt: str = "") -> None:
+        self.marks = marks
+        self.opened = opened_by(marks, prompt)
+        self.keeps_special_tokens = marks.special
+        super().__init__()
+
+    def script(self) -> Wait[None]:
+        starts, ends = (self.marks.start, *self.marks.starts), (self.marks.end, *self.marks.ends)
+        self.hold()
+        yield from self.space()
+        started = yield from self.take(*starts)
+        if started:
+            self.release()
+        elif self.opened:
+            self.go_back()
+        else:
+            self.give_back()
+            yield from self._pass(starts, self.text)
+            started = yield from self.take(*starts)
+        if started or self.opened:
+            yield from self.until((*ends, *self.marks.breaks), self.reasoning)
+            yield from self.take(*ends)
+        yield from self._pass((), self.text)
+
+    def _pass(self, marks: tuple[str, ...], emit: Emit) -> Wait[None]:
+        """Text up to one of the marks, without those that are dropped."""
+        while (yield from self.until((*marks, *self.marks.dropped), emit)):
+            if not (yield from self.take(*self.marks.dropped)):
+                return
+
+
+class Identity(Parser):
+    """All is text."""
+
+    def __init__(self, prompt: str = "") -> None:
+        super().__init__()
+
+    def script(self) -> Wait[None]:
+        yield from self.until((), self.text)
+
+
+class AppendThink(Parser):
+    """All is text, and the reasoning's start that the template wrote stands before it."""
+
+    def __init__(self, prompt: str = "") -> None:
+        super().__init__()
+
+    def script(self) -> Wait[None]:
+        self.text("<think>")
+        yield from self.until((), self.text)
+
+
+def opened_by(marks: Marks, prompt: str) -> bool:
+    """Whether the answer begins inside of the reasoning, as the end of the prompt has it."""
+    start, end = prompt.rfind(marks.start), prompt.rfind(marks.end)
+    tail = prompt[max(start, end) :].removeprefix(marks.start).removeprefix(marks.end)
+    if tail.strip() or max(start, end) < 0:
+        return marks.opened
+    return start > end
+
+
+def _marks(start: str, end: str, **more: object) -> partial[Reasoning]:
+    return partial(Reasoning, Marks(start, end, **more))  # type: ignore[arg-type]
+
+
+THINK = _marks("<think>", "</think>")
+THINK_ASKED = _marks("<think>", "</think>", opened=False)
+QWEN3 = _marks("<think>", "</think>", breaks=("<tool_call>",))
+KIMI_K2 = _marks("<think>", "</think>", breaks=("<|tool_calls_section_begin|>",))
+MINIMAX_M2 = _marks("<think>", "</think>", breaks=("<minimax:tool_call>",))
+ERNIE45 = _marks(
+    "<think>", "</think>", dropped=("<response>\n", "<response>", "\n</response>\n", "\n</response>")
+)
+HUNYUAN_A13B = _marks(
+    "<think>\n",
+    "\n</think>",
+    opened=False,
+    starts=("<think>",),
+    ends=("</think>", "\n</think>\n"),
+    dropped=("<answer>\n", "<answer>", "\n</answer>", "</answer>"),
+)
+SEED_OSS = _marks("<seed:think>", "</seed:think>", breaks=("<seed:tool_call>",))
+MISTRAL = _marks("[THINK]", "[/THINK]", opened=False, special=True)
+GRANITE = _marks(
+    "Here is my thought process:",
+    "Here is my response:",
+    opened=False,
+    starts=("Here's my thought process:",),
+    ends=("Here's my response:",),
+)
+GEMMA4 = _marks("<|channel>thought\n", "<channel|>", opened=False, starts=("<|channel>",), special=True)
+COHERE = _marks(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    breaks=("<|START_RESPONSE|>", "<|START_ACTION|>"),
+    dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    opened=False,
+    special=True,
+)

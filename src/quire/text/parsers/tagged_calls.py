@@ -1,0 +1,185 @@
+"""Tool calls whose parameters stand between tags, as text: the tool's schema says what they are."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+
+from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, quoted, typed
+from quire.text.parsers.engine import Emit, Wait
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How such a call is written."""
+
+    opens: tuple[str, ...]
+    """What may stand before a call."""
+    call: str
+    """What comes before the function's name."""
+    name_ends: tuple[str, ...]
+    parameter: str
+    """What comes before a parameter's key."""
+    key_end: str
+    value_end: str
+    ends: tuple[str, ...]
+    """What ends a call."""
+    closes: tuple[str, ...]
+    """What may stand behind a call."""
+    before_value: str = ""
+    lenient: bool = False
+    """Whether a value whose end is missing ends at the next parameter or the end of the call."""
+    lines: bool = True
+    """Whether a value stands on lines of its own."""
+    special: bool = False
+
+
+class TaggedCalls(ToolParser):
+    """Calls as tags, as a table of them says."""
+
+    def __init__(self, tags: Tags, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
+        self.tags = tags
+        self.keeps_special_tokens = tags.special
+        super().__init__(schemas=schemas, make_id=make_id)
+
+    def script(self) -> Wait[None]:
+        tags = self.tags
+        while (yield from self.until((*tags.opens, tags.call), self.text)):
+            self.hold()
+            yield from self.closing(mark for mark in tags.opens if mark != tags.call)
+            if (yield from self.take(tags.call)) and (yield from self._call()):
+                yield from self.closing(tags.closes)
+            else:
+                self.give_back()
+
+    def _call(self) -> Wait[bool]:
+        tags = self.tags
+        yield from self.space()
+        header = yield from self.header(*tags.name_ends)
+        name = (header or "").strip().strip("\"'")
+        if not is_name(name):
+            return False
+        yield from self.take(*(end for end in tags.name_ends if end not in (tags.parameter, *tags.ends)))
+        self.start(name)
+        self.arguments("{")
+        num_parameters = 0
+        while True:
+            char = yield from self.space()
+            if not (yield from self.take(tags.parameter)):
+                break
+            if not (yield from self._parameter(name, ", " if num_parameters else "")):
+                return False
+            num_parameters += 1
+        if char:
+            self.arguments("}")
+            yield from self.take(*tags.ends)
+        return True
+
+    def _parameter(self, function: str, comma: str) -> Wait[bool]:
+        """One parameter; False if it broke off."""
+        tags = self.tags
+        header = yield from self.header(tags.key_end)
+        if header is None:
+            return False
+        yield from self.take(tags.key_end)
+        if tags.before_value:
+            yield from self.space()
+            if not (yield from self.take(tags.before_value)):
+                return False
+        # DeepSeek: `key" string="true`
+        key, _, told = header.strip().partition('"')
+        types = self.types(function, key)
+        if told:
+            types = frozenset({"string"}) if "true" in told else types - {"string"}
+        if tags.lines:
+            yield from self.take("\n")
+        before = f"{comma}{json.dumps(key, ensure_ascii=False)}: "
+        if types == {"string"}:
+            self.arguments(before + '"')
+            whole = yield from self._value(lambda text: self.arguments(quoted(text)))
+            self.arguments('"' if whole else "")
+            return whole
+        parts: list[str] = []
+        whole = yield from self._value(parts.append)
+        if whole:
+            self.arguments(before + typed("".join(parts), types))
+        return whole
+
+    def _value(self, emit: Emit) -> Wait[bool]:
+        """The text of a value, without the line break before its end."""
+        tags = self.tags
+        ends = (tags.value_end, *((tags.parameter, *tags.ends) if tags.lenient else ()))
+        if tags.lines:
+            ends = (*(f"\n{end}" for end in ends), *ends)
+        found = yield from self.until(ends, emit)
+        if tags.lines:
+            yield from self.take("\n" if found.startswith("\n") else "")
+        yield from self.take(tags.value_end)
+        return bool(found)
+
+
+def _invoke(*opens: str, closes: tuple[str, ...], prefix: str = "") -> partial[TaggedCalls]:
+    """`<invoke name="f">`, `<parameter name="k">`"""
+    return partial(
+        TaggedCalls,
+        Tags(
+            opens=opens,
+            call=f'<{prefix}invoke name="',
+            name_ends=('">',),
+            parameter=f'<{prefix}parameter name="',
+            key_end='">',
+            value_end=f"</{prefix}parameter>",
+            ends=(f"</{prefix}invoke>",),
+            closes=closes,
+            lines=False,
+            special=True,
+        ),
+    )
+
+
+def _function(open_: str, close: str, *, special: bool = False) -> partial[TaggedCalls]:
+    """`<function=f>`, `<parameter=k>`"""
+    return partial(
+        TaggedCalls,
+        Tags(
+            opens=(open_,),
+            call="<function=",
+            name_ends=(">",),
+            parameter="<parameter=",
+            key_end=">",
+            value_end="</parameter>",
+            ends=("</function>",),
+            closes=(close,),
+            lenient=True,
+            special=special,
+        ),
+    )
+
+
+QWEN3_CODER = _function("<tool_call>", "</tool_call>")
+SEED_OSS = _function("<seed:tool_call>", "</seed:tool_call>", special=True)
+MINIMAX_M2 = _invoke("<minimax:tool_call>", closes=("</minimax:tool_call>",))
+DEEPSEEK_V32 = _invoke("<｜DSML｜function_calls>", closes=("</｜DSML｜function_calls>",), prefix="｜DSML｜")
+DEEPSEEK_V4 = _invoke("<｜DSML｜tool_calls>", closes=("</｜DSML｜tool_calls>",), prefix="｜DSML｜")
+STEP3 = _invoke(
+    "<｜tool_calls_begin｜>",
+    "<｜tool_call_begin｜>",
+    "function<｜tool_sep｜>",
+    closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+    prefix="steptml:",
+)
+GLM45 = partial(
+    TaggedCalls,
+    Tags(
+        opens=(),
+        call="<tool_call>",
+        name_ends=("\n", "<arg_key>", "</tool_call>"),
+        parameter="<arg_key>",
+        key_end="</arg_key>",
+        before_value="<arg_value>",
+        value_end="</arg_value>",
+        ends=("</tool_call>",),
+        closes=(),
+        lines=False,
+        special=True,
+    ),
+)

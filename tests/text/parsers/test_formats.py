@@ -1,0 +1,190 @@
+"""What is particular to single formats: types of parameters, order of keys, ids, repairs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.errors import ConfigError
+from quire.text.parsers import REASONING, TOOLS, answer_parser, load_plugin
+from quire.text.parsers.calls import typed
+
+SCHEMA = {"f": {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}, "o": {"type": "object"}}}}
+
+
+def parsed(name: str, text: str) -> list[Piece]:
+    made = TOOLS[name](schemas=SCHEMA, make_id=lambda index, function: str(index))
+    pieces: list[Piece] = made.parse(text)
+    return pieces
+
+
+def arguments(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, ToolArguments))
+
+
+def test_arguments_before_the_name() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'
+    assert parsed("hermes", text) == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [('"{\\"a\\": 1}"', '{"a": 1}'), ("null", "{}"), ("{}", "{}"), ('{"a":1}', '{"a":1}')],
+)
+def test_arguments_of_other_kinds(value: str, expected: str) -> None:
+    assert arguments(parsed("hermes", f'<tool_call>{{"name": "f", "arguments": {value}}}')) == expected
+
+
+@pytest.mark.parametrize("value", ["5", '"no object"', "[1]", "oops"])
+def test_arguments_that_are_no_object_stay_text(value: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>'
+    assert parsed("hermes", text) == [TextPiece(text)]
+
+
+def test_no_arguments_are_an_empty_object() -> None:
+    assert arguments(parsed("hermes", '<tool_call>{"name": "f"}</tool_call>')) == "{}"
+
+
+def test_what_models_get_wrong_in_strings_is_put_right() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "1\n2\t\\d \\\' \x01 \\u00e9 \\u1x"}}</tool_call>'
+    assert json.loads(arguments(parsed("hermes", text))) == {"a": "1\n2\t\\d ' \x01 é \\u1x"}
+
+
+def test_broken_arguments_end_where_they_break() -> None:
+    pieces = parsed("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call> end')
+    assert pieces[0] == ToolStart(0, "0", "f")
+    assert pieces[1:] == [ToolArguments(0, '{"a": '), TextPiece("oops}}</tool_call> end")]
+
+
+def test_deep_nesting_does_not_overflow() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
+    assert arguments(parsed("hermes", text)) == f'{{"a": {deep}}}'
+    for name in ("pythonic", "qwen3_coder"):
+        for value in (deep, "1" * 5000):
+            parsed(name, f"[f(a={value})]")
+            parsed(name, f"<function=f><parameter=o>{value}</parameter></function>")
+
+
+def test_missing_ends_of_parameters() -> None:
+    text = "<tool_call><function=f><parameter=s>\nx\n<parameter=i>\n5\n</function></tool_call>"
+    assert arguments(parsed("qwen3_coder", text)) == '{"s": "x", "i": 5}'
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("5", {"integer"}, 5),
+        ("5.5", {"number"}, 5.5),
+        ("five", {"integer"}, "five"),
+        ("True", {"boolean"}, True),
+        ("None", {"string", "null"}, None),
+        ("5", {"string", "null"}, "5"),
+        ("{'a': 1, 'b': (1, 2)}", {"object"}, {"a": 1, "b": [1, 2]}),
+        ('{"a": 1', {"object"}, '{"a": 1'),
+        ("NaN", {"number"}, "NaN"),
+        ("{1, 2}", {"array"}, "{1, 2}"),
+        ("[1]", set(), [1]),
+        ("word", set(), "word"),
+        (" kept ", {"string", "null"}, " kept "),
+        ("9" * 5000, {"integer"}, "9" * 5000),
+    ],
+)
+def test_types_come_from_the_schema(text: str, types: set[str], expected: Any) -> None:
+    assert json.loads(typed(text, frozenset(types))) == expected
+
+
+@pytest.mark.parametrize("schema", [{"type": 5}, True, {"anyOf": "x"}, {"enum": 3}, {"$ref": "#/x"}, None])
+def test_odd_schemas_are_no_obstacle(schema: Any) -> None:
+    made = TOOLS["qwen3_coder"](schemas={"f": {"properties": {"a": schema}}})
+    text = "<function=f>\n<parameter=a>\nx\n</parameter>\n</function>"
+    assert arguments(made.parse(text)) == '{"a": "x"}'
+
+
+def test_ids_have_the_form_that_clients_know() -> None:
+    forms = {
+        "hermes": ('<tool_call>{"name": "f"}</tool_call>', r"chatcmpl-tool-[0-9a-f]{32}"),
+        "mistral": ("[TOOL_CALLS]f{}", r"[0-9a-zA-Z]{9}"),
+        "kimi_k2": ("<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}", r"functions\.f:3"),
+    }
+    for name, (text, form) in forms.items():
+        start = TOOLS[name]().parse(text)[0]
+        assert isinstance(start, ToolStart)
+        assert re.fullmatch(form, start.id)
+
+
+def test_mistral_may_write_the_id() -> None:
+    assert parsed("mistral", "[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}")[0] == ToolStart(0, "abc123XYZ", "f")
+
+
+def test_python_values() -> None:
+    pieces = parsed("pythonic", "[f(a=None, b=true, c=-1.5, d={'x': (1,)}, e='it\\'s', g=\"1\n2\")]")
+    expected = {"a": None, "b": True, "c": -1.5, "d": {"x": [1]}, "e": "it's", "g": "1\n2"}
+    assert json.loads(arguments(pieces)) == expected
+
+
+@pytest.mark.parametrize("text", ["[f(x)]", "[f(a=g())]", "[f(a=b)]", "[f(a=1", "[f]", "[f(a=]", "[1.f()]"])
+def test_python_that_is_no_call_with_literals_stays_text(text: str) -> None:
+    assert parsed("pythonic", text) == [TextPiece(text)]
+
+
+def test_harmony_has_reasoning_calls_and_text() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me."
+        "<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
+        "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    )
+    call: list[Piece] = [ToolStart(0, "x", "f"), ToolArguments(0, "{}")]
+    whole = answer_parser(reasoning="openai_gptoss", tools="openai", make_id=lambda index, name: "x")
+    assert whole.parse(text) == [ReasoningPiece("Think."), TextPiece("Let me."), *call, TextPiece("Done.")]
+    alone = answer_parser(reasoning="openai_gptoss").parse(text)
+    assert alone == [ReasoningPiece("Think."), TextPiece("Let me.{}Done.")]
+
+
+def test_harmony_goes_on_where_the_prompt_ends() -> None:
+    pieces = parsed("openai", ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>')
+    assert pieces == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]
+
+
+def test_reasoning_comes_before_calls() -> None:
+    made = answer_parser(reasoning="qwen3", tools="hermes", make_id=lambda index, name: "x")
+    text = '<think>\nA <tool_c> B</think>\n\n<tool_call>{"name": "f"}</tool_call>'
+    call: list[Piece] = [ToolStart(0, "x", "f"), ToolArguments(0, "{}")]
+    assert made.parse(text) == [ReasoningPiece("\nA <tool_c> B"), *call]
+    one = answer_parser(reasoning="qwen3", tools="hermes", make_id=lambda index, name: "x")
+    pieces = [piece for char in text for piece in one.feed(char)] + one.end()
+    assert "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)) == "\nA <tool_c> B"
+    assert [piece for piece in pieces if isinstance(piece, ToolStart)] == [call[0]]
+    assert not [piece for piece in pieces if isinstance(piece, TextPiece)]
+
+
+def test_a_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOOLS, "entries", dict(TOOLS.entries))
+    monkeypatch.setattr(REASONING, "entries", dict(REASONING.entries))
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from quire.text.parsers import reasoning_parser, tool_parser\n"
+        "from quire.text.parsers.calls import ToolParser\n"
+        "from quire.text.parsers.reasoning import Identity\n"
+        "@tool_parser('shout')\n"
+        "class Shout(ToolParser):\n"
+        "    def script(self):\n"
+        "        while (yield from self.until(('!',), self.text)):\n"
+        "            yield from self.take('!')\n"
+        "            self.start('shout')\n"
+        "@reasoning_parser('mute')\n"
+        "class Mute(Identity): pass\n"
+    )
+    load_plugin(path)
+    pieces = answer_parser(reasoning="mute", tools="shout", make_id=lambda index, name: "x").parse("a!")
+    assert pieces == [TextPiece("a"), ToolStart(0, "x", "shout")]
+    with pytest.raises(ConfigError, match="no parser plugin"):
+        load_plugin(tmp_path / "none.py")
+
+
+def test_a_miss_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="unknown tool parser 'herpes'; known: apertus, "):
+        TOOLS["herpes"]

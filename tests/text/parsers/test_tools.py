@@ -1,0 +1,395 @@
+"""Every tool parser, on calls in the format of its models: whole, in pieces, broken off, and broken."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from quire.data.pieces import Piece, TextPiece, ToolArguments, ToolStart
+from quire.text.parsers import TOOLS
+from quire.text.parsers.engine import Parser, join
+
+Call = tuple[str, dict[str, Any]]
+Writer = Callable[[list[Call]], str]
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
+            "list": {"type": ["array", "null"]},
+            "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+}
+CALLS: dict[str, list[Call]] = {
+    "one": [("get_weather", {"city": "Paris", "days": 3})],
+    "none": [("now", {})],
+    "several": [("get_weather", {"city": "Paris"}), ("now", {}), ("get_weather", {"days": -2, "share": 0.5})],
+    "nested": [("get_weather", {"where": {"a": [1, {"b": None}], "c": {"d": True}}, "list": [[], {}, "x"]})],
+    "unicode": [("get_weather", {"city": "Zürich 中文 🙂 \u2028"})],
+    "marks": [("get_weather", {"city": "a \"quoted\" {brace} [x] 'y', (z) \\ end", "exact": False})],
+}
+LINES: list[Call] = [("get_weather", {"city": "def f():\n    return 1\n\n# end", "days": 1})]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def objects(arguments: str = "arguments", name: str = "name") -> Callable[[list[Call]], list[str]]:
+    return lambda calls: [dumps({name: function, arguments: values}) for function, values in calls]
+
+
+def each(before: str, after: str = "", arguments: str = "arguments", between: str = "\n") -> Writer:
+    return lambda calls: between.join(before + one + after for one in objects(arguments)(calls))
+
+
+def listed(before: str, after: str = "", arguments: str = "arguments", name: str = "name") -> Writer:
+    return lambda calls: f"{before}[{', '.join(objects(arguments, name)(calls))}]{after}"
+
+
+def python(before: str = "[", between: str = ", ", after: str = "]") -> Writer:
+    def call(function: str, values: dict[str, Any]) -> str:
+        return f"{function}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+    return lambda calls: before + between.join(call(*one) for one in calls) + after
+
+
+def raw(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def function_tags(open_: str, close: str) -> Writer:
+    def call(function: str, values: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in values.items())
+        return f"{open_}\n<function={function}>\n{inner}</function>\n{close}"
+
+    return lambda calls: "\n".join(call(*one) for one in calls)
+
+
+def invoke_tags(open_: str, close: str, prefix: str = "", told: bool = False, wrap: str = "{}") -> Writer:
+    def call(function: str, values: dict[str, Any]) -> str:
+        inner = "".join(
+            f'<{prefix}parameter name="{key}"'
+            + (f' string="{str(isinstance(value, str)).lower()}"' if told else "")
+            + f">{raw(value)}</{prefix}parameter>\n"
+            for key, value in values.items()
+        )
+        return wrap.format(f'<{prefix}invoke name="{function}">\n{inner}</{prefix}invoke>')
+
+    return lambda calls: f"{open_}\n" + "\n".join(call(*one) for one in calls) + f"\n{close}"
+
+
+def glm(between: str) -> Writer:
+    def call(function: str, values: dict[str, Any]) -> str:
+        pairs = [f"<arg_key>{k}</arg_key>{between}<arg_value>{raw(v)}</arg_value>" for k, v in values.items()]
+        return f"<tool_call>{between.join([function, *pairs])}{between}</tool_call>"
+
+    return lambda calls: "\n".join(call(*one) for one in calls)
+
+
+def named(section: tuple[str, str], call: str) -> Writer:
+    def write(calls: list[Call]) -> str:
+        inner = [
+            call.replace("NAME", n).replace("I", str(i), 1) if "I" in call else call.replace("NAME", n)
+            for i, (n, _) in enumerate(calls)
+        ]
+        filled = [one.replace("ARGS", dumps(values)) for one, (_, values) in zip(inner, calls, strict=True)]
+        return section[0] + "\n".join(filled) + section[1]
+
+    return write
+
+
+def kimi(calls: list[Call]) -> str:
+    inner = [
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{dumps(values)}<|tool_call_end|>"
+        for index, (name, values) in enumerate(calls)
+    ]
+    return "<|tool_calls_section_begin|>" + "".join(inner) + "<|tool_calls_section_end|>"
+
+
+def gemma(open_: str, close: str, quote: str) -> Writer:
+    def value(of: Any) -> str:
+        if isinstance(of, str):
+            return f"{quote}{of}{quote}"
+        if isinstance(of, dict):
+            return "{" + ",".join(f"{key}:{value(one)}" for key, one in of.items()) + "}"
+        return "[" + ",".join(map(value, of)) + "]" if isinstance(of, list) else dumps(of)
+
+    return lambda calls: "".join(f"{open_}call:{name}{value(values)}{close}" for name, values in calls)
+
+
+def harmony(calls: list[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(values)}<|call|>"
+        for name, values in calls
+    )
+
+
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGS\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGS<｜tool▁call▁end｜>"
+HERMES = each("<tool_call>\n", "\n</tool_call>")
+QWEN = function_tags("<tool_call>", "</tool_call>")
+LLAMA = each("", between="; ", arguments="parameters")
+
+WRITERS: list[tuple[str, Writer]] = [
+    ("hermes", HERMES),
+    ("granite4", HERMES),
+    ("ernie45", HERMES),
+    ("longcat", each("<longcat_tool_call>", "</longcat_tool_call>")),
+    ("llama3_json", LLAMA),
+    ("llama3_json", each("<|python_tag|>", arguments="parameters")),
+    ("llama4_json", LLAMA),
+    ("granite", listed("<|tool_call|>")),
+    ("granite", listed("<tool_call>")),
+    ("granite-20b-fc", each("<function_call> ")),
+    ("internlm", each("<|action_start|><|plugin|>\n", "\n<|action_end|>", arguments="parameters")),
+    ("jamba", listed("<tool_calls>", "</tool_calls>")),
+    ("hunyuan_a13b", listed("<tool_calls>", "</tool_calls>")),
+    ("minimax", lambda calls: "<tool_calls>\n" + each("")(calls) + "\n</tool_calls>"),
+    ("phi4_mini_json", listed("functools")),
+    ("xlam", listed("")),
+    ("xlam", listed("```json\n", "\n```")),
+    ("cohere_command3", listed("<|START_ACTION|>\n", "\n<|END_ACTION|>", "parameters", "tool_name")),
+    ("gigachat3", each("function call<|role_sep|>\n")),
+    (
+        "apertus",
+        lambda calls: f"<|tools_prefix|>[{', '.join(dumps({n: v}) for n, v in calls)}]<|tools_suffix|>",
+    ),
+    ("mistral", listed("[TOOL_CALLS] ")),
+    ("mistral", lambda calls: "".join(f"[TOOL_CALLS]{n}{dumps(v)}" for n, v in calls)),
+    ("mistral", lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(v)}" for n, v in calls)),
+    ("deepseek_v3", named(DEEPSEEK, V3)),
+    ("deepseek_v31", named(DEEPSEEK, V31)),
+    ("kimi_k2", kimi),
+    ("qwen3_coder", QWEN),
+    ("qwen3_xml", QWEN),
+    ("mimo", QWEN),
+    ("step3p5", QWEN),
+    ("seed_oss", function_tags("<seed:tool_call>", "</seed:tool_call>")),
+    ("minimax_m2", invoke_tags("<minimax:tool_call>", "</minimax:tool_call>")),
+    (
+        "deepseek_v32",
+        invoke_tags("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", told=True),
+    ),
+    ("deepseek_v4", invoke_tags("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", told=True)),
+    (
+        "step3",
+        invoke_tags(
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+            "steptml:",
+            wrap="<｜tool_call_begin｜>function<｜tool_sep｜>{}<｜tool_call_end｜>",
+        ),
+    ),
+    ("glm45", glm("\n")),
+    ("glm47", glm("")),
+    ("pythonic", python()),
+    ("llama4_pythonic", python()),
+    ("llama4_pythonic", python("<|python_start|>[", after="]<|python_end|>")),
+    ("lfm2", python("<|tool_call_start|>[", after="]<|tool_call_end|>")),
+    ("olmo3", python("<function_calls>", "\n", "</function_calls>")),
+    ("functiongemma", gemma("<start_function_call>", "<end_function_call>", "<escape>")),
+    ("gemma4", gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
+    ("openai", harmony),
+]
+each_writer = pytest.mark.parametrize(
+    ("name", "write"), WRITERS, ids=[f"{name}-{at}" for at, (name, _) in enumerate(WRITERS)]
+)
+
+
+def parser(name: str) -> Parser:
+    made = TOOLS[name](schemas=SCHEMAS, make_id=lambda index, function: f"{function}-{index}")
+    assert isinstance(made, Parser)
+    return made
+
+
+def streamed(name: str, parts: list[str]) -> list[Piece]:
+    one = parser(name)
+    return join([piece for part in parts for piece in one.feed(part)] + one.end())
+
+
+def splits(text: str, most: int = 25) -> Iterator[list[str]]:
+    """Character by character, in equal parts, and in two at every place (of a long text, at some)."""
+    for size in (1, 2, 3, 7):
+        yield [text[at : at + size] for at in range(0, len(text), size)]
+    step = max(1, len(text) // most)
+    for cut in range(1 + len(text) % step, len(text), step):
+        yield [text[:cut], text[cut:]]
+
+
+def calls_of(pieces: list[Piece]) -> list[Call]:
+    """The calls, their arguments read."""
+    starts = [piece for piece in pieces if isinstance(piece, ToolStart)]
+    return [(start.name, json.loads(arguments_of(pieces, start.index))) for start in starts]
+
+
+def arguments_of(pieces: list[Piece], index: int) -> str:
+    return "".join(one.text for one in pieces if isinstance(one, ToolArguments) and one.index == index)
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+
+
+def begins_json(text: str) -> bool:
+    """Whether something can follow that makes this a JSON value."""
+    closers, quoted, escaped = "", False, False
+    for char in text:
+        if quoted:
+            quoted = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            quoted = True
+        elif char in "{[":
+            closers = {"{": "}", "[": "]"}[char] + closers
+        elif char in "}]":
+            closers = closers[1:]
+    tails = ("", '"', '":0', ":0", "0", '"":0', "u0000", "0000", "000", "00", "\\", "rue", "alse", "ull")
+    tails += ("ue", "lse", "se", "ll", "e", "l")
+    for tail in tails:
+        for quote in ("", '"', '":0'):
+            try:
+                json.loads(text + tail + quote + closers)
+            except ValueError:
+                continue
+            return True
+    return not text
+
+
+def test_every_parser_has_an_example() -> None:
+    assert {name for name, _ in WRITERS} == set(TOOLS)
+
+
+@each_writer
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_are_read_whole_and_in_every_split(name: str, write: Writer, case: str) -> None:
+    text = write(CALLS[case])
+    whole = parser(name).parse(text)
+    assert calls_of(whole) == CALLS[case]
+    assert text_of(whole) == ""
+    starts = [piece for piece in whole if isinstance(piece, ToolStart)]
+    assert [start.index for start in starts] == list(range(len(CALLS[case])))
+    expected = [
+        f"functions.{n}:{i}" if name == "kimi_k2" else f"{n}-{i}" for i, (n, _) in enumerate(CALLS[case])
+    ]
+    assert [start.id for start in starts] == expected
+    for parts in splits(text):
+        assert streamed(name, parts) == whole, parts
+
+
+@each_writer
+def test_text_before_and_after_is_kept(name: str, write: Writer) -> None:
+    text = f"I will look.\n\n{write(CALLS['one'])}\nDone <b> [1] {{x}}."
+    whole = parser(name).parse(text)
+    assert calls_of(whole) == CALLS["one"]
+    assert isinstance(whole[0], TextPiece)
+    assert whole[0].text == "I will look."
+    assert whole[-1] == TextPiece("Done <b> [1] {x}.")
+    for parts in splits(text):
+        assert streamed(name, parts) == whole, parts
+
+
+@each_writer
+def test_an_answer_that_breaks_off_has_begun_json(name: str, write: Writer) -> None:
+    text = write(CALLS["one"] + CALLS["nested"])
+    for end in range(len(name) % 3, len(text), 3):
+        pieces = parser(name).parse(text[:end])
+        for start in pieces:
+            if isinstance(start, ToolStart):
+                assert begins_json(arguments_of(pieces, start.index)), text[:end]
+        if end % 4 == 0:
+            assert streamed(name, list(text[:end])) == pieces
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "Hello.\n", "1 < 2 [a] {b} `c` <d", '{"a": 1}\n', "[x](http://y) f(1)", "```python\nx\n```"],
+)
+def test_text_without_calls_stays_as_it_is(name: str, text: str) -> None:
+    expected = [TextPiece(text)] if text else []
+    assert parser(name).parse(text) == expected
+    assert streamed(name, list(text)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+def test_a_mark_that_is_none_is_given_back(name: str) -> None:
+    """Each mark cut off in the middle, and each whole one with nonsense behind it."""
+    write = dict(WRITERS)[name]
+    head = write(CALLS["one"]).split("get_weather")[0]
+    for end in range(len(head)):
+        for text in (head[:end], head[:end] + "§ nonsense"):
+            assert text_of(parser(name).parse(text)) == text
+
+
+FRAGMENTS = [
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "=",
+    "(",
+    ")",
+    "\n",
+    " ",
+    "tru",
+    "1.",
+    "-",
+    "é",
+    "<",
+    "'",
+    "\\u12",
+]
+
+
+@each_writer
+def test_broken_answers_never_raise_and_do_not_depend_on_the_split(name: str, write: Writer) -> None:
+    rng = random.Random(name)
+    text = write(CALLS["one"] + CALLS["marks"])
+    for _ in range(30):
+        cuts = sorted(rng.sample(range(len(text)), 3))
+        parts = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+        if rng.random() < 0.5:
+            rng.shuffle(parts)
+        broken = rng.choice(FRAGMENTS).join(parts)
+        pieces = parser(name).parse(broken)
+        for start in pieces:
+            if isinstance(start, ToolStart):
+                assert begins_json(arguments_of(pieces, start.index)), broken
+        assert streamed(name, list(broken)) == pieces
+        cut = rng.randrange(len(broken))
+        assert streamed(name, [broken[:cut], broken[cut:]]) == pieces
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45", "deepseek_v32", "hermes"])
+def test_values_of_several_lines(name: str) -> None:
+    write = dict(WRITERS)[name]
+    whole = parser(name).parse(write(LINES))
+    assert calls_of(whole) == LINES
+    for parts in splits(write(LINES)):
+        assert streamed(name, parts) == whole
+
+
+def test_arguments_are_handed_on_while_they_come() -> None:
+    """A long string must not wait for its end."""
+    for name, write in WRITERS:
+        if name in ("pythonic", "llama4_pythonic", "lfm2", "olmo3", "functiongemma", "gemma4"):
+            continue
+        text = write([("get_weather", {"city": "x" * 100})])
+        one = parser(name)
+        pieces = one.feed(text[: text.index("x" * 100) + 50])
+        assert arguments_of(pieces, 0) == '{"city": "' + "x" * 50, name
