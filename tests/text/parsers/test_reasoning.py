@@ -8,9 +8,11 @@ from quire.text.parsers.engine import join
 
 MARKS = {
     "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>", False),
+    "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|>", False),
     "deepseek_r1": ("<think>", "</think>", True),
     "deepseek_v3": ("<think>", "</think>", False),
     "deepseek_v4": ("<think>", "</think>", False),
+    "dots": ("<think>", "</think>", True),
     "ernie45": ("<think>", "</think>", True),
     "gemma4": ("<|channel>thought\n", "<channel|>", False),
     "glm45": ("<think>", "</think>", True),
@@ -18,6 +20,11 @@ MARKS = {
     "granite": ("Here is my thought process:", "Here is my response:", False),
     "holo2": ("<think>", "</think>", True),
     "hunyuan_a13b": ("<think>\n", "\n</think>", False),
+    "hy_v3": ("<think:opensource>", "</think:opensource>", False),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>", True),
+    "mimo": ("<think>", "</think>", True),
+    "minimax_m3": ("<mm:think>", "</mm:think>", True),
+    "poolside_v1": ("<think>", "</think>", True),
     "kimi_k2": ("<think>", "</think>", True),
     "minimax_m2": ("<think>", "</think>", True),
     "mistral": ("[THINK]", "[/THINK]", False),

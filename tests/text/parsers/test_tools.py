@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -127,6 +128,42 @@ def gemma(open_: str, close: str, quote: str) -> Writer:
     return lambda calls: "".join(f"{open_}call:{name}{value(values)}{close}" for name, values in calls)
 
 
+def kimi_k3(calls: list[Call]) -> str:
+    def call(index: int, function: str, values: dict[str, Any]) -> str:
+        inner = "".join(
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "number"}"<|sep|>'
+            f"{raw(value)}<|close|>argument<|sep|>"
+            for key, value in values.items()
+        )
+        return f'<|open|>call tool="{function}" index="{index}"<|sep|>{inner}<|close|>call<|sep|>'
+
+    inner = "".join(call(index, *one) for index, one in enumerate(calls))
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def minicpm(calls: list[Call]) -> str:
+    def value(of: Any) -> str:
+        return f"<![CDATA[{of}]]>" if isinstance(of, str) else dumps(of)
+
+    def call(function: str, values: dict[str, Any]) -> str:
+        inner = "".join(f'<param name="{key}">{value(one)}</param>' for key, one in values.items())
+        return f'<function name="{function}">{inner}</function>'
+
+    return "<|tool_call_start|>" + "\n".join(call(*one) for one in calls) + "<|tool_call_end|>"
+
+
+def hunyuan(suffix: str) -> Writer:
+    def call(function: str, values: dict[str, Any]) -> str:
+        pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{raw(v)}</arg_value>\n" for k, v in values.items()]
+        return f"<tool_call>{function}<tool_sep>\n{''.join(pairs)}</tool_call>"
+
+    def write(calls: list[Call]) -> str:
+        text = "<tool_calls>\n" + "\n".join(call(*one) for one in calls) + "\n</tool_calls>"
+        return re.sub(r"<(/?(?:tool|arg)_\w+)>", rf"<\1{suffix}>", text)
+
+    return write
+
+
 def harmony(calls: list[Call]) -> str:
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(values)}<|call|>"
@@ -193,6 +230,13 @@ WRITERS: list[tuple[str, Writer]] = [
     ),
     ("glm45", glm("\n")),
     ("glm47", glm("")),
+    ("poolside_v1", glm("\n")),
+    ("hy_v3", hunyuan("")),
+    ("hy_v3", hunyuan(":opensource")),
+    ("kimi_k3", kimi_k3),
+    ("minicpm5", minicpm),
+    ("dots", invoke_tags("<dots_function_call>", "</dots_function_call>")),
+    ("cohere_command4", listed("<|START_ACTION|>", "<|END_ACTION|>", "parameters", "tool_name")),
     ("pythonic", python()),
     ("llama4_pythonic", python()),
     ("llama4_pythonic", python("<|python_start|>[", after="]<|python_end|>")),

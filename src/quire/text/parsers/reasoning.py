@@ -82,11 +82,10 @@ class AppendThink(Parser):
 
 def opened_by(marks: Marks, prompt: str) -> bool:
     """Whether the answer begins inside of the reasoning, as the end of the prompt has it."""
-    start, end = prompt.rfind(marks.start), prompt.rfind(marks.end)
-    tail = prompt[max(start, end) :].removeprefix(marks.start).removeprefix(marks.end)
-    if tail.strip() or max(start, end) < 0:
-        return marks.opened
-    return start > end
+    prompt = prompt.rstrip()
+    if prompt.endswith(tuple(mark.rstrip() for mark in (marks.start, *marks.starts))):
+        return True
+    return marks.opened and not prompt.endswith((marks.end, *marks.ends))
 
 
 def _marks(start: str, end: str, **more: object) -> partial[Reasoning]:
@@ -98,6 +97,23 @@ THINK_ASKED = _marks("<think>", "</think>", opened=False)
 QWEN3 = _marks("<think>", "</think>", breaks=("<tool_call>",))
 KIMI_K2 = _marks("<think>", "</think>", breaks=("<|tool_calls_section_begin|>",))
 MINIMAX_M2 = _marks("<think>", "</think>", breaks=("<minimax:tool_call>",))
+MINIMAX_M3 = _marks("<mm:think>", "</mm:think>", breaks=("]<]minimax[>[<tool_call>",), special=True)
+HY_V3 = _marks(
+    "<think>",
+    "</think>",
+    starts=("<think:opensource>",),
+    ends=("</think:opensource>",),
+    breaks=("<tool_calls>", "<tool_calls:opensource>"),
+    opened=False,
+    special=True,
+)
+KIMI_K3 = _marks(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    breaks=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
+    dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    special=True,
+)
 ERNIE45 = _marks(
     "<think>", "</think>", dropped=("<response>\n", "<response>", "\n</response>\n", "\n</response>")
 )

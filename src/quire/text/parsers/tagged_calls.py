@@ -1,5 +1,6 @@
 """Tool calls whose parameters stand between tags, as text: the tool's schema says what they are."""
 
+import html
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,10 @@ class Tags:
     """Whether a value whose end is missing ends at the next parameter or the end of the call."""
     lines: bool = True
     """Whether a value stands on lines of its own."""
+    escaped: bool = False
+    """Whether names and keys are escaped as in XML."""
+    cdata: bool = False
+    """Whether a value may stand in `<![CDATA[ ]]>`."""
     special: bool = False
 
 
@@ -55,7 +60,8 @@ class TaggedCalls(ToolParser):
         tags = self.tags
         yield from self.space()
         header = yield from self.header(*tags.name_ends)
-        name = (header or "").strip().strip("\"'")
+        # Kimi-K3: `name" index="1`
+        name = self._plain((header or "").strip().lstrip("\"'").partition('"')[0].rstrip("'"))
         if not is_name(name):
             return False
         yield from self.take(*(end for end in tags.name_ends if end not in (tags.parameter, *tags.ends)))
@@ -85,11 +91,12 @@ class TaggedCalls(ToolParser):
             yield from self.space()
             if not (yield from self.take(tags.before_value)):
                 return False
-        # DeepSeek: `key" string="true`
+        # DeepSeek: `key" string="true`; Kimi-K3: `key" type="string"`
         key, _, told = header.strip().partition('"')
+        key = self._plain(key)
         types = self.types(function, key)
         if told:
-            types = frozenset({"string"}) if "true" in told else types - {"string"}
+            types = frozenset({"string"}) if '="string' in told or '="true' in told else types - {"string"}
         if tags.lines:
             yield from self.take("\n")
         before = f"{comma}{json.dumps(key, ensure_ascii=False)}: "
@@ -104,9 +111,16 @@ class TaggedCalls(ToolParser):
             self.arguments(before + typed("".join(parts), types))
         return whole
 
+    def _plain(self, text: str) -> str:
+        return html.unescape(text) if self.tags.escaped else text
+
     def _value(self, emit: Emit) -> Wait[bool]:
         """The text of a value, without the line break before its end."""
         tags = self.tags
+        if tags.cdata and (yield from self.take("<![CDATA[")):
+            found = yield from self.until((f"]]>{tags.value_end}",), emit)
+            yield from self.take(f"]]>{tags.value_end}")
+            return bool(found)
         ends = (tags.value_end, *((tags.parameter, *tags.ends) if tags.lenient else ()))
         if tags.lines:
             ends = (*(f"\n{end}" for end in ends), *ends)
@@ -117,7 +131,39 @@ class TaggedCalls(ToolParser):
         return bool(found)
 
 
-def _invoke(*opens: str, closes: tuple[str, ...], prefix: str = "") -> partial[TaggedCalls]:
+class HyV3(TaggedCalls):
+    """Hunyuan 3, whose published checkpoints write `:opensource` into every tag."""
+
+    def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
+        super().__init__(_hy_v3(""), schemas=schemas, make_id=make_id)
+
+    def script(self) -> Wait[None]:
+        known = [_hy_v3(""), _hy_v3(":opensource")]
+        marks = [mark for tags in known for mark in (*tags.opens, tags.call)]
+        found = yield from self.until(tuple(marks), self.text)
+        self.tags = known[":opensource" in found]
+        yield from super().script()
+
+
+def _hy_v3(suffix: str) -> Tags:
+    return Tags(
+        opens=(f"<tool_calls{suffix}>",),
+        call=f"<tool_call{suffix}>",
+        name_ends=(f"<tool_sep{suffix}>", f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
+        parameter=f"<arg_key{suffix}>",
+        key_end=f"</arg_key{suffix}>",
+        before_value=f"<arg_value{suffix}>",
+        value_end=f"</arg_value{suffix}>",
+        ends=(f"</tool_call{suffix}>",),
+        closes=(f"</tool_calls{suffix}>",),
+        lines=False,
+        special=True,
+    )
+
+
+def _invoke(
+    *opens: str, closes: tuple[str, ...], prefix: str = "", lines: bool = False
+) -> partial[TaggedCalls]:
     """`<invoke name="f">`, `<parameter name="k">`"""
     return partial(
         TaggedCalls,
@@ -130,7 +176,7 @@ def _invoke(*opens: str, closes: tuple[str, ...], prefix: str = "") -> partial[T
             value_end=f"</{prefix}parameter>",
             ends=(f"</{prefix}invoke>",),
             closes=closes,
-            lines=False,
+            lines=lines,
             special=True,
         ),
     )
@@ -166,6 +212,39 @@ STEP3 = _invoke(
     "function<｜tool_sep｜>",
     closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
     prefix="steptml:",
+)
+DOTS = _invoke("<dots_function_call>", closes=("</dots_function_call>",), lines=True)
+KIMI_K3 = partial(
+    TaggedCalls,
+    Tags(
+        opens=("<|open|>tools<|sep|>",),
+        call='<|open|>call tool="',
+        name_ends=("<|sep|>",),
+        parameter='<|open|>argument key="',
+        key_end="<|sep|>",
+        value_end="<|close|>argument<|sep|>",
+        ends=("<|close|>call<|sep|>",),
+        closes=("<|close|>tools<|sep|>", "<|close|>message<|sep|>"),
+        lines=False,
+        escaped=True,
+        special=True,
+    ),
+)
+MINICPM5 = partial(
+    TaggedCalls,
+    Tags(
+        opens=("<|tool_call_start|>",),
+        call='<function name="',
+        name_ends=('">',),
+        parameter='<param name="',
+        key_end='">',
+        value_end="</param>",
+        ends=("</function>",),
+        closes=("<|tool_call_end|>",),
+        lines=False,
+        cdata=True,
+        special=True,
+    ),
 )
 GLM45 = partial(
     TaggedCalls,
