@@ -11,6 +11,7 @@ from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, T
 from quire.errors import ConfigError
 from quire.text.parsers import REASONING, TOOLS, answer_parser, load_plugin
 from quire.text.parsers.calls import typed
+from quire.text.parsers.engine import join
 
 SCHEMA = {"f": {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}, "o": {"type": "object"}}}}
 
@@ -147,6 +148,21 @@ def test_harmony_has_reasoning_calls_and_text() -> None:
 def test_harmony_goes_on_where_the_prompt_ends() -> None:
     pieces = parsed("openai", ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>')
     assert pieces == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]
+
+
+def test_inkling_has_thinking_calls_and_text() -> None:
+    text = (
+        "<|content_thinking|>Think.<|end_message|><|message_model|>f<|content_invoke_tool_json|>"
+        '{"name": "f", "args": {}}<|end_message|><|message_model|><|content_text|>Done.<|end_message|>'
+        "<|message_model|>Bare.<|content_model_end_sampling|>"
+    )
+    call: list[Piece] = [ToolStart(0, "x", "f"), ToolArguments(0, "{}")]
+    for size in (1, 5, 500):
+        made = answer_parser(reasoning="inkling", tools="inkling", make_id=lambda index, name: "x")
+        pieces = [piece for at in range(0, len(text), size) for piece in made.feed(text[at : at + size])]
+        assert join(pieces + made.end()) == [ReasoningPiece("Think."), *call, TextPiece("Done.Bare.")]
+    alone = answer_parser(reasoning="inkling").parse(text)
+    assert alone == [ReasoningPiece("Think."), TextPiece('{"name": "f", "args": {}}Done.Bare.')]
 
 
 def test_reasoning_comes_before_calls() -> None:

@@ -22,6 +22,7 @@ MARKS = {
     "hunyuan_a13b": ("<think>\n", "\n</think>", False),
     "hy_v3": ("<think:opensource>", "</think:opensource>", False),
     "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>", True),
+    "ling3": ("<think>", "</think>", True),
     "mimo": ("<think>", "</think>", True),
     "minimax_m3": ("<mm:think>", "</mm:think>", True),
     "poolside_v1": ("<think>", "</think>", True),
@@ -35,7 +36,7 @@ MARKS = {
     "step3": ("<think>", "</think>", True),
     "step3p5": ("<think>", "</think>", True),
 }
-OTHERS = {"identity", "minimax_m2_append_think", "openai_gptoss"}
+OTHERS = {"identity", "inkling", "minimax_m2_append_think", "openai_gptoss"}
 each_parser = pytest.mark.parametrize("name", sorted(MARKS))
 
 

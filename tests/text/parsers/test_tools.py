@@ -34,7 +34,9 @@ CALLS: dict[str, list[Call]] = {
     "one": [("get_weather", {"city": "Paris", "days": 3})],
     "none": [("now", {})],
     "several": [("get_weather", {"city": "Paris"}), ("now", {}), ("get_weather", {"days": -2, "share": 0.5})],
-    "nested": [("get_weather", {"where": {"a": [1, {"b": None}], "c": {"d": True}}, "list": [[], {}, "x"]})],
+    "nested": [
+        ("get_weather", {"where": {"a": [1, {"b": None}], "c": {"d": True}}, "list": [[1], {"e": 2}, "x"]})
+    ],
     "unicode": [("get_weather", {"city": "Zürich 中文 🙂 \u2028"})],
     "marks": [("get_weather", {"city": "a \"quoted\" {brace} [x] 'y', (z) \\ end", "exact": False})],
 }
@@ -164,6 +166,30 @@ def hunyuan(suffix: str) -> Writer:
     return write
 
 
+def minimax_m3(calls: list[Call]) -> str:
+    def tag(key: str, of: Any) -> str:
+        if isinstance(of, dict):
+            inner = "".join(tag(*one) for one in of.items())
+        else:
+            inner = "".join(tag("item", one) for one in of) if isinstance(of, list) else raw(of)
+        return f"]<]minimax[>[<{key}>{inner}]<]minimax[>[</{key}>"
+
+    def call(function: str, values: dict[str, Any]) -> str:
+        inner = "".join(tag(*one) for one in values.items())
+        return f']<]minimax[>[<invoke name="{function}">{inner}]<]minimax[>[</invoke>'
+
+    inner = "\n".join(call(*one) for one in calls)
+    return f"]<]minimax[>[<tool_call>\n{inner}\n]<]minimax[>[</tool_call>"
+
+
+def inkling(calls: list[Call]) -> str:
+    return "".join(
+        f"<|message_model|>{name}<|content_invoke_tool_json|>"
+        f"{dumps({'name': name, 'args': values})}<|end_message|>"
+        for name, values in calls
+    )
+
+
 def harmony(calls: list[Call]) -> str:
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(values)}<|call|>"
@@ -233,7 +259,10 @@ WRITERS: list[tuple[str, Writer]] = [
     ("poolside_v1", glm("\n")),
     ("hy_v3", hunyuan("")),
     ("hy_v3", hunyuan(":opensource")),
+    ("ling3", glm("\n")),
     ("kimi_k3", kimi_k3),
+    ("minimax_m3", minimax_m3),
+    ("inkling", inkling),
     ("minicpm5", minicpm),
     ("dots", invoke_tags("<dots_function_call>", "</dots_function_call>")),
     ("cohere_command4", listed("<|START_ACTION|>", "<|END_ACTION|>", "parameters", "tool_name")),

@@ -92,7 +92,12 @@ class ToolParser(JsonParser):
         """The types that the schema allows a parameter; none if it says nothing."""
         properties = self.schemas.get(function, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return frozenset(_types(schema))
+        return types_of(schema)
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """The types that a JSON schema allows; none if it says nothing."""
+    return frozenset(_types(schema))
 
 
 def is_name(text: str) -> bool:

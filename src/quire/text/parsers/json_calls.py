@@ -9,7 +9,7 @@ from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, mist
 from quire.text.parsers.engine import Wait
 
 _NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters", "args")
 _OTHERS = ("id", "type", "tool_call_id")
 _BROKEN = object()
 

@@ -1,0 +1,46 @@
+"""Inkling's answers: messages, each of a kind that a mark names."""
+
+from functools import partial
+from typing import Any
+
+from quire.text.parsers.engine import Wait
+from quire.text.parsers.json_calls import ObjectParser
+
+_MESSAGE = "<|message_model|>"
+_THINKING = "<|content_thinking|>"
+_CALL = "<|content_invoke_tool_json|>"
+_KINDS = ("<|content_text|>", _THINKING, _CALL, "<|content_invoke_tool_text|>", "<|content_tool_error|>")
+_ENDS = ("<|end_message|>", "<|content_model_end_sampling|>")
+
+
+class Inkling(ObjectParser):
+    """Messages of thinking, text and calls. What stands before the mark of a call is its name again."""
+
+    keeps_special_tokens = True
+    reads_all = True
+
+    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+        self.calls = calls
+        super().__init__(**more)
+
+    def script(self) -> Wait[None]:
+        while (yield from self.peek()):
+            yield from self.take(_MESSAGE)
+            self.hold()
+            header = yield from self.header(*_KINDS, *_ENDS, _MESSAGE)
+            kind = yield from self.take(*_KINDS)
+            if kind == _CALL and self.calls:
+                if (yield from self.objects()):
+                    yield from self.closing(_ENDS)
+                else:
+                    self.give_back()
+                continue
+            if header is None or not kind:
+                self.give_back()
+            self.release()
+            emit = self.reasoning if kind == _THINKING else self.text
+            yield from self.until((*_ENDS, _MESSAGE), emit)
+            yield from self.take(*_ENDS)
+
+
+REASONING = partial(Inkling, calls=False)

@@ -1,0 +1,104 @@
+"""MiniMax-M3's tool calls: a tag for each parameter, nested as the value is, each tag behind one mark."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire.text.parsers.calls import ToolParser, is_name, quoted, typed, types_of
+from quire.text.parsers.engine import Wait
+
+_MARK = "]<]minimax[>["
+_SECTION = f"{_MARK}<tool_call>"
+_CALL = f'{_MARK}<invoke name="'
+_MAX_DEPTH = 50
+
+
+class MinimaxM3(ToolParser):
+    """Calls as nested tags. A string is handed on as it comes, all else when it is whole."""
+
+    keeps_special_tokens = True
+
+    def script(self) -> Wait[None]:
+        while (yield from self.until((_SECTION, _CALL), self.text)):
+            self.hold()
+            yield from self.take(_SECTION)
+            yield from self.space()
+            if (yield from self.take(_CALL)) and (yield from self._call()):
+                yield from self.closing((f"{_MARK}</tool_call>",))
+            else:
+                self.give_back()
+
+    def _call(self) -> Wait[bool]:
+        name = yield from self.header('">')
+        if name is None or not is_name(name):
+            return False
+        yield from self.take('">')
+        self.start(name)
+        self.arguments("{")
+        before = ""
+        while (yield from self.space()):
+            if (yield from self.take(f"{_MARK}</invoke>")):
+                self.arguments("}")
+                return True
+            key = yield from self._tag()
+            if key is None or not (yield from self._parameter(name, key, before)):
+                return False
+            before = ", "
+        return False
+
+    def _tag(self) -> Wait[str | None]:
+        """The name of the tag that begins here."""
+        if not (yield from self.take(f"{_MARK}<")):
+            return None
+        key = yield from self.header(">")
+        yield from self.take(">")
+        return key
+
+    def _parameter(self, function: str, key: str, before: str) -> Wait[bool]:
+        schema = _inside(self.schemas.get(function), "properties", key)
+        start = f"{before}{json.dumps(key, ensure_ascii=False)}: "
+        end = f"{_MARK}</{key}>"
+        if types_of(schema) == {"string"}:
+            self.arguments(f'{start}"')
+            whole = yield from self.until((end,), lambda text: self.arguments(quoted(text)))
+            yield from self.take(end)
+            self.arguments('"' if whole else "")
+            return bool(whole)
+        value = yield from self._value(key, schema, 0)
+        self.arguments("" if value is None else start + value)
+        return value is not None
+
+    def _value(self, tag: str, schema: Any, depth: int) -> Wait[str | None]:
+        """What stands inside of a tag, as JSON; None if it broke off."""
+        text: list[str] = []
+        inner: list[tuple[str, str]] = []
+        while (yield from self.until((_MARK,), text.append)):
+            if (yield from self.take(f"{_MARK}</{tag}>")):
+                return _made("".join(text), inner, types_of(schema))
+            key = yield from self._tag()
+            if key is None or depth == _MAX_DEPTH:
+                return None
+            of_list = key == "item" and "object" not in types_of(schema)
+            child = _inside(schema, "items") if of_list else _inside(schema, "properties", key)
+            value = yield from self._value(key, child, depth + 1)
+            if value is None:
+                return None
+            inner.append((key, value))
+        return None
+
+
+def _inside(schema: Any, *keys: str) -> Any:
+    for key in keys:
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def _made(text: str, inner: list[tuple[str, str]], types: frozenset[str]) -> str:
+    """A value out of the text or the tags inside of it."""
+    if not inner and not text.strip() and types & {"array", "object"}:
+        return "[]" if "array" in types else "{}"
+    if not inner:
+        return typed(text, types)
+    if "object" not in types and all(key == "item" for key, _ in inner):
+        return f"[{', '.join(value for _, value in inner)}]"
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in inner) + "}"
