@@ -145,6 +145,22 @@ def test_harmony_has_reasoning_calls_and_text() -> None:
     assert alone == [ReasoningPiece("Think."), TextPiece("Let me.{}Done.")]
 
 
+@pytest.mark.parametrize(
+    ("body", "expected", "rest"),
+    [
+        ("", "{}", ""),
+        ('{"a": 3', '{"a": 3', ""),
+        ('{"a": oops}', '{"a": ', "oops}"),
+        ("{} x", "{}", "x"),
+        ("x", "", "x"),
+    ],
+)
+def test_harmony_with_odd_arguments(body: str, expected: str, rest: str) -> None:
+    pieces = parsed("openai", f"<|channel|>commentary to=functions.f<|message|>{body}<|call|>")
+    assert arguments(pieces) == expected
+    assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == ([rest] if rest else [])
+
+
 def test_harmony_goes_on_where_the_prompt_ends() -> None:
     pieces = parsed("openai", ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>')
     assert pieces == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]

@@ -61,13 +61,13 @@ class Harmony(ToolParser):
 
     def _arguments(self, name: str) -> Wait[None]:
         self.start(name)
-        char = yield from self.space()
-        if char != "{" or not (yield from self.json_value(self.arguments)):
-            if char and (yield from self.take(*_ENDS[:3])):
-                self.arguments("{}")
-            else:
-                yield from self._body(self.text)
-        yield from self.space()
+        if (yield from self.space()) == "{":
+            yield from self.json_value(self.arguments)
+            yield from self.space()
+        elif (yield from self.take("<|call|>")):
+            self.arguments("{}")
+            return
+        yield from self._body(self.text)
 
 
 REASONING = partial(Harmony, calls=False)
