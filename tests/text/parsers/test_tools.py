@@ -5,12 +5,13 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.data.pieces import Piece, TextPiece, ToolArguments, ToolStart
-from quire.text.parsers import TOOLS
+from quire.text.parsers import REASONING, TOOLS
 from quire.text.parsers.engine import Parser, join
 
 Call = tuple[str, dict[str, Any]]
@@ -291,9 +292,9 @@ def streamed(name: str, parts: list[str]) -> list[Piece]:
     return join([piece for part in parts for piece in one.feed(part)] + one.end())
 
 
-def splits(text: str, most: int = 25) -> Iterator[list[str]]:
+def splits(text: str, most: int = 15) -> Iterator[list[str]]:
     """Character by character, in equal parts, and in two at every place (of a long text, at some)."""
-    for size in (1, 2, 3, 7):
+    for size in (1, 3):
         yield [text[at : at + size] for at in range(0, len(text), size)]
     step = max(1, len(text) // most)
     for cut in range(1 + len(text) % step, len(text), step):
@@ -339,8 +340,11 @@ def begins_json(text: str) -> bool:
     return not text
 
 
-def test_every_parser_has_an_example() -> None:
+def test_every_parser_has_an_example_and_is_documented() -> None:
     assert {name for name, _ in WRITERS} == set(TOOLS)
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text().split("## Reasoning parsers")
+    assert not [name for name in TOOLS if f"`{name}`" not in page[0]]
+    assert not [name for name in REASONING if f"`{name}`" not in page[1]]
 
 
 @each_writer
