@@ -96,6 +96,15 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
             _fail(where, ".min_count must be at least 2", self.min_count)
 
 
+class ReasoningIds(msgspec.Struct, frozen=True):
+    """How the reasoning of an answer begins and ends, in tokens."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    open: bool
+    """Whether the prompt ends inside of it."""
+
+
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     """A beam search: how many beams, how long, and how finished ones are scored."""
 
@@ -169,6 +178,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     trace_decode_token_ids: list[int] | None = None
     bad_words_token_ids: list[list[int]] | None = None
     """Internal: `bad_words` as the frontend's tokenizer spells them, with and without a leading space."""
+    reasoning: ReasoningIds | None = None
+    """Internal: what comes before the text that `structured_outputs` is about, and is counted by
+    `thinking_token_budget`."""
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
