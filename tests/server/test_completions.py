@@ -9,7 +9,7 @@ from ask import COMPLETIONS, complete, events, refused
 from fake_engine import ANSWER, FakeEngine
 
 from quire.server.app import Application
-from quire.server.generate import PIECE
+from quire.server.merged import PIECE
 from quire.server.settings import make_settings
 
 

@@ -47,7 +47,7 @@ def test_requests_and_answers_are_logged_when_told(stream: bool, monkeypatch: py
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("quire.server.generate")
+    logger = logging.getLogger("quire.server")
     logger.addHandler(handler)
     try:
         settings = {"enable_log_requests": True, "enable_log_outputs": True, "max_log_len": 4}

@@ -6,125 +6,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.data.params import BeamSearchParams, SamplingParams
-from quire.errors import RequestError
-from quire.server.asked import (
-    beam_params,
-    chat_num_logprobs,
-    check_chat,
-    check_generate,
-    sampling_params,
-)
-from quire.server.errors import json_response
-from quire.server.generate import Api, Job
+from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.server.generate import Api
+from quire.server.listen import Said, gathered
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
-from quire.server.prompts import as_dict
 from quire.server.requests import ChatBody
-from quire.server.sse import EventStream, event, opening, quote
+from quire.server.sse import DONE, event, failure, opening, quote
+from quire.server.talk import Talk, begin_talk
 
 _TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 async def answer_chat(api: Api, body: ChatBody, request: Request) -> Response:
-    api.check_model(body.model, pools=False)
-    check_generate(body, max_n=api.settings.api.max_n)
-    check_chat(body, trust_template=api.settings.api.trust_request_chat_template)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = await api.reader.of_chat(body, asked)
-    params = _params(api, body, api.output_limit(asked, len(prompt.token_ids)))
-    job = api.job("chatcmpl", body, request, [prompt], [params])
-    if body.stream:
-        chunks = ChatChunks(api, body, job)
-        outputs = await api.streamed(job)
-        return EventStream(outputs, chunks=chunks, answering=api.answering)
-    (output,) = await api.answering.until_gone(request.receive, api.finished(job))
-    return json_response(_reply(api, body, job, output))
+    talk = await begin_talk(api, body, request)
+    return await api.answer(talk.job, ChatEncoder(api, talk), request, stream=bool(body.stream))
 
 
-def _params(api: Api, body: ChatBody, max_tokens: int) -> SamplingParams | BeamSearchParams:
-    facts = api.engine.facts
-    if body.use_beam_search:
-        return beam_params(body, facts, max_tokens=max_tokens)
-    if body.logprob_token_ids is not None and not body.logprobs:
-        raise RequestError(
-            "when using `logprob_token_ids`, `logprobs` must be set to true.", param="logprob_token_ids"
-        )
-    return sampling_params(
-        body,
-        facts,
-        max_tokens=max_tokens,
-        logprobs=chat_num_logprobs(body),
-        prompt_logprobs=body.prompt_logprobs,
-    )
+class ChatEncoder:
+    """A chat completion. A chunk with nothing but text is three pieces put together."""
 
-
-def _role(api: Api, body: ChatBody) -> str:
-    return api.settings.api.response_role if body.add_generation_prompt else body.messages[-1].role
-
-
-def _echoed(api: Api, body: ChatBody) -> str:
-    """The last message, when it is the beginning of the answer and asked to be repeated."""
-    last = as_dict(body.messages[-1])
-    content = last.get("content")
-    return content if body.echo and last["role"] == _role(api, body) and isinstance(content, str) else ""
-
-
-def _logprobs(api: Api, body: ChatBody, output: CompletionOutput) -> dict[str, Any] | None:
-    if not body.logprobs or output.logprobs is None:
-        return None
-    num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
-    return chat_logprobs(output.token_ids, output.logprobs, num_top, api.speller(body))
-
-
-def _reply(api: Api, body: ChatBody, job: Job, output: RequestOutput) -> dict[str, Any]:
-    echoed, role = _echoed(api, body), _role(api, body)
-    ids = output.prompt_token_ids or []
-    choices = [
-        {
-            "index": each.index,
-            "message": {
-                "role": role,
-                "content": echoed + each.text,
-                "refusal": None,
-                "annotations": None,
-                "audio": None,
-                "function_call": None,
-                "reasoning": None,
-            },
-            "logprobs": _logprobs(api, body, each),
-            "finish_reason": each.finish_reason or "stop",
-            "stop_reason": each.stop_reason,
-            "token_ids": list(each.token_ids) if body.return_token_ids else None,
-        }
-        for each in output.outputs
-    ]
-    num_output = sum(len(each.token_ids) for each in output.outputs)
-    return {
-        "id": job.id,
-        "object": "chat.completion",
-        "created": job.created,
-        "model": job.model,
-        "choices": choices,
-        "service_tier": None,
-        "system_fingerprint": api.fingerprint,
-        "usage": api.usage(len(ids), num_output, output.num_cached_tokens),
-        "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
-        "prompt_token_ids": list(ids) if body.return_token_ids else None,
-        "prompt_text": output.prompt if body.return_prompt_text else None,
-        "kv_transfer_params": None,
-    }
-
-
-class ChatChunks:
-    """One streamed answer as events. A chunk with nothing but text is three pieces put together."""
-
-    def __init__(self, api: Api, body: ChatBody, job: Job) -> None:
-        self._api, self._body, self._job = api, body, job
+    def __init__(self, api: Api, talk: Talk) -> None:
+        self._api, self._talk, self._body, self._job = api, talk, talk.body, talk.job
+        body, job = talk.body, talk.job
         forced = api.settings.api.enable_force_include_usage
         options = body.stream_options
         self._usage = forced or bool(options and options.include_usage)
         self._every = forced or (self._usage and bool(options and options.continuous_usage_stats))
-        self._plain = not (body.logprobs or body.return_token_ids or self._every)
+        self._tells = bool(body.logprobs or body.return_token_ids or self._every)
+        """Whether there is something to tell of every token."""
+        self._plain = not (talk.parses or self._tells)
         self._frame = {
             "id": job.id,
             "object": "chat.completion.chunk",
@@ -132,11 +42,17 @@ class ChatChunks:
             "model": job.model,
         }
         lead = opening(self._frame)
-        self._heads = [lead + b'{"index":%d,"delta":{"content":' % index for index in range(body.n or 1)]
-        self._num_output = [0] * (body.n or 1)
+        num_choices = body.n or 1
+        self._heads = [lead + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
+        self._listeners = [talk.listener() for _ in range(num_choices)]
+        self._calls = [False] * num_choices
+        """Whether a choice calls a tool."""
+        self._num_output = [0] * num_choices
         self._num_prompt = len(job.prompts[0].token_ids)
         self._num_cached: int | None = None
         self._started = False
+
+    # ---- a stream
 
     def encode(self, output: RequestOutput) -> bytes:
         chunks = [] if self._started else [self._opening(output)]
@@ -167,25 +83,32 @@ class ChatChunks:
             first["prompt_token_ids"] = self._job.prompts[0].token_ids
         if body.return_prompt_text:
             first["prompt_text"] = self._job.prompts[0].text
-        echoed = _echoed(self._api, body)
         for index in range(len(self._heads)):
-            delta = {"role": _role(self._api, body), "content": ""}
+            delta = {"role": self._talk.role, "content": ""}
             chunks.append(self._event([_choice(index, delta)], index, **first))
-            if echoed:
-                chunks.append(self._event([_choice(index, {"content": echoed})], index))
+            if self._talk.echoed:
+                chunks.append(self._event([_choice(index, {"content": self._talk.echoed})], index))
         return b"".join(chunks)
 
     def _full(self, each: CompletionOutput) -> bytes:
-        logprobs = _logprobs(self._api, self._body, each)
-        choice = _choice(each.index, {"content": each.text}, logprobs)
+        """A chunk for each piece; the last has what is told of the tokens."""
+        index = each.index
+        pieces = self._listeners[index].hear(each)
+        self._calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
+        deltas = [_delta(piece) for piece in pieces]
+        if not (deltas or self._tells or each.finish_reason):
+            return b""
+        *before, last = deltas or [{} if self._talk.parses else {"content": ""}]
+        choice = _choice(index, last, self._logprobs(each))
         if self._body.return_token_ids:
             choice["token_ids"] = list(each.token_ids)
         extra = {}
         if each.finish_reason is not None:
-            choice["finish_reason"] = each.finish_reason
+            choice["finish_reason"] = _reason(each, calls=self._calls[index])
             choice["stop_reason"] = each.stop_reason
             extra["system_fingerprint"] = self._api.fingerprint
-        return self._event([choice], each.index, **extra)
+        chunks = [self._event([_choice(index, delta)], index) for delta in before]
+        return b"".join(chunks) + self._event([choice], index, **extra)
 
     def _event(self, choices: list[dict[str, Any]], index: int, **extra: Any) -> bytes:
         if self._every:
@@ -194,11 +117,89 @@ class ChatChunks:
 
     def finish(self) -> bytes:
         if not self._usage:
-            return b""
+            return DONE
         usage = self._api.usage(self._num_prompt, sum(self._num_output), self._num_cached)
         ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
-        return event(self._frame | ending)
+        return event(self._frame | ending) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return failure(error)
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        body, job, ids = self._body, self._job, output.prompt_token_ids or []
+        num_output = sum(len(each.token_ids) for each in output.outputs)
+        return {
+            "id": job.id,
+            "object": "chat.completion",
+            "created": job.created,
+            "model": job.model,
+            "choices": [self._whole_choice(each) for each in output.outputs],
+            "service_tier": None,
+            "system_fingerprint": self._api.fingerprint,
+            "usage": self._api.usage(len(ids), num_output, output.num_cached_tokens),
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": list(ids) if body.return_token_ids else None,
+            "prompt_text": output.prompt if body.return_prompt_text else None,
+            "kv_transfer_params": None,
+        }
+
+    def _whole_choice(self, each: CompletionOutput) -> dict[str, Any]:
+        said = gathered(self._listeners[each.index].hear(each))
+        return {
+            "index": each.index,
+            "message": _message(self._talk, said),
+            "logprobs": self._logprobs(each),
+            "finish_reason": _reason(each, calls=bool(said.calls)),
+            "stop_reason": each.stop_reason,
+            "token_ids": list(each.token_ids) if self._body.return_token_ids else None,
+        }
+
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
+        body = self._body
+        if not body.logprobs or output.logprobs is None:
+            return None
+        num_top = -1 if body.logprob_token_ids is not None else body.top_logprobs or 0
+        return chat_logprobs(output.token_ids, output.logprobs, num_top, self._api.speller(body))
 
 
-def _choice(index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case TextPiece(text):
+            return {"content": text}
+        case ReasoningPiece(text):
+            return {"reasoning": text}
+        case ToolStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case ToolArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _reason(output: CompletionOutput, *, calls: bool) -> str:
+    reason = output.finish_reason or "stop"
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _message(talk: Talk, said: Said) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": talk.role,
+        "content": (talk.echoed + said.text) or (None if said.calls or said.reasoning else ""),
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "reasoning": said.reasoning or None,
+    }
+    if said.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.calls
+        ]
+    return message

@@ -17,11 +17,10 @@ from quire.server.asked import (
     completion_prompt_logprobs,
     sampling_params,
 )
-from quire.server.errors import json_response
 from quire.server.generate import Api, Job
 from quire.server.logprobs import CompletionLogprobs, prompt_logprobs
 from quire.server.requests import CompletionBody
-from quire.server.sse import EventStream, event, opening, quote
+from quire.server.sse import DONE, event, failure, opening, quote
 
 _TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
 _DEFAULT_MAX_TOKENS = 16
@@ -35,12 +34,7 @@ async def answer_completion(api: Api, body: CompletionBody, request: Request) ->
     prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
     params = [_params(api, body, len(prompt.token_ids)) for prompt in prompts]
     job = api.job("cmpl", body, request, prompts, params)
-    if body.stream:
-        chunks = CompletionChunks(api, body, job)
-        outputs = await api.streamed(job)
-        return EventStream(outputs, chunks=chunks, answering=api.answering)
-    found = await api.answering.until_gone(request.receive, api.finished(job))
-    return json_response(_reply(api, body, job, found))
+    return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
 
 
 def _only_prompt(body: CompletionBody) -> bool:
@@ -106,51 +100,8 @@ def _add_logprobs(
     return columns.take()
 
 
-def _reply(api: Api, body: CompletionBody, job: Job, found: list[RequestOutput]) -> dict[str, Any]:
-    choices, num_prompt, num_output, num_cached = [], 0, 0, 0
-    for place, output in enumerate(found):
-        prompt = job.prompts[place]
-        echo = _echo(api, body, prompt)
-        for each in output.outputs:
-            index = place * (body.n or 1) + each.index
-            choices.append(_whole_choice(api, body, output, each, echo) | {"index": index})
-            num_output += len(_tokens_of(body, each))
-        num_prompt += len(prompt.token_ids)
-        num_cached += output.num_cached_tokens or 0
-    return {
-        "id": job.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-        "choices": choices,
-        "service_tier": None,
-        "system_fingerprint": api.fingerprint,
-        "usage": api.usage(num_prompt, num_output, num_cached),
-        "kv_transfer_params": None,
-    }
-
-
-def _whole_choice(
-    api: Api, body: CompletionBody, output: RequestOutput, each: CompletionOutput, echo: _Echo
-) -> dict[str, Any]:
-    logprobs, num_top = None, _num_top(body)
-    if num_top is not None:
-        columns = CompletionLogprobs(num_top, api.speller(body))
-        logprobs = _add_logprobs(columns, body, output.prompt_logprobs, each, echo)
-    token_ids = list(_tokens_of(body, each)) if body.return_token_ids else None
-    return {
-        "text": echo.text if _only_prompt(body) else echo.text + each.text,
-        "logprobs": logprobs,
-        "finish_reason": each.finish_reason or "stop",
-        "stop_reason": each.stop_reason,
-        "token_ids": token_ids,
-        "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
-        "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,
-    }
-
-
-class CompletionChunks:
-    """Streamed completions as events. A chunk with nothing but text is three pieces put together."""
+class CompletionEncoder:
+    """Completions. A chunk with nothing but text is three pieces put together."""
 
     def __init__(self, api: Api, body: CompletionBody, job: Job) -> None:
         self._api, self._body, self._job = api, body, job
@@ -172,6 +123,8 @@ class CompletionChunks:
         """Come with the first output of each, for all of its choices."""
         self._fresh = [True] * num_choices
         self._columns = [CompletionLogprobs(self._num_top or 0, api.speller(body)) for _ in self._heads]
+
+    # ---- a stream
 
     def encode(self, output: RequestOutput) -> bytes:
         place = self._places[output.request_id] if len(self._places) > 1 else 0
@@ -225,8 +178,53 @@ class CompletionChunks:
 
     def finish(self) -> bytes:
         if not self._usage:
-            return b""
+            return DONE
         num_prompt = sum(len(prompt.token_ids) for prompt in self._job.prompts)
         usage = self._api.usage(num_prompt, sum(self._num_output), sum(self._num_cached))
         ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
-        return event(self._frame | ending)
+        return event(self._frame | ending) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return failure(error)
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        api, body, job = self._api, self._body, self._job
+        choices, num_prompt, num_output, num_cached = [], 0, 0, 0
+        for place, output in enumerate(outputs):
+            prompt = job.prompts[place]
+            echo = _echo(api, body, prompt)
+            for each in output.outputs:
+                index = place * self._n + each.index
+                choices.append(self._whole_choice(output, each, echo) | {"index": index})
+                num_output += len(_tokens_of(body, each))
+            num_prompt += len(prompt.token_ids)
+            num_cached += output.num_cached_tokens or 0
+        return {
+            "id": job.id,
+            "object": "text_completion",
+            "created": job.created,
+            "model": job.model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": api.fingerprint,
+            "usage": api.usage(num_prompt, num_output, num_cached),
+            "kv_transfer_params": None,
+        }
+
+    def _whole_choice(self, output: RequestOutput, each: CompletionOutput, echo: _Echo) -> dict[str, Any]:
+        api, body, logprobs = self._api, self._body, None
+        if self._num_top is not None:
+            columns = CompletionLogprobs(self._num_top, api.speller(body))
+            logprobs = _add_logprobs(columns, body, output.prompt_logprobs, each, echo)
+        token_ids = list(_tokens_of(body, each)) if body.return_token_ids else None
+        return {
+            "text": echo.text if _only_prompt(body) else echo.text + each.text,
+            "logprobs": logprobs,
+            "finish_reason": each.finish_reason or "stop",
+            "stop_reason": each.stop_reason,
+            "token_ids": token_ids,
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "prompt_token_ids": list(output.prompt_token_ids or ()) if body.return_token_ids else None,
+        }

@@ -4,11 +4,12 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
@@ -20,20 +21,21 @@ from quire.logs import get_logger
 from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
-from quire.server.engine import Engine, Outputs, Pushed
-from quire.server.errors import NotFound
+from quire.server.encoder import Encoder
+from quire.server.engine import Engine, Outputs
+from quire.server.errors import NotFound, json_response
 from quire.server.logprobs import Speller
+from quire.server.merged import Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
 from quire.server.requests import EngineBody, GenerateBody
 from quire.server.settings import ServerSettings
+from quire.server.sse import EventStream
 
 logger = get_logger(__name__)
 
 Params = SamplingParams | BeamSearchParams | PoolingParams
 COMPILE_S = 5.0
 """For a grammar."""
-PIECE = 256
-"""Sequences that are made ready in one go: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,13 @@ class Api:
         default = self.engine.facts.default_sampling.get("max_tokens")
         return output_limit(asked, prompt_len, self.engine.inputs.max_model_len, default)
 
+    async def answer(self, job: Job, encoder: Encoder, request: Request, *, stream: bool) -> Response:
+        """The job done, in the words of the encoder."""
+        if stream:
+            return EventStream(await self.streamed(job), encoder=encoder, answering=self.answering)
+        found = await self.answering.until_gone(request.receive, self.finished(job))
+        return json_response(encoder.whole(found))
+
     async def streamed(self, job: Job) -> Outputs:
         """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
         started: list[Outputs] = []
@@ -149,7 +158,7 @@ class Api:
         outputs = await self.streamed(job)
         if len(job.prompts) == 1:
             return [await final(outputs)]
-        found = await _last_of_each(outputs)
+        found = await last_of_each(outputs)
         return [found[id] for id in job.engine_ids()]
 
     def usage(self, num_prompt: int, num_output: int, num_cached: int | None = None) -> dict[str, Any]:
@@ -166,19 +175,6 @@ class Api:
         return (text or "")[: self.settings.log.max_log_len]
 
 
-class Pauses:
-    """Lets the event loop turn between pieces of a large call."""
-
-    def __init__(self) -> None:
-        self._num_done = 0
-
-    async def after(self, num_sequences: int) -> None:
-        self._num_done += num_sequences
-        if self._num_done >= PIECE:
-            self._num_done = 0
-            await asyncio.sleep(0)
-
-
 def _header_int(request: Request, name: str) -> int | None:
     text = request.headers.get(name)
     if text is None:
@@ -188,103 +184,3 @@ def _header_int(request: Request, name: str) -> int | None:
     if value is None or not INT64_MIN <= value <= INT64_MAX:
         raise RequestError(f"the header {name} must be an integer of 64 bits, got {text!r:.80}")
     return value
-
-
-async def _last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
-    found = {}
-    try:
-        async for output in outputs:
-            found[output.request_id] = output
-    finally:
-        await outputs.aclose()
-    return found
-
-
-class Logged:
-    """Outputs that leave their text in the log when they are over."""
-
-    def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
-        self._outputs, self._name, self._cut = outputs, name, cut
-        self._texts: dict[tuple[str, int], str] = {}
-
-    def __aiter__(self) -> "Logged":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        output = await self._outputs.__anext__()
-        for each in output.outputs:
-            key = output.request_id, each.index
-            self._texts[key] = self._texts.get(key, "") + each.text
-        return output
-
-    async def aclose(self) -> None:
-        await self._outputs.aclose()
-        while self._texts:
-            _, text = self._texts.popitem()
-            logger.info("Generated response %s: %r", self._name, self._cut(text))
-
-
-class Merged:
-    """Several requests as one stream of outputs, in the order in which they come, under these ids."""
-
-    def __init__(self, started: Mapping[str, Outputs], n: int) -> None:
-        self._started = started
-        self._n = n
-        self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-
-    def __aiter__(self) -> "Merged":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._task is None:
-            self._task = asyncio.create_task(self._queue())
-        item = await self._arrived.get()
-        if isinstance(item, RequestOutput):
-            return item
-        self._arrived.put_nowait(item)  # whoever asks again is told again
-        raise StopAsyncIteration if item is None else item
-
-    async def _queue(self) -> None:
-        end = None
-        try:
-            await self.forward(self._arrived.put_nowait)
-        except Exception as error:  # handed to the reader, who raises it
-            end = error
-        self._arrived.put_nowait(end)
-
-    async def forward(
-        self,
-        reader: Callable[[RequestOutput], None],
-        text_reader: Callable[[str, int], None] | None = None,
-    ) -> None:
-        """All outputs of all requests to `reader`, in the moment they come."""
-        tasks, pause = [], Pauses()
-        try:
-            for id, outputs in self._started.items():
-                tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
-                await pause.after(self._n)
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        for outputs in self._started.values():
-            await outputs.aclose()
-
-
-async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
-    def named(output: RequestOutput) -> None:
-        output.request_id = id
-        reader(output)
-
-    if isinstance(outputs, Pushed):
-        return await outputs.forward(named)
-    try:
-        async for output in outputs:
-            named(output)
-    finally:
-        await outputs.aclose()

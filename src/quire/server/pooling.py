@@ -12,7 +12,8 @@ from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.asked import check_fields, check_template
 from quire.server.engine import PooledOutputs
-from quire.server.generate import Api, Job, Pauses
+from quire.server.generate import Api, Job
+from quire.server.merged import Pauses
 from quire.server.pooling_bodies import InputBody, PoolingBody, TalkBody
 from quire.server.prompts import PoolingInput, each_of
 

@@ -1,7 +1,7 @@
 """Server-sent events, written straight to the connection: no response model, no layer between."""
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from quire.frontend.answer import merge
 from quire.logs import get_logger
 from quire.server.answering import Answering, ClientGone
 from quire.server.connection import Connection
+from quire.server.encoder import Encoder
 from quire.server.engine import Outputs, Pushed
 from quire.server.errors import describe
 from quire.server.gate import DIRECT_SEND
@@ -52,30 +53,17 @@ def _one_line(encoded: bytes) -> bytes:
     return encoded
 
 
-class Chunks(Protocol):
-    """An answer as the events of one API."""
-
-    @property
-    def text_only(self) -> bool:
-        """Whether `encode_text` can say what most outputs say."""
-
-    def encode(self, output: RequestOutput) -> bytes: ...
-    def encode_text(self, text: str, num_tokens: int) -> bytes: ...
-    def finish(self) -> bytes: ...
+def failure(error: Exception) -> bytes:
+    """The end of a stream of chunks that cannot go on."""
+    return event(describe(error)) + DONE
 
 
 class EventStream(Response):
-    """The outputs of a request as events. Whatever happens, the last one is [DONE]."""
+    """The outputs of a request as events. Whatever happens, the encoder has the last word."""
 
-    def __init__(
-        self,
-        outputs: Outputs,
-        *,
-        chunks: Chunks,
-        answering: Answering,
-    ) -> None:
+    def __init__(self, outputs: Outputs, *, encoder: Encoder, answering: Answering) -> None:
         self.outputs = outputs
-        self.chunks = chunks
+        self.encoder = encoder
         self.answering = answering
         self.background = None
         self.status_code = 200
@@ -88,39 +76,38 @@ class EventStream(Response):
             last = await self.answering.until_gone(receive, self._write(send))
         except ClientGone:
             return
-        except QuireError as error:
-            last = event(describe(error))
         except Exception as error:  # the status is sent: this is the only way left to tell the client
-            logger.exception("a stream failed")
-            last = event(describe(error))
+            if not isinstance(error, QuireError):
+                logger.exception("a stream failed")
+            last = self.encoder.fail(error)
         finally:
             await self.outputs.aclose()
-        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _write(self, send: Send) -> bytes:
         connection = Connection.under(send)
         if connection is not None and isinstance(self.outputs, Pushed):
-            await Pushing(connection, self.chunks).run(self.outputs)
+            await Pushing(connection, self.encoder).run(self.outputs)
         else:
             async for output in self.outputs:
-                if chunk := self.chunks.encode(output):
+                if chunk := self.encoder.encode(output):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        return self.chunks.finish()
+        return self.encoder.finish()
 
 
 class Pushing:
     """Writes outputs in the moment they come. While the client cannot take more they are merged."""
 
-    def __init__(self, connection: Connection, chunks: Chunks) -> None:
+    def __init__(self, connection: Connection, encoder: Encoder) -> None:
         self._connection = connection
-        self._chunks = chunks
+        self._encoder = encoder
         self._held: dict[str, RequestOutput] = {}
         self._draining: asyncio.Task[None] | None = None
         self._last_id = ""
 
     async def run(self, outputs: Pushed) -> None:
         try:
-            await outputs.forward(self._put, self._put_text if self._chunks.text_only else None)
+            await outputs.forward(self._put, self._put_text if self._encoder.text_only else None)
             if self._draining is not None:
                 await self._draining
         finally:
@@ -131,7 +118,7 @@ class Pushing:
         if self._draining is not None or self._connection.is_full:
             said = CompletionOutput(0, text, range(num_tokens), None, None)
             self._put(RequestOutput(self._last_id, None, None, None, [said], finished=False))
-        elif chunk := self._chunks.encode_text(text, num_tokens):
+        elif chunk := self._encoder.encode_text(text, num_tokens):
             self._connection.write(chunk)
 
     def _put(self, output: RequestOutput) -> None:
@@ -151,5 +138,5 @@ class Pushing:
             self._write(output)
 
     def _write(self, output: RequestOutput) -> None:
-        if chunk := self._chunks.encode(output):
+        if chunk := self._encoder.encode(output):
             self._connection.write(chunk)

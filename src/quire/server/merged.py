@@ -1,0 +1,126 @@
+"""The outputs of several requests as one stream, and what else is done to streams of outputs."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from quire.data.outputs import RequestOutput
+from quire.logs import get_logger
+from quire.server.engine import Outputs, Pushed
+
+logger = get_logger(__name__)
+
+PIECE = 256
+"""Sequences that are made ready in one go: some milliseconds."""
+
+
+class Pauses:
+    """Lets the event loop turn between pieces of a large call."""
+
+    def __init__(self) -> None:
+        self._num_done = 0
+
+    async def after(self, num_sequences: int) -> None:
+        self._num_done += num_sequences
+        if self._num_done >= PIECE:
+            self._num_done = 0
+            await asyncio.sleep(0)
+
+
+async def last_of_each(outputs: Outputs) -> dict[str, RequestOutput]:
+    found = {}
+    try:
+        async for output in outputs:
+            found[output.request_id] = output
+    finally:
+        await outputs.aclose()
+    return found
+
+
+class Logged:
+    """Outputs that leave their text in the log when they are over."""
+
+    def __init__(self, outputs: Outputs, name: str, cut: Callable[[str], str]) -> None:
+        self._outputs, self._name, self._cut = outputs, name, cut
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def __aiter__(self) -> "Logged":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await self._outputs.__anext__()
+        for each in output.outputs:
+            key = output.request_id, each.index
+            self._texts[key] = self._texts.get(key, "") + each.text
+        return output
+
+    async def aclose(self) -> None:
+        await self._outputs.aclose()
+        while self._texts:
+            _, text = self._texts.popitem()
+            logger.info("Generated response %s: %r", self._name, self._cut(text))
+
+
+class Merged:
+    """Several requests as one stream of outputs, in the order in which they come, under these ids."""
+
+    def __init__(self, started: Mapping[str, Outputs], n: int) -> None:
+        self._started = started
+        self._n = n
+        self._arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> "Merged":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._task is None:
+            self._task = asyncio.create_task(self._queue())
+        item = await self._arrived.get()
+        if isinstance(item, RequestOutput):
+            return item
+        self._arrived.put_nowait(item)  # whoever asks again is told again
+        raise StopAsyncIteration if item is None else item
+
+    async def _queue(self) -> None:
+        end = None
+        try:
+            await self.forward(self._arrived.put_nowait)
+        except Exception as error:  # handed to the reader, who raises it
+            end = error
+        self._arrived.put_nowait(end)
+
+    async def forward(
+        self,
+        reader: Callable[[RequestOutput], None],
+        text_reader: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """All outputs of all requests to `reader`, in the moment they come."""
+        tasks, pause = [], Pauses()
+        try:
+            for id, outputs in self._started.items():
+                tasks.append(asyncio.create_task(_forward(id, outputs, reader)))
+                await pause.after(self._n)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for outputs in self._started.values():
+            await outputs.aclose()
+
+
+async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:
+    def named(output: RequestOutput) -> None:
+        output.request_id = id
+        reader(output)
+
+    if isinstance(outputs, Pushed):
+        return await outputs.forward(named)
+    try:
+        async for output in outputs:
+            named(output)
+    finally:
+        await outputs.aclose()
