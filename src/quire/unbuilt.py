@@ -52,7 +52,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "worker_extension_cls": ("",),
     },
     "server flag": {
-        "enable_auto_tool_choice": (False,),
         "enable_per_request_metrics": (False,),
         "enable_tokenizer_info_endpoint": (False,),
         "fingerprint_mode": ("hash",),
@@ -62,8 +61,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "lora_modules": (),
         "middleware": (),
         "tokens_only": (False,),
-        "tool_call_parser": (),
-        "tool_parser_plugin": ("",),
         "tool_server": (),
     },
     "body field": {
@@ -79,7 +76,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "return_assistant_tokens_mask": (False,),
         "return_token_offsets": (False,),
         "routed_experts_prompt_start": (0,),
-        "thinking_token_budget": (-1,),
         "vllm_xargs": ({},),
     },
     "prompt key": {

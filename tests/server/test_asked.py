@@ -12,8 +12,23 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": TOOLS}, "tools", "`tools` with tool_choice='auto' is not supported yet"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tools", "tool_choice='required'"),
+        ({"tools": TOOLS}, "tool_choice", '"auto" tool choice requires --enable-auto-tool-choice and'),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "--tool-call-parser to be set"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object with a name"),
+        ({"tools": [*TOOLS, {"function": {"name": 3}}]}, "tools", "tools[1].function.name must be"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools", "must be a JSON schema"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "does not match any of the specified `tools`: 'g'; there are f",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be none, auto"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "either use constraints for structured outputs or tools, not both",
+        ),
         ({"tools": []}, "tools", "`tools` must not be an empty array"),
         ({"tool_choice": "auto"}, "tool_choice", "When using `tool_choice`, `tools` must be set."),
         ({"response_format": {"type": "xml"}}, "response_format", "no type 'xml'"),
@@ -30,7 +45,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "structured_outputs", "send one of them"),
         ({"guided_grammar": 'start: "a" b'}, "structured_outputs", "unknown name"),
         ({"functions": [{}]}, "functions", "not supported"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
+        (
+            {"thinking_token_budget": 5},
+            "thinking_token_budget",
+            "needs a chat, and a server with a --reasoning",
+        ),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         (

@@ -29,7 +29,10 @@ def test_template_variables_and_whose_word_counts() -> None:
 
 
 def test_tools_are_shown_unless_they_are_to_be_hidden() -> None:
-    asked: dict[str, Any] = {"tools": [{"type": "function"}], "tool_choice": "none"}
+    asked: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+    }
     assert "tools:1" in prompt_of(**asked)
     assert "tools" not in prompt_of({"exclude_tools_when_tool_choice_none": True}, **asked)
 
@@ -91,7 +94,7 @@ def test_a_long_prompt_is_read_off_the_loop() -> None:
 @pytest.mark.parametrize(
     "large",
     [
-        {"tools": [{"type": "function", "x": "y" * 20_000}], "tool_choice": "none"},
+        {"tools": [{"function": {"name": "f"}, "x": "y" * 20_000}], "tool_choice": "none"},
         {"documents": [{"text": "y" * 20_000}]},
         {"chat_template_kwargs": {"mood": ["y" * 20_000]}},
         {"chat_template_kwargs": {"mood": {"k": list(range(20_000))}}},

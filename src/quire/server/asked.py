@@ -1,6 +1,8 @@
 """What a body asks for, in the engine's terms: sampling parameters, limits, and what cannot be had yet."""
 
-from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from typing import Any
+
+from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.logs import get_logger
 from quire.server.constraint import constraint_of
@@ -66,7 +68,6 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
                 f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
                 param="messages",
             )
-    check_tools(body)
     check_template(body.chat_template, trust_template)
 
 
@@ -76,20 +77,6 @@ def check_template(chat_template: str | None, trusted: bool) -> None:
             "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
             "chat template with untrusted source.",
             param="chat_template",
-        )
-
-
-def check_tools(body: ChatBody) -> None:
-    if body.tools is not None and not body.tools:
-        raise RequestError("`tools` must not be an empty array. Leave it out instead.", param="tools")
-    if not body.tools and body.tool_choice not in (None, "none"):
-        raise RequestError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
-    choice = body.tool_choice or "auto"
-    if body.tools and choice != "none":
-        raise RequestError(
-            f"`tools` with tool_choice={choice!r} is not supported yet; send tool_choice='none' to only show "
-            "them to the model, or leave them out",
-            param="tools",
         )
 
 
@@ -119,8 +106,21 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    constraint: dict[str, Any] | None = None,
+    reasoning: ReasoningIds | None = None,
+    keeps_special_tokens: bool = False,
 ) -> SamplingParams:
+    """`constraint` is in place of the body's own. `reasoning`: how it is marked, where it is told apart."""
+    constraint = constraint or constraint_of(body)
     given = {name: getattr(body, name) for name in _SAMPLING}
+    if keeps_special_tokens:
+        given["skip_special_tokens"] = False
+    budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
+    if budget is not None and reasoning is None:
+        raise RequestError(
+            "`thinking_token_budget` needs a chat, and a server with a --reasoning-parser of known marks",
+            param="thinking_token_budget",
+        )
     for name in _DEFAULTED:
         if given[name] is None:
             given[name] = facts.default_sampling.get(name)
@@ -131,14 +131,18 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         repetition_detection=detection and detection.model_dump(),
-        structured_outputs=constraint_of(body),
+        structured_outputs=constraint,
+        thinking_token_budget=budget,
+        reasoning=reasoning if budget is not None or constraint is not None else None,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
 
 
-def beam_params(body: GenerateBody, facts: Facts, *, max_tokens: int) -> BeamSearchParams:
+def beam_params(
+    body: GenerateBody, facts: Facts, *, max_tokens: int, constraint: dict[str, Any] | None = None
+) -> BeamSearchParams:
     width = body.n or 1
-    refuse("call argument", "structured_outputs", constraint_of(body))
+    refuse("call argument", "structured_outputs", constraint or constraint_of(body))
     if 2 * width > facts.max_logprobs:
         raise RequestError(
             f"a beam search of n={width} looks at {2 * width} logprobs per token, above max_logprobs="

@@ -10,6 +10,7 @@ from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, T
 from quire.server.generate import Api
 from quire.server.listen import Said, gathered
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.parsing import NAMED
 from quire.server.requests import ChatBody
 from quire.server.sse import DONE, event, failure, opening, quote
 from quire.server.talk import Talk, begin_talk
@@ -34,6 +35,8 @@ class ChatEncoder:
         self._every = forced or (self._usage and bool(options and options.continuous_usage_stats))
         self._tells = bool(body.logprobs or body.return_token_ids or self._every)
         """Whether there is something to tell of every token."""
+        self._counts = talk.reading.reasoning is not None
+        """Whether tokens of reasoning are counted."""
         self._plain = not (talk.parses or self._tells)
         self._frame = {
             "id": job.id,
@@ -43,7 +46,8 @@ class ChatEncoder:
         }
         lead = opening(self._frame)
         num_choices = body.n or 1
-        self._heads = [lead + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
+        self._leads = [lead + b'{"index":%d,"delta":{' % index for index in range(num_choices)]
+        self._heads = [lead + b'"content":' for lead in self._leads]
         self._listeners = [talk.listener() for _ in range(num_choices)]
         self._calls = [False] * num_choices
         """Whether a choice calls a tool."""
@@ -67,11 +71,30 @@ class ChatEncoder:
 
     @property
     def text_only(self) -> bool:
-        return self._plain and len(self._heads) == 1
+        return len(self._heads) == 1 and not (self._tells or (self._usage and self._counts))
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output[0] += num_tokens
-        return self._heads[0] + quote(text) + _TAIL if text else b""
+        if self._plain:
+            return self._heads[0] + quote(text) + _TAIL if text else b""
+        return self._pieces(0, self._listeners[0].hear_text(text))
+
+    def _pieces(self, index: int, pieces: list[Piece]) -> bytes:
+        """A chunk for each, where there is nothing else to tell."""
+        chunks = []
+        for piece in pieces:
+            match piece:
+                case TextPiece(text):
+                    chunks.append(self._heads[index] + quote(text) + _TAIL)
+                case ReasoningPiece(text):
+                    chunks.append(self._leads[index] + b'"reasoning":' + quote(text) + _TAIL)
+                case ToolArguments(call, text):
+                    head = b'"tool_calls":[{"index":%d,"function":{"arguments":' % call
+                    chunks.append(self._leads[index] + head + quote(text) + b"}}]" + _TAIL)
+                case ToolStart():
+                    self._calls[index] = True
+                    chunks.append(self._event([_choice(index, _delta(piece))], index))
+        return b"".join(chunks)
 
     def _opening(self, output: RequestOutput) -> bytes:
         """The role of every choice, before anything else."""
@@ -94,17 +117,17 @@ class ChatEncoder:
         """A chunk for each piece; the last has what is told of the tokens."""
         index = each.index
         pieces = self._listeners[index].hear(each)
+        if not self._tells and each.finish_reason is None:
+            return self._pieces(index, pieces)
         self._calls[index] |= any(isinstance(piece, ToolStart) for piece in pieces)
         deltas = [_delta(piece) for piece in pieces]
-        if not (deltas or self._tells or each.finish_reason):
-            return b""
         *before, last = deltas or [{} if self._talk.parses else {"content": ""}]
         choice = _choice(index, last, self._logprobs(each))
         if self._body.return_token_ids:
             choice["token_ids"] = list(each.token_ids)
         extra = {}
         if each.finish_reason is not None:
-            choice["finish_reason"] = _reason(each, calls=self._calls[index])
+            choice["finish_reason"] = self._reason(each, calls=self._calls[index])
             choice["stop_reason"] = each.stop_reason
             extra["system_fingerprint"] = self._api.fingerprint
         chunks = [self._event([_choice(index, delta)], index) for delta in before]
@@ -118,7 +141,7 @@ class ChatEncoder:
     def finish(self) -> bytes:
         if not self._usage:
             return DONE
-        usage = self._api.usage(self._num_prompt, sum(self._num_output), self._num_cached)
+        usage = self._counted(self._num_prompt, sum(self._num_output), self._num_cached)
         ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
         return event(self._frame | ending) + DONE
 
@@ -131,15 +154,16 @@ class ChatEncoder:
         (output,) = outputs
         body, job, ids = self._body, self._job, output.prompt_token_ids or []
         num_output = sum(len(each.token_ids) for each in output.outputs)
+        choices = [self._whole_choice(each) for each in output.outputs]
         return {
             "id": job.id,
             "object": "chat.completion",
             "created": job.created,
             "model": job.model,
-            "choices": [self._whole_choice(each) for each in output.outputs],
+            "choices": choices,
             "service_tier": None,
             "system_fingerprint": self._api.fingerprint,
-            "usage": self._api.usage(len(ids), num_output, output.num_cached_tokens),
+            "usage": self._counted(len(ids), num_output, output.num_cached_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
             "prompt_token_ids": list(ids) if body.return_token_ids else None,
             "prompt_text": output.prompt if body.return_prompt_text else None,
@@ -152,10 +176,22 @@ class ChatEncoder:
             "index": each.index,
             "message": _message(self._talk, said),
             "logprobs": self._logprobs(each),
-            "finish_reason": _reason(each, calls=bool(said.calls)),
+            "finish_reason": self._reason(each, calls=bool(said.calls)),
             "stop_reason": each.stop_reason,
             "token_ids": list(each.token_ids) if self._body.return_token_ids else None,
         }
+
+    def _reason(self, output: CompletionOutput, *, calls: bool) -> str:
+        """Clients that named the tool know that it is called: they are told of an ordinary end."""
+        reason = output.finish_reason or "stop"
+        return "tool_calls" if calls and reason == "stop" and self._talk.use.calls != NAMED else reason
+
+    def _counted(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
+        usage = self._api.usage(num_prompt, num_output, num_cached)
+        if self._counts:
+            num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         body = self._body
@@ -180,11 +216,6 @@ def _delta(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
         case ToolArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def _reason(output: CompletionOutput, *, calls: bool) -> str:
-    reason = output.finish_reason or "stop"
-    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _message(talk: Talk, said: Said) -> dict[str, Any]:

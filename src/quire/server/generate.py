@@ -28,7 +28,7 @@ from quire.server.logprobs import Speller
 from quire.server.merged import Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
 from quire.server.requests import EngineBody, GenerateBody
-from quire.server.settings import ServerSettings
+from quire.server.settings import ServerSettings, parsers_of
 from quire.server.sse import EventStream
 
 logger = get_logger(__name__)
@@ -64,6 +64,7 @@ class Api:
         self.engine = engine
         self.settings = settings
         self.reader = PromptReader(engine, settings.api)
+        self.parsers = parsers_of(settings.api)
         self.answering = Answering()
         facts = engine.facts
         known = repr((facts.model_names, facts.root, facts.vocab))

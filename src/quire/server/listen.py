@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.data.outputs import CompletionOutput
+from quire.data.params import ReasoningIds
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 from quire.text.parsers import Chain
 from quire.text.parsers.engine import Parser, join
@@ -12,15 +13,74 @@ from quire.text.parsers.engine import Parser, join
 class Listener:
     """Hears the outputs of one choice. Without a parser all that it hears is text."""
 
-    def __init__(self, parser: Parser | Chain | None) -> None:
+    def __init__(
+        self,
+        parser: Parser | Chain | None,
+        *,
+        reasoning: ReasoningIds | None = None,
+        leaves_out_reasoning: bool = False,
+        one_call: bool = False,
+    ) -> None:
+        """`reasoning`: how tokens mark it, so that they can be counted."""
         self._parser = parser
+        self._reasoning = reasoning
+        self._token_ids: list[int] = []
+        self._filters = leaves_out_reasoning or one_call
+        self._leaves_out_reasoning, self._one_call = leaves_out_reasoning, one_call
 
     def hear(self, output: CompletionOutput) -> list[Piece]:
         """What is certain now; with the last output, all that waited for more."""
+        if self._reasoning is not None:
+            self._token_ids += output.token_ids
+        pieces = self.hear_text(output.text)
+        if output.finish_reason is not None and self._parser is not None:
+            pieces = join(pieces + self._kept(self._parser.end()))
+        return pieces
+
+    def hear_text(self, text: str) -> list[Piece]:
+        """The same, of an output that is not the last, without its tokens."""
         if self._parser is None:
-            return [TextPiece(output.text)] if output.text else []
-        pieces = self._parser.feed(output.text)
-        return pieces if output.finish_reason is None else join(pieces + self._parser.end())
+            return [TextPiece(text)] if text else []
+        return self._kept(self._parser.feed(text))
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of reasoning so far."""
+        return 0 if self._reasoning is None else count_reasoning(self._token_ids, self._reasoning)
+
+    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if self._keeps(piece)] if self._filters else pieces
+
+    def _keeps(self, piece: Piece) -> bool:
+        match piece:
+            case ReasoningPiece():
+                return not self._leaves_out_reasoning
+            case ToolStart(index=index) | ToolArguments(index=index):
+                return index == 0 or not self._one_call
+        return True
+
+
+def count_reasoning(token_ids: list[int], marks: ReasoningIds) -> int:
+    """Tokens between the marks."""
+    begins = find(token_ids, marks.start, 0)
+    if marks.open:
+        start = len(marks.start) if begins == 0 else 0
+    elif begins is None:
+        return 0
+    else:
+        start = begins + len(marks.start)
+    end = find(token_ids, marks.end, start)
+    return (len(token_ids) if end is None else end) - start
+
+
+def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
+    """Where a part begins; None if it does not come."""
+    if not part:
+        return start
+    for place in range(start, len(token_ids) - len(part) + 1):
+        if token_ids[place] == part[0] and tuple(token_ids[place : place + len(part)]) == part:
+            return place
+    return None
 
 
 @dataclass(slots=True)

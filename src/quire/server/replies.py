@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "repetition"]
 
 
 class ErrorInfo(BaseModel):
@@ -28,6 +28,12 @@ class CachedTokens(BaseModel):
     cached_tokens: int | None = None
 
 
+class ReasoningTokens(BaseModel):
+    """Tokens of the answer that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens in and out."""
 
@@ -35,6 +41,7 @@ class Usage(BaseModel):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class PromptLogprob(BaseModel):
@@ -68,6 +75,21 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments in JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A tool that the model calls."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """What the model said."""
 
@@ -77,7 +99,8 @@ class ChatMessage(BaseModel):
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -108,7 +108,9 @@ class GenerateBody(EngineBody):
     return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
     session_id: str | None = _doc("Has no effect with one engine.")
 
-    thinking_token_budget: int | None = _doc("Not supported yet.")
+    thinking_token_budget: int | None = _told(
+        -1, None, "Most tokens of reasoning; needs --reasoning-parser. -1: as many as it takes."
+    )
     kv_transfer_params: dict[str, Unbuilt] | None = _doc("Not supported yet.")
     vllm_xargs: dict[str, Unbuilt] | None = _doc("Not supported.")
 
@@ -133,7 +135,7 @@ class Conversation(Body):
     documents: list[dict[str, JsonValue]] | None = _doc("For templates that show documents.")
     chat_template: str | None = _doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
-    tools: list[dict[str, JsonValue]] | None = _doc("Shown to the model; calling them is not supported yet.")
+    tools: list[dict[str, JsonValue]] | None = _doc("Functions that the model is shown, and may call.")
     mm_processor_kwargs: dict[str, Unbuilt] | None = _doc("Not supported yet.")
 
 
@@ -145,13 +147,13 @@ class ChatBody(GenerateBody, Conversation):
     logprobs: bool | None = False
     top_logprobs: int | None = _told(-1, None, "Needs logprobs; -1: the whole vocabulary.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
-        "Only `none` is supported yet. Default: `auto` with tools, else `none`."
+        "`auto`, which needs --enable-auto-tool-choice, is the default with tools; else `none`."
     )
-    parallel_tool_calls: bool | None = True
+    parallel_tool_calls: bool | None = _doc("Off: at most one call in an answer.", True)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _doc(
         "Passed to the chat template."
     )
-    include_reasoning: bool | None = True
+    include_reasoning: bool | None = _doc("Off: reasoning is left out of the answer.", True)
     return_prompt_text: bool | None = False
 
 

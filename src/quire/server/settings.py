@@ -12,6 +12,7 @@ from quire.config.sections import Option, Rule, options_of
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
+from quire.server.parsing import Parsers
 from quire.unbuilt import UNBUILT, is_switch, refuse
 
 logger = get_logger(__name__)
@@ -88,6 +89,16 @@ class ApiSection:
     """JSON of chat template variables for requests that do not set them."""
     exclude_tools_when_tool_choice_none: bool = False
     """Leave a request's tools out of the prompt when its tool_choice is `none`."""
+    enable_auto_tool_choice: bool = False
+    """Let the model choose whether to call a tool; needs tool_call_parser."""
+    tool_call_parser: str = ""
+    """How this model writes tool calls: a name of docs/tools.md, or of the plugin."""
+    tool_parser_plugin: str = ""
+    """Python file that registers tool parsers."""
+    reasoning_parser: str = ""
+    """How this model marks its reasoning, which is then told apart from the answer."""
+    reasoning_parser_plugin: str = ""
+    """Python file that registers reasoning parsers."""
     return_tokens_as_token_ids: bool = False
     """Spell tokens in logprobs as `token_id:ID`."""
     enable_prompt_tokens_details: bool = False
@@ -230,6 +241,19 @@ def _check(settings: ServerSettings) -> None:
         raise ConfigError(f"root_path={http.root_path!r} must start with '/'")
     if log.enable_log_outputs and not log.enable_log_requests:
         raise ConfigError("enable_log_outputs needs enable_log_requests: give both")
+    if settings.api.enable_auto_tool_choice and not settings.api.tool_call_parser:
+        raise ConfigError("enable_auto_tool_choice needs tool_call_parser: give both")
+    parsers_of(settings.api)
+
+
+def parsers_of(api: ApiSection) -> Parsers:
+    """The parsers that are asked for; a ConfigError if there are none by these names."""
+    return Parsers(
+        reasoning=api.reasoning_parser,
+        tools=api.tool_call_parser,
+        auto=api.enable_auto_tool_choice,
+        plugins=(api.reasoning_parser_plugin, api.tool_parser_plugin),
+    )
 
 
 def paths(text: str) -> frozenset[str]:

@@ -1,19 +1,25 @@
 """A conversation on its way to the engine: checked and rendered, with parameters and ears for its answer."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
 from quire.server.asked import beam_params, chat_num_logprobs, check_chat, check_generate, sampling_params
+from quire.server.constraint import constraint_of
 from quire.server.generate import Api, Job
 from quire.server.listen import Listener
-from quire.server.prompts import as_dict
-from quire.server.requests import ChatBody
-from quire.text.parsers import Chain
-from quire.text.parsers.engine import Parser
+from quire.server.parsing import Reading
+from quire.server.requests import ChatBody, Message
+from quire.server.tools import ToolUse, tool_use
+
+_TAIL_TOKENS = 64
+"""Of a prompt whose text is not known: enough to see whether it opens the reasoning."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that turn reasoning on and off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +32,21 @@ class Talk:
     """Whose the answer is."""
     echoed: str
     """What the answer begins with: the last message, if it is to go on and to be repeated."""
-
-    make_parser: Callable[[], Parser | Chain] | None = None
-    """None: all of the answer is text."""
+    use: ToolUse = field(default_factory=ToolUse)
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def parses(self) -> bool:
-        return self.make_parser is not None
+        return self.reading.make is not None
 
     def listener(self) -> Listener:
         """For one choice."""
-        return Listener(self.make_parser and self.make_parser())
+        return Listener(
+            self.reading.make and self.reading.make(),
+            reasoning=self.reading.reasoning,
+            leaves_out_reasoning=self.body.include_reasoning is False,
+            one_call=not self.use.several,
+        )
 
 
 async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "chatcmpl") -> Talk:
@@ -45,20 +55,65 @@ async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "ch
     api.check_model(body.model, pools=False)
     check_generate(body, max_n=settings.max_n)
     check_chat(body, trust_template=settings.trust_request_chat_template)
+    use = tool_use(body, auto=api.parsers.auto)
+    constraint = _constraint(body, use)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     prompt = await api.reader.of_chat(body, asked)
-    params = _params(api, body, api.output_limit(asked, len(prompt.token_ids)))
-    last = as_dict(body.messages[-1])
-    role = settings.response_role if body.add_generation_prompt else last["role"]
-    content = last.get("content")
-    echoed = content if body.echo and last["role"] == role and isinstance(content, str) else ""
-    return Talk(body, api.job(kind, body, request, [prompt], [params]), role, echoed)
+    reading = _reading(api, body, use, prompt, constrained=constraint is not None)
+    limit = api.output_limit(asked, len(prompt.token_ids))
+    params = _params(api, body, limit, constraint, reading)
+    last = body.messages[-1]
+    role = settings.response_role if body.add_generation_prompt else last.role
+    echoed = _text(last) if body.echo and last.role == role else ""
+    return Talk(body, api.job(kind, body, request, [prompt], [params]), role, echoed, use, reading)
 
 
-def _params(api: Api, body: ChatBody, max_tokens: int) -> SamplingParams | BeamSearchParams:
+def _text(message: Message) -> str:
+    return message.content if isinstance(message.content, str) else ""
+
+
+def _constraint(body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
+    """What the answer must look like: as the body says or, if it must call a tool, as calls do."""
+    asked = constraint_of(body)
+    if use.forced and asked is not None and body.response_format is None:
+        raise RequestError(
+            "You can only either use constraints for structured outputs or tools, not both.",
+            param="structured_outputs",
+        )
+    return use.constraint() or asked
+
+
+def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, constrained: bool) -> Reading:
+    tokenizer = api.engine.inputs.tokenizer
+    if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
+        return Reading()
+    text = prompt.text
+    if text is None:
+        text = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return api.parsers.reading(
+        text,
+        tokenizer,
+        calls=use.calls,
+        name=use.name,
+        schemas=use.schemas,
+        num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
+        opened=False if constrained or _thinks_not(api, body) else None,
+        begun=_text(body.messages[-1]) if body.continue_final_message else "",
+    )
+
+
+def _thinks_not(api: Api, body: ChatBody) -> bool:
+    """Whether reasoning is turned off."""
+    variables = {**api.settings.api.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
+    return any(variables.get(name) is False for name in _SWITCHES)
+
+
+def _params(
+    api: Api, body: ChatBody, max_tokens: int, constraint: dict[str, Any] | None, reading: Reading
+) -> SamplingParams | BeamSearchParams:
     facts = api.engine.facts
     if body.use_beam_search:
-        return beam_params(body, facts, max_tokens=max_tokens)
+        return beam_params(body, facts, max_tokens=max_tokens, constraint=constraint)
     if body.logprob_token_ids is not None and not body.logprobs:
         raise RequestError(
             "when using `logprob_token_ids`, `logprobs` must be set to true.", param="logprob_token_ids"
@@ -69,4 +124,7 @@ def _params(api: Api, body: ChatBody, max_tokens: int) -> SamplingParams | BeamS
         max_tokens=max_tokens,
         logprobs=chat_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        reasoning=reading.reasoning,
+        keeps_special_tokens=reading.keeps_special_tokens,
     )

@@ -10,6 +10,7 @@ from quire.data.pieces import Piece, TextPiece
 from quire.errors import ConfigError
 from quire.registry import LazyTable
 from quire.text.parsers.engine import Parser, join
+from quire.text.parsers.reasoning import Reasoning, opened_by
 
 _HERE = "quire.text.parsers"
 Made = TypeVar("Made", bound=Callable[..., Parser])
@@ -116,6 +117,7 @@ class Chain:
         self.reasoning = reasoning
         self.tools = tools
         self.keeps_special_tokens = reasoning.keeps_special_tokens or tools.keeps_special_tokens
+        self.reasoning_marks, self.opened = reasoning.reasoning_marks, reasoning.opened
 
     def feed(self, text: str) -> list[Piece]:
         return self._through(self.reasoning.feed(text))
@@ -136,18 +138,23 @@ class Chain:
 def answer_parser(
     *,
     reasoning: str | None = None,
-    tools: str | None = None,
+    tools: str | Callable[..., Parser] | None = None,
     prompt: str = "",
+    opened: bool | None = None,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
     make_id: Callable[[int, str], str] | None = None,
 ) -> Parser | Chain:
     """The parser of one answer, by the names of its two halves; without either, all is text.
 
-    `schemas`: the parameters of each function that may be called. `prompt`: its rendered end."""
+    `schemas`: the parameters of each function that may be called. `prompt`: its rendered end. `opened`:
+    whether the answer begins inside of reasoning, where the prompt does not say it."""
     first: Parser = REASONING[reasoning or "identity"](prompt)
+    if opened is not None and isinstance(first, Reasoning):
+        first.opened = opened_by(first.marks, prompt, opened)
     if tools is None:
         return first
-    second: Parser = TOOLS[tools](schemas=schemas, make_id=make_id)
+    make = TOOLS[tools] if isinstance(tools, str) else tools
+    second: Parser = make(schemas=schemas, make_id=make_id)
     return second if second.reads_all or reasoning is None else Chain(first, second)
 
 

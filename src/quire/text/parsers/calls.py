@@ -46,7 +46,7 @@ class ToolParser(JsonParser):
 
     def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
         self.schemas = schemas or {}
-        self._make_id = make_id or self.default_id
+        self.make_id = make_id or self.default_id
         self._num_calls = 0
         self._blank = ""
         """White space that may be next to a call."""
@@ -74,7 +74,7 @@ class ToolParser(JsonParser):
         self._blank, self._after_call = "", True
         self._num_calls += 1
         index = self._num_calls - 1
-        self._out.append(ToolStart(index, id_ or self._make_id(index, name), name))
+        self._out.append(ToolStart(index, id_ or self.make_id(index, name), name))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that was started last."""

@@ -23,6 +23,10 @@ class Parser:
     """Whether the marks are special tokens of the vocabulary, so that the text must come with them."""
     reads_all = False
     """Whether it reads reasoning and tool calls both, so that no other parser goes with it."""
+    reasoning_marks: tuple[str, str] | None = None
+    """What reasoning begins and ends with, for those who look at tokens."""
+    opened = False
+    """Whether the answer begins inside of reasoning."""
 
     def __init__(self) -> None:
         self._buffer = ""

@@ -20,6 +20,8 @@ class Harmony(ToolParser):
 
     keeps_special_tokens = True
     reads_all = True
+    reasoning_marks = ("", "<|channel|>final<|message|>")
+    opened = True
 
     def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
         self.calls = calls

@@ -31,6 +31,7 @@ class Reasoning(Parser):
     def __init__(self, marks: Marks, prompt: str = "") -> None:
         self.marks = marks
         self.opened = opened_by(marks, prompt)
+        self.reasoning_marks = (marks.start, marks.end)
         self.keeps_special_tokens = marks.special
         super().__init__()
 
@@ -80,12 +81,15 @@ class AppendThink(Parser):
         yield from self.until((), self.text)
 
 
-def opened_by(marks: Marks, prompt: str) -> bool:
-    """Whether the answer begins inside of the reasoning, as the end of the prompt has it."""
+def opened_by(marks: Marks, prompt: str, default: bool | None = None) -> bool:
+    """Whether the answer begins inside of the reasoning, as the end of the prompt has it. Where that says
+    nothing: the default, or what is usual with these marks."""
     prompt = prompt.rstrip()
     if prompt.endswith(tuple(mark.rstrip() for mark in (marks.start, *marks.starts))):
         return True
-    return marks.opened and not prompt.endswith((marks.end, *marks.ends))
+    if prompt.endswith((marks.end, *marks.ends)):
+        return False
+    return marks.opened if default is None else default
 
 
 def _marks(start: str, end: str, **more: object) -> partial[Reasoning]:

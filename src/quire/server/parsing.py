@@ -1,0 +1,93 @@
+"""The parsers of a server, and how one answer is read with them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from quire.data.params import ReasoningIds
+from quire.errors import ConfigError, nearest
+from quire.registry import LazyTable
+from quire.text.parsers import REASONING, TOOLS, Chain, answer_parser, load_plugin
+from quire.text.parsers.calls import IdMaker, Schemas
+from quire.text.parsers.engine import Parser
+from quire.text.parsers.forced import NamedCall, RequiredCalls
+from quire.text.tokenizer import Tokenizer
+
+NAMED, REQUIRED = "named", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How one answer is read."""
+
+    make: Callable[[], Parser | Chain] | None = None
+    """None: all of it is text."""
+    keeps_special_tokens: bool = False
+    reasoning: ReasoningIds | None = None
+    """None where it has none, or none that tokens could tell."""
+
+
+class Parsers:
+    """The parsers that a server was told to use."""
+
+    def __init__(self, *, reasoning: str, tools: str, auto: bool, plugins: Iterable[str] = ()) -> None:
+        for path in filter(None, plugins):
+            load_plugin(path)
+        self.reasoning = _known(REASONING, reasoning)
+        self.tools = _known(TOOLS, tools)
+        self.auto = auto and self.tools is not None
+        """Whether a model may choose to call a tool."""
+
+    def reading(
+        self,
+        prompt: str,
+        tokenizer: Tokenizer,
+        *,
+        calls: str = "",
+        name: str = "",
+        schemas: Schemas | None = None,
+        num_calls: int = 0,
+        opened: bool | None = None,
+        begun: str = "",
+    ) -> Reading:
+        """`calls`: auto, required, named (of the tool `name`) or none. `num_calls`: of the conversation so
+        far. `opened`: whether the answer begins inside of reasoning, if the prompt does not say it. `begun`:
+        what the answer goes on with."""
+        marks = answer_parser(reasoning=self.reasoning).reasoning_marks
+        if begun and marks is not None:
+            opened = begun.rfind(marks[0]) > begun.rfind(marks[1])
+        make_parser = partial(answer_parser, reasoning=self.reasoning, prompt=prompt, opened=opened)
+        if calls == "auto":
+            make_parser = partial(make_parser, tools=self.tools, schemas=schemas)
+        elif calls == REQUIRED:
+            make_parser = partial(make_parser, tools=RequiredCalls, make_id=self._ids(num_calls))
+        elif calls == NAMED:
+            make_parser = partial(make_parser, tools=partial(NamedCall, name), make_id=self._ids(num_calls))
+        elif self.reasoning is None:
+            return Reading()
+        parser = make_parser()
+        reasoning = reasoning_ids(parser, tokenizer)
+        special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
+        return Reading(make_parser, parser.keeps_special_tokens or special, reasoning)
+
+    def _ids(self, num_calls: int) -> IdMaker | None:
+        """Ids in the way of the model, if that has one."""
+        if self.tools is None:
+            return None
+        make_id: IdMaker | None = getattr(TOOLS[self.tools](), "make_id", None)
+        return make_id and (lambda index, name: make_id(num_calls + index, name))
+
+
+def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds | None:
+    """The marks of reasoning as tokens."""
+    if parser.reasoning_marks is None:
+        return None
+    start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in parser.reasoning_marks)
+    return ReasoningIds(start, end, parser.opened)
+
+
+def _known(table: LazyTable, name: str) -> str | None:
+    if name and name not in table:
+        known = ", ".join(sorted(table))
+        raise ConfigError(f"unknown {table.kind} {name!r}{nearest(name, table)}; known: {known}")
+    return name or None

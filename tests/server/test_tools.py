@@ -1,0 +1,165 @@
+"""Chats with tools and reasoning: who reads the answer, and what clients are told of it."""
+
+import json
+from typing import Any
+
+import pytest
+from ask import chat, events, refused
+from fake_engine import FakeEngine
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+CALL = '{"city": "Łódź"}'
+ONE = f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {CALL}}}\n</tool_call>'
+TWO = ONE + '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+THOUGHT = "<think>Hm, a city.</think>"
+
+
+def message(answer: str, settings: dict[str, Any], **body: Any) -> dict[str, Any]:
+    (choice,) = chat(FakeEngine(answer), settings, **body).json()["choices"]
+    return choice["message"] | {"finish_reason": choice["finish_reason"]}
+
+
+def streamed(answer: str, settings: dict[str, Any], *, index: int = 0, **body: Any) -> dict[str, Any]:
+    """The message that the deltas of a stream add up to."""
+    made: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": [], "finish_reason": None}
+    for chunk in events(chat(FakeEngine(answer), settings, stream=True, **body)):
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                _add(made, choice)
+    return made
+
+
+def _add(made: dict[str, Any], choice: dict[str, Any]) -> None:
+    delta = choice["delta"]
+    made["content"] += delta.get("content") or ""
+    made["reasoning"] += delta.get("reasoning") or ""
+    made["finish_reason"] = choice["finish_reason"]
+    for part in delta.get("tool_calls", ()):
+        if "id" in part:
+            assert part["index"] == len(made["tool_calls"]) and part["type"] == "function"
+            made["tool_calls"].append({"name": part["function"]["name"], "arguments": ""})
+        made["tool_calls"][part["index"]]["arguments"] += part["function"]["arguments"]
+
+
+def plain(whole: dict[str, Any]) -> dict[str, Any]:
+    """A whole message in the words of `streamed`."""
+    return {
+        "content": whole["content"] or "",
+        "reasoning": whole["reasoning"] or "",
+        "tool_calls": [call["function"] for call in whole.get("tool_calls", ())],
+        "finish_reason": whole["finish_reason"],
+    }
+
+
+def test_a_call_that_the_model_chose_is_told_as_one() -> None:
+    whole = message(ONE, HERMES, tools=TOOLS)
+    (call,) = whole["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": CALL} and call["type"] == "function"
+    assert call["id"].startswith("chatcmpl-tool-") and whole["content"] == "Let me see."
+    assert whole["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_the_text_stays_as_it_is(body: dict[str, Any]) -> None:
+    whole = message(ONE, HERMES, **body)
+    assert whole["content"] == ONE and "tool_calls" not in whole and whole["finish_reason"] == "stop"
+
+
+def test_one_call_is_all_if_parallel_calls_are_off() -> None:
+    assert len(message(TWO, HERMES, tools=TOOLS)["tool_calls"]) == 2
+    for found in (message, streamed):
+        (call,) = found(TWO, HERMES, tools=TOOLS, parallel_tool_calls=False)["tool_calls"]
+        assert call.get("function", call)["name"] == "weather"
+
+
+def test_a_call_cut_by_length_has_the_arguments_so_far() -> None:
+    whole = message(ONE, HERMES, tools=TOOLS, max_tokens=len(ONE) - 25)
+    assert whole["finish_reason"] == "length"
+    assert CALL.startswith(whole["tool_calls"][0]["function"]["arguments"])
+
+
+def test_reasoning_is_told_apart_counted_and_may_be_left_out() -> None:
+    settings = {"reasoning_parser": "qwen3"}
+    reply = chat(FakeEngine(THOUGHT + "Fine."), settings).json()
+    assert reply["choices"][0]["message"]["reasoning"] == "Hm, a city."
+    assert reply["choices"][0]["message"]["content"] == "Fine."
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("Hm, a city.")}
+    assert message(THOUGHT + "Fine.", settings, include_reasoning=False)["reasoning"] is None
+    options = {"include_usage": True}
+    *_, last = events(chat(FakeEngine(THOUGHT + "Fine."), settings, stream=True, stream_options=options))
+    assert last["usage"] == reply["usage"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"logprobs": True},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"n": 2, "temperature": 1.0},
+        {"stop": ["arg"]},
+        {"max_tokens": 40},
+        {"include_reasoning": False},
+    ],
+)
+@pytest.mark.parametrize("parser", ["hermes", "pythonic", "openai"])
+def test_a_stream_adds_up_to_the_whole_answer(parser: str, body: dict[str, Any]) -> None:
+    answers = {
+        "hermes": THOUGHT + TWO,
+        "pythonic": THOUGHT + '[weather(city="Łódź"), now()]',
+        "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.weather<|message|>{CALL}<|call|>",
+    }
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": parser, "reasoning_parser": "qwen3"}
+    whole_body = {name: value for name, value in body.items() if name != "stream_options"}
+    choices = chat(FakeEngine(answers[parser]), settings, tools=TOOLS, **whole_body).json()["choices"]
+    for choice in choices:
+        whole = plain(choice["message"] | {"finish_reason": choice["finish_reason"]})
+        found = streamed(answers[parser], settings, index=choice["index"], tools=TOOLS, **body)
+        assert found == whole
+    assert "stop" in body or "max_tokens" in body or whole["tool_calls"]
+
+
+def test_required_calls_need_no_parser_and_obey_a_schema() -> None:
+    engine = FakeEngine(
+        '[{"name": "weather", "parameters": ' + CALL + '}, {"name": "now", "parameters": {}}]'
+    )
+    (choice,) = chat(engine, tools=TOOLS, tool_choice="required").json()["choices"]
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [{"name": "weather", "arguments": CALL}, {"name": "now", "arguments": "{}"}]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    asked = engine.seen[0][2].structured_outputs
+    assert asked is not None and asked.json["items"]["anyOf"][1]["properties"]["name"] == {"const": "now"}
+
+
+def test_a_named_tool_gets_the_whole_answer_as_its_arguments() -> None:
+    engine = FakeEngine(CALL)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    whole = message(CALL, {}, tools=TOOLS, tool_choice=choice)
+    assert whole["tool_calls"][0]["function"] == {"name": "weather", "arguments": CALL}
+    assert whole["finish_reason"] == "stop"
+    assert streamed(CALL, {}, tools=TOOLS, tool_choice=choice) == plain(whole)
+    chat(engine, tools=TOOLS, tool_choice=choice)
+    asked = engine.seen[0][2].structured_outputs
+    assert asked is not None and asked.json == CITY
+
+
+def test_a_schema_that_no_grammar_fits_is_refused() -> None:
+    tools = [{"function": {"name": "f", "parameters": {"type": "strange"}}}]
+    for choice in ("required", {"function": {"name": "f"}}):
+        assert "strange" in refused(chat(tools=tools, tool_choice=choice))["message"]
+
+
+def test_a_budget_goes_to_the_engine_with_the_marks_of_reasoning() -> None:
+    engine = FakeEngine(THOUGHT)
+    response = chat(engine, {"reasoning_parser": "qwen3"}, response_format={"type": "json_object"})
+    assert response.status_code == 200
+    params = engine.seen[0][2]
+    assert params.reasoning is not None and params.reasoning.open is False
+    assert params.reasoning.end == tuple(engine.tokenizer.encode("</think>", add_special_tokens=False))
+    json.dumps(response.json())
