@@ -2,13 +2,11 @@
 
 import copy
 import itertools
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
-from tqdm import tqdm
 
 from quire.config.args import EngineArgs
 from quire.config.engine import EngineConfig
@@ -30,6 +28,7 @@ from quire.frontend.chat import chat_prompt, pair_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
 from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs, text_of
+from quire.frontend.progress import Progress, TokenBar, with_bar
 from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.prepare import configure
@@ -43,7 +42,6 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-Progress = bool | Callable[..., Any]
 
 
 class LLM:
@@ -119,7 +117,7 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 add_special_tokens=bool((tokenization_kwargs or {}).get("add_special_tokens", False)),
             )
-            for conversation in _with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
+            for conversation in with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         ids = self._queue(prompts, sampling_params, None)
@@ -145,7 +143,7 @@ class LLM:
     ) -> list[Prompt]:
         special = bool((tokenization or {}).get("add_special_tokens", True))
         parse = self.llm_engine.inputs.parse
-        bar = _with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
+        bar = with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
         return [parse(each, add_special_tokens=special) for each in bar]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
@@ -158,7 +156,7 @@ class LLM:
         queued = self._queued
         missing = {id for id in ids if queued[id] is None}
         try:
-            with _TokenBar(len(missing), use_tqdm) as bar:
+            with TokenBar(len(missing), use_tqdm) as bar:
                 while missing:
                     for output in self.llm_engine.step():
                         if output.request_id in queued:
@@ -321,7 +319,7 @@ class LLM:
         ]
         width = concurrency_limit or max(len(searches), 1)
         starts = range(0, len(searches), width)
-        for start in _with_bar(list(starts), "Beam search", use_tqdm):
+        for start in with_bar(list(starts), "Beam search", use_tqdm):
             group = searches[start : start + width]
             while live := [search for search in group if not search.finished]:
                 self._advance(live, params)
@@ -420,47 +418,3 @@ def _one_each(name: str, given: Any, kind: type[T], count: int) -> list[T]:
     if len(values) != count:
         raise RequestError(f"The lengths of prompts ({count}) and {name} ({len(values)}) must be the same.")
     return values
-
-
-def _bar_factory(use_tqdm: Progress) -> Callable[..., Any] | None:
-    if callable(use_tqdm):
-        return use_tqdm
-    return tqdm if use_tqdm and log.isEnabledFor(logging.INFO) else None
-
-
-def _with_bar(items: Sequence[T], title: str, use_tqdm: Progress) -> Iterable[T]:
-    make = _bar_factory(use_tqdm)
-    # Only long work is worth a line of its own.
-    return make(items, desc=title) if make is not None and len(items) > 64 else items
-
-
-class _TokenBar:
-    """Requests done, with input and output tokens per second behind them."""
-
-    def __init__(self, total: int, use_tqdm: Progress) -> None:
-        make = _bar_factory(use_tqdm)
-        self._bar = make and make(
-            total=total, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0, 0, 1.0)
-        )
-        self._num_in = self._num_out = 0
-
-    def __enter__(self) -> "_TokenBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def add(self, output: AnyOutput) -> None:
-        if self._bar is None:
-            return
-        completions = output.outputs if isinstance(output, RequestOutput) else []
-        self._num_in += len(output.prompt_token_ids or ()) * max(len(completions), 1)
-        self._num_out += sum(len(each.token_ids) for each in completions)
-        elapsed = max(float(self._bar.format_dict["elapsed"]), 1e-6)
-        self._bar.postfix = _speed(self._num_in, self._num_out, elapsed)
-        self._bar.update(1)
-
-
-def _speed(num_in: int, num_out: int, seconds: float) -> str:
-    return f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
