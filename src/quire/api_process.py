@@ -21,7 +21,7 @@ from quire.frontend.inputs import InputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
-from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer
+from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
 from quire.server.settings import ServerSettings
 from quire.server.spread import Hand
 from quire.version import __version__
@@ -86,6 +86,7 @@ def make_engine(
         prefixes=prefixes,
         first=index,
         cores_return=cores_return,
+        settings=settings_of(config),
     )
 
 

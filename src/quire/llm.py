@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -155,6 +155,8 @@ class LLM:
         running."""
         queued = self._queued
         missing = {id for id in ids if queued[id] is None}
+        if missing:
+            self._check_awake()
         try:
             with TokenBar(len(missing), use_tqdm) as bar:
                 while missing:
@@ -192,6 +194,7 @@ class LLM:
         max_logprobs: int | None = None,
     ) -> list[str]:
         """Queue all of them, or none."""
+        self._check_awake()
         added: list[str] = []
         try:
             for prompt, own, level in zip(prompts, params, priority, strict=True):
@@ -367,6 +370,35 @@ class LLM:
             self.llm_engine.abort_request(self._queued)
             self._queued.clear()
         return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back: at level 1 the weights go to host memory and the cache is dropped, at level 2
+        both are dropped; at level 0 nothing runs. What is queued ends (`abort`), is waited for (`wait`), or
+        goes on afterwards (`keep`). Needs `enable_sleep_mode=True`."""
+        if not self.config.model.enable_sleep_mode:
+            raise RequestError("sleep mode is off: construct the LLM with enable_sleep_mode=True")
+        for output in self.llm_engine.sleep(level, mode):
+            if output.request_id in self._queued:
+                self._queued[output.request_id] = output
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory back: all of it, or by `tags` the `weights` or the `kv_cache`."""
+        self.llm_engine.wake_up(tags)
+
+    def _check_awake(self) -> None:
+        if not self.llm_engine.is_awake:
+            raise RequestError("the engine sleeps, or some of it does: call wake_up() first")
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a public method of the worker returns on each of them; a function is called with the worker,
+        if that is in this process."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         parallel = self.config.parallel

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
@@ -39,6 +39,7 @@ class SpreadEngine:
         self.close.atexit = False
         atexit.register(self.close)  # before multiprocessing waits for its children
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.is_awake = True
         self._arrived: queue.SimpleQueue[tuple[str, AnyOutput | Exception]] = queue.SimpleQueue()
         try:
             self._engine: AsyncEngine = self._wait(self._stack.enter_async_context(private_engine(config)))
@@ -134,6 +135,37 @@ class SpreadEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self._wait(self._engine.reset_prefix_cache())
+
+    # ---- operation
+
+    def sleep(self, level: int, mode: str) -> list[AnyOutput]:
+        """The last outputs of requests that end with it, or before it."""
+        self._wait(self._engine.operation.sleep(level, mode))
+        self.is_awake = False
+        if mode != "keep":
+            self._wait(self._until_over())
+        found: list[AnyOutput] = []
+        while not self._arrived.empty():
+            found += self._take(*self._arrived.get())
+        return found
+
+    async def _until_over(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._wait(self._engine.operation.wake_up(tags))
+        self.is_awake = not self._wait(self._engine.operation.is_paused())
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
+    ) -> list[Any]:
+        if not isinstance(method, str):
+            raise RequestError("a function cannot be sent to engines in other processes: name a method")
+        given = method, timeout, list(args), dict(kwargs or {})
+        return self._wait(self._engine.operation.collective_rpc(*given))
+
+    def profile(self, start: bool, prefix: str | None = None) -> None:
+        self._wait(self._engine.operation.profile(start, prefix))
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, stack: contextlib.AsyncExitStack) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from quire.config.args import checked
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.model import read_checkpoint
+from quire.config.sections import SECTIONS
 from quire.dist.platform import detect
 from quire.grammar import Grammars, Vocabulary
 from quire.hub import DEFAULT_MODEL, locate
@@ -109,4 +110,13 @@ def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dic
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "num_gpu_blocks": num_blocks,
         "kv_cache_size_tokens": num_tokens,
+    }
+
+
+def settings_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """Every setting as it came out, by section; what nobody is to read is left out."""
+    return {
+        name: {each.name: getattr(section, each.name) for each in fields(section) if each.repr}
+        for name in SECTIONS
+        if (section := getattr(config, name)) is not None
     }

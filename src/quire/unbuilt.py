@@ -27,7 +27,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "enable_lora": (False,),
         "enable_prompt_embeds": (False,),
         "enable_return_routed_experts": (False,),
-        "enable_sleep_mode": (False,),
         "hf_config_path": (),
         "io_processor_plugin": (),
         "kv_cache_dtype_skip_layers": ([], ()),
@@ -53,7 +52,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "server flag": {
         "enable_per_request_metrics": (False,),
-        "enable_tokenizer_info_endpoint": (False,),
         "fingerprint_mode": ("hash",),
         "fingerprint_value": (),
         "grpc": (False,),

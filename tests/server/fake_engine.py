@@ -66,6 +66,57 @@ class FakeFacts:
     start_time: float = 1_700_000_000.0
 
 
+class FakeOperation:
+    """Notes what operators ask for; `error` is raised by all that changes something."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, dict[str, Any]] = {
+            "parallel": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 3}
+        }
+        self.asked: list[tuple[Any, ...]] = []
+        self.results: list[Any] = [7, "x"]
+        self.error: Exception | None = None
+        self.paused = False
+
+    def _note(self, *asked: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.asked.append(asked)
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        self._note("pause", mode, clear_cache)
+        self.paused = True
+
+    async def resume(self) -> None:
+        self._note("resume")
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self._note("sleep", level, mode)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self._note("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        self._note("collective_rpc", method, timeout, args, kwargs)
+        return self.results
+
+    async def profile(self, start: bool, prefix: str | None = None) -> None:
+        self._note("profile", start)
+
+    async def abort(self, names: list[str]) -> int:
+        self._note("abort", *names)
+        return len(names)
+
+
 class FakeEngine:
     """`steps_s` is the pause before each token; `fail_after` breaks every request after so many tokens."""
 
@@ -79,6 +130,7 @@ class FakeEngine:
         pooling: PoolingFacts | None = None,
     ) -> None:
         self.facts = FakeFacts()
+        self.operation = FakeOperation()
         self.tokenizer = byte_tokenizer()
         self.inputs = InputProcessor(
             tokenizer=self.tokenizer,

@@ -96,6 +96,8 @@ class ModelSection:
         "raw_logprobs"
     )
     """What `logprobs` holds: before or after penalties and temperature, normalised or not."""
+    enable_sleep_mode: bool = False
+    """Allow the engine to be put to sleep, its memory given back, and to be woken up."""
     enforce_eager: bool = False
     """Never capture CUDA graphs, nor tapes on a CPU."""
     served_model_name: tuple[str, ...]

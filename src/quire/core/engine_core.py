@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterable
 
+from quire.core.gate import Gate
 from quire.core.lockstep import Lockstep
 from quire.core.pipeline import Pipeline
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import Finish, StepOutput, StepPlan
 from quire.data.request import Request
 from quire.data.stats import StepStats
 from quire.executor import Executor
@@ -23,6 +24,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.pipeline = Pipeline(executor, depth, lockstep)
+        self.gate = Gate()
 
     @property
     def executor(self) -> Executor:
@@ -30,20 +32,26 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self.pipeline) > 0 or self.pipeline.is_called
+        can_plan = self.scheduler.has_work and not self.gate.is_shut
+        return can_plan or len(self.pipeline) > 0 or self.pipeline.is_called
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request)
+        if self.gate.is_open:
+            self.scheduler.add(request)
+        else:
+            request.queued_at = time.monotonic()
+            self.gate.outside[request.id] = request
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
-        return self.scheduler.abort(request_ids)
+        given = list(request_ids)
+        return self.gate.drop(given) | self.scheduler.abort(given)
 
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
         none can be planned, or if it is not done in time."""
         if refused := self.scheduler.settle():
             return StepOutput([], [], finished=refused, at=time.monotonic())
-        while self.pipeline.has_room and (plan := self.pipeline.agreed(self.scheduler.plan())) is not None:
+        while self.pipeline.has_room and (plan := self.pipeline.agreed(self._plan())) is not None:
             self.pipeline.submit(plan)
         if not len(self.pipeline) and self.scheduler.constraints.wait(timeout_s and GRAMMAR_S):
             return self.step(timeout_s)
@@ -55,6 +63,9 @@ class EngineCore:
             return StepOutput([], [], finished=finished, at=time.monotonic())
         return self.scheduler.update(plan, result)
 
+    def _plan(self) -> StepPlan | None:
+        return None if self.gate.is_shut else self.scheduler.plan()
+
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
 
@@ -64,7 +75,9 @@ class EngineCore:
     def refresh(self, stats: StepStats) -> StepStats:
         """Bring the gauges up to now: requests may have been aborted since the step."""
         scheduler = self.scheduler
-        stats.num_running, stats.num_waiting = len(scheduler.running), len(scheduler.admitter.waiting)
+        stats.num_running = len(scheduler.running)
+        stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
+        stats.sleep_level = self.gate.level
         stats.kv_usage = scheduler.kv.pool.usage
         return stats
 
@@ -76,7 +89,7 @@ class EngineCore:
         scheduler = self.scheduler
         self.pipeline.clear()
         scheduler.forget_flights()
-        scheduler.abort(list(scheduler.requests))
+        self.abort([*scheduler.requests, *self.gate.outside])
         scheduler.reset_prefix_cache()
 
     def close(self) -> None:

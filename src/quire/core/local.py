@@ -1,14 +1,16 @@
 """LocalEngine: front, core and worker in one process, stepped by the caller."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
+from quire.core.operator import Operator, done
 from quire.core.stats_log import StatsLog
+from quire.data.operating import LEVELS, check_choice
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
 from quire.data.pooling import PoolingParams
@@ -28,6 +30,7 @@ class LocalEngine:
         self.core: EngineCore
         grammars = open_grammars(config, self.tokenizer)
         self.core, cache = build_core(config, grammars)
+        self.operator = Operator(self.core)
         self.max_model_len = cache.max_model_len
         self.inputs = InputProcessor(
             tokenizer=self.tokenizer,
@@ -85,7 +88,7 @@ class LocalEngine:
 
     def has_unfinished_requests(self) -> bool:
         """A step that still runs for requests that have ended is none of the caller's business."""
-        return self.core.scheduler.has_work
+        return self.core.scheduler.has_work or bool(self.core.gate.outside)
 
     def step(self) -> list[AnyOutput]:
         """What the next step brought. If it breaks off, all requests are gone and the engine is usable."""
@@ -114,6 +117,35 @@ class LocalEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
+
+    # ---- operation
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether steps are taken."""
+        return self.core.gate.is_open
+
+    def sleep(self, level: int, mode: str) -> list[AnyOutput]:
+        """The last outputs of requests that end with it, or before it."""
+        check_choice("level", level, LEVELS)
+        finished = self.operator.pause(mode)
+        outputs = self._deliver(StepOutput([], [], finished=finished))
+        while not self.operator.is_at_rest:
+            outputs += self.step()
+        done(self.operator.sleep(level))
+        return outputs
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        done(self.operator.wake_up(tags))
+
+    def collective_rpc(
+        self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any
+    ) -> list[Any]:
+        found: list[Any] = done(self.operator.collective_rpc(method, timeout, args, kwargs))
+        return found
+
+    def profile(self, start: bool, prefix: str | None = None) -> None:
+        done(self.operator.profile(start, prefix))
 
     def close(self) -> None:
         """End the workers; no request can be run afterwards."""

@@ -4,21 +4,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.core.build import build_core
 from quire.core.clients import Clients
+from quire.core.desk import Desk
 from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
-from quire.data.plan import StepOutput
+from quire.data.plan import Finish, StepOutput
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Reply, Stepped, ToCore
+from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Stepped, ToCore
 from quire.dist.platform import devices_of
 from quire.dist.process import adopt, calm_collector
 from quire.errors import EngineDead, QuireError
@@ -122,10 +121,7 @@ class CoreServer:
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
-        self._calls: dict[str, Callable[[], Any]] = {
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "block_map": core.block_map,
-        }
+        self.desk = Desk(core, self.clients.send, self._tell_ended)
 
     def stop(self) -> None:
         self._running = False
@@ -137,17 +133,19 @@ class CoreServer:
     def turn(self) -> None:
         """Messages, a step, a beat."""
         self._receive()
-        if self.core.has_work:
+        self.desk.turn()
+        if self.core.has_work and not self.desk.is_busy:
             self._step()
-        else:
+        elif not self.core.has_work:
             self._progress_at, self._is_stuck = time.monotonic(), False
         self.clients.flush()
         self._beat()
 
     def _receive(self) -> None:
         """Some of what has arrived, so that steps get their turn; with nothing to compute, wait for it."""
-        if not self.core.has_work or (self._is_stuck and not self.core.pipeline.is_called):
-            in_a_hurry, lockstep = self._is_stuck or self.clients.queues, self.core.pipeline.lockstep
+        if self._is_idle:
+            in_a_hurry = self._is_stuck or self.clients.queues or self.desk.has_questions
+            lockstep = self.core.pipeline.lockstep
             self.clients.wait(
                 RETRY_S if in_a_hurry else BEAT_S, None if lockstep is None else lockstep.socket
             )
@@ -156,6 +154,12 @@ class CoreServer:
             self._handle(*received)
             if time.monotonic() >= until:
                 return
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to compute now."""
+        is_stuck = self._is_stuck and not self.core.pipeline.is_called
+        return not self.core.has_work or is_stuck or self.desk.is_busy
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
@@ -166,8 +170,8 @@ class CoreServer:
             case Abort(request_ids):
                 self._abort(request_ids)
                 self._observe(StepStats())
-            case Call(number, method):
-                self.clients.send(client, Reply(number, self._calls[method]()))
+            case Call():
+                self.desk.ask(client, message)
             case Hello():
                 self.clients.known.add(client)
                 self.clients.send(client, self.ready)
@@ -186,6 +190,14 @@ class CoreServer:
         self._step_s = self._progress_at - began
         self._observe(step.stats)
         self.stats_log.add(step.stats)
+        self._send_out(step)
+
+    def _tell_ended(self, finished: dict[str, Finish]) -> None:
+        """Those who waited for them did not end them."""
+        self._send_out(StepOutput([], [], finished=finished, at=time.monotonic()))
+        self._observe(StepStats())
+
+    def _send_out(self, step: StepOutput) -> None:
         for client, part in split_by_client(step, self.clients.owner).items():
             self.clients.send(client, Stepped(part))
         for request_id in step.finished:

@@ -13,6 +13,7 @@ class StepStats(msgspec.Struct):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    sleep_level: int = 0
     num_computed_tokens: int = 0
     """Tokens that went through the model in this step."""
     num_prompt_tokens: int = 0

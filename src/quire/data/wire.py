@@ -53,6 +53,7 @@ class Call(msgspec.Struct, tag="call"):
 
     number: int
     method: str
+    args: dict[str, Any] = {}
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -85,7 +86,12 @@ class Reply(msgspec.Struct, tag="reply"):
     """The answer to a Call."""
 
     number: int
-    value: Any
+    value: Any = None
+    error: str = ""
+    """In place of a value."""
+    is_request: bool = False
+    """Whether the error is the caller's."""
+    param: str | None = None
 
 
 ToCore = Hello | Add | Abort | Call

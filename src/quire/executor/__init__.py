@@ -1,6 +1,7 @@
 """Executors: how plans reach the workers. Importing this imports no torch."""
 
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from quire.capacity import CacheSize
 from quire.data.plan import Pending, StepPlan
@@ -15,6 +16,16 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Pending:
         """Launch a step; it may still run when this returns. Plans take effect in the order of submission,
         and what this raises is the failure of the step."""
+
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a public method of every worker, behind the plans that were submitted; what they returned, in
+        the order of ranks. A function, which is given the worker, only reaches one of this process."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

@@ -1,6 +1,8 @@
 """The executor of a single device: the worker lives in this very process."""
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from quire.config.ranks import Rank
 from quire.data.plan import StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
+from quire.executor.calls import invoke
 from quire.executor.remote import interface_to
 from quire.worker.worker import Worker
 
@@ -28,6 +31,18 @@ class InProcessExecutor:
 
     def submit(self, plan: StepPlan) -> Pending:
         return self._worker.submit(plan)
+
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """However long it takes."""
+        if callable(method):
+            return [method(self._worker, *args, **(kwargs or {}))]
+        return [invoke(self._worker, method, args, kwargs or {})]
 
     def watch(self) -> None:
         """It is here."""

@@ -1,13 +1,15 @@
 """The executor over ranks: brings them up together, hands them plans, and knows when one is gone."""
 
+import contextlib
+import itertools
 import os
 import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -18,10 +20,23 @@ from quire.config.experts import meeting_of, steps_together
 from quire.data.codec import decode_outcome, encode_plan
 from quire.data.plan import StepPlan, StepResult
 from quire.dist.scratch import Scratch
-from quire.errors import ConfigError, EngineDead, EngineError
+from quire.errors import ConfigError, EngineDead, EngineError, RequestError
 from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
-from quire.executor.orders import DONE, Did, Doing, Failed, Gone, Order, Phase, Word, encode
+from quire.executor.orders import (
+    DONE,
+    Call,
+    Did,
+    Doing,
+    Failed,
+    Gone,
+    Order,
+    Phase,
+    Returned,
+    Word,
+    encode,
+    encode_call,
+)
 from quire.executor.rank import own_places
 from quire.executor.remote import interface_to
 from quire.logs import get_logger
@@ -35,6 +50,9 @@ ALIKE_S = 5.0
 CAUSE_S = 1.0
 """For the rank whose error is the cause, when another was cut off by its end."""
 REPORT_S = 5.0
+_LOOK_S = 0.002
+"""How often a call looks for what was returned."""
+_FOREVER_S = float("inf")
 
 
 class RankedExecutor:
@@ -49,6 +67,9 @@ class RankedExecutor:
         self._failed_at = 0.0
         self._passed = -1
         """The last step that counts as done."""
+        self._returned: dict[int, dict[int, Returned]] = {}
+        """By call, then by rank."""
+        self._numbers = itertools.count()
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -169,12 +190,58 @@ class RankedExecutor:
     def _names(self, indices: Iterable[int]) -> str:
         return ", ".join(self.crew.names[index] for index in sorted(indices))
 
+    # ---- calls
+
+    def call(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        if not isinstance(method, str):
+            raise RequestError(
+                "a function cannot be sent to workers in other processes: name a method of theirs", "method"
+            )
+        self.watch()
+        number, until = (
+            next(self._numbers),
+            time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s),
+        )
+        try:
+            data = encode_call(Call(number, method, list(args), dict(kwargs or {})))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(f"{method}: its arguments cannot be sent: {error}", param="args") from None
+        found = self._returned[number] = {}
+        try:
+            self.crew.send(data, self._step_s)
+            while len(found) < len(self.crew.names):
+                if time.monotonic() > until:
+                    raise RequestError(
+                        f"{method} was not over within {timeout_s:g} s, and still runs", param="timeout"
+                    )
+                time.sleep(_LOOK_S)
+                self.watch()
+        finally:
+            del self._returned[number]
+        return [self._value(index, found[index]) for index in sorted(found)]
+
+    def _value(self, index: int, returned: Returned) -> Any:
+        if returned.is_request:
+            raise RequestError(returned.error)
+        if returned.error:
+            raise EngineError(f"{self.crew.names[index]}: {returned.error}")
+        return returned.value
+
+    # ---- who is there
+
     def watch(self) -> None:
         """Raise EngineDead if a rank is gone, or has failed alone."""
         if self._dead is not None:
             raise EngineDead(self._dead)
-        while not self.crew.heard.empty():
-            self._hear(*self.crew.heard.get())
+        with contextlib.suppress(Empty):
+            while True:
+                self._hear(*self.crew.heard.get_nowait())
         if self._failed and time.monotonic() - self._failed_at > ALIKE_S:
             for step, failed in self._failed.items():
                 if not self._is_alike(step):
@@ -186,6 +253,8 @@ class RankedExecutor:
         name = self.crew.names[index]
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
+        if isinstance(word, Returned) and word.number in self._returned:
+            self._returned[word.number][index] = word
         if not isinstance(word, Failed):
             return
         if word.step is None or word.is_fatal or word.step <= self._passed:

@@ -1,6 +1,6 @@
 """What an executor and its ranks say to each other beside plans and results: structs in msgpack."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -49,14 +49,46 @@ class Failed(msgspec.Struct, tag="failed"):
     """Whether the device is lost with the step."""
 
 
+class Call(msgspec.Struct):
+    """To a rank, among its plans: a method of its worker to call."""
+
+    number: int
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class Returned(msgspec.Struct, tag="returned"):
+    """From a rank: what came of a call."""
+
+    number: int
+    value: Any = None
+    error: str = ""
+    """In place of a value."""
+    is_request: bool = False
+    """Whether the error is the caller's."""
+
+
 class Gone(msgspec.Struct, tag="gone"):
     """Of a rank, by those who watch over it: it has ended."""
 
     why: str
 
 
-Word = Doing | Did | Failed | Gone
+Word = Doing | Did | Failed | Returned | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_word = msgspec.msgpack.Decoder(Word).decode
+_decode_call = msgspec.msgpack.Decoder(Call).decode
+_CALL = b"\xc1"
+"""Tells a call from a plan: no msgpack begins so."""
+
+
+def encode_call(call: Call) -> bytes:
+    return _CALL + encode(call)
+
+
+def decode_call(data: bytes) -> Call | None:
+    """None: it is a plan."""
+    return _decode_call(data[1:]) if data[:1] == _CALL else None

@@ -19,8 +19,21 @@ from quire.data.codec import Outcome, decode_plan, encode_outcome
 from quire.data.plan import Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
-from quire.errors import EngineDead, QuireError
-from quire.executor.orders import DOING, Did, Doing, Failed, Order, Word, decode_order, encode
+from quire.errors import EngineDead, QuireError, RequestError
+from quire.executor.calls import invoke
+from quire.executor.orders import (
+    DOING,
+    Call,
+    Did,
+    Doing,
+    Failed,
+    Order,
+    Returned,
+    Word,
+    decode_call,
+    decode_order,
+    encode,
+)
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -172,7 +185,11 @@ class Steps:
             device = torch.cuda.current_device()
             threading.Thread(target=self._land_all, args=(device,), name="quire-land", daemon=True).start()
         while True:
-            plan = decode_plan(self.port.plan())
+            data = self.port.plan()
+            if (call := decode_call(data)) is not None:
+                self.port.say(self._call(call))
+                continue
+            plan = decode_plan(data)
             if waits:
                 self._under_way.acquire()
             pending = self._launch(plan)
@@ -188,6 +205,24 @@ class Steps:
                 return launched
         except Exception as error:
             return _Failure(error)
+
+    def _call(self, call: Call) -> Returned:
+        """Whatever comes of it, the rank goes on."""
+        try:
+            with self._rows:
+                value = invoke(self.worker, call.method, call.args, call.kwargs)
+        except Exception as error:
+            is_request = isinstance(error, RequestError | TypeError | ValueError)
+            if not is_request:
+                log.error("The call of %s failed", call.method, exc_info=error)
+            text = str(error) if isinstance(error, QuireError) else one_line(error)
+            return Returned(call.number, error=text, is_request=is_request)
+        try:
+            encode(value)
+        except Exception as error:
+            text = f"{call.method} returned what cannot be sent: {one_line(error)}"
+            return Returned(call.number, error=text, is_request=True)
+        return Returned(call.number, value)
 
     def _land_all(self, device: int) -> None:
         import torch

@@ -19,8 +19,9 @@ from quire.data.wire import Abort, Add
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.inputs import InputProcessor, Prompt
-from quire.frontend.link import CoreLink
+from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
 from quire.frontend.live import LiveView
+from quire.frontend.operation import Operation
 from quire.frontend.outputs import OutputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.frontend.router import Router
@@ -94,6 +95,7 @@ class AsyncEngine:
         prefixes: PrefixMap | None = None,
         first: int = 0,
         cores_return: bool = True,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
         core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
@@ -128,6 +130,7 @@ class AsyncEngine:
         """Makes ids this process's own: users may give the same one twice, and to several processes."""
         self._ready = asyncio.Event()
         self._live = LiveView()
+        self.operation = Operation(self._call_all, self._router.forget_prefixes, settings or {})
         self._task: asyncio.Task[None] | None = None
 
     # ---- life
@@ -358,6 +361,20 @@ class AsyncEngine:
         self._check_any()
         up = [link for link in self._links if link.core is not None]
         return await asyncio.gather(*(link.call(method) for link in up))
+
+    async def _call_all(
+        self, method: str, args: dict[str, Any], timeout_s: float | None = CALL_TIMEOUT_S
+    ) -> list[Any]:
+        """The answers of all cores, none of which may be missing; an error of one when all have answered."""
+        for link in self._links:
+            if (problem := link.problem(self._health_timeout_s)) is not None:
+                raise EngineDead(problem)
+        calls = (link.call(method, args, timeout_s) for link in self._links)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
 
     async def _block_map(self, method: str) -> bytes:
         return b"".join(await self._call(method))

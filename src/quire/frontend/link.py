@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.data.stats import StepStats
 from quire.data.wire import Beat, Call, Hello, Ready, Reply, Stepped, ToCore, decode_from_core, encode
-from quire.errors import EngineDead
+from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
 
@@ -171,12 +171,15 @@ class CoreLink:
         # Sending may swallow the edge that says that something arrived.
         asyncio.get_running_loop().call_soon(self._arrived)
 
-    async def call(self, method: str) -> Any:
+    async def call(
+        self, method: str, args: dict[str, Any] | None = None, timeout_s: float | None = CALL_TIMEOUT_S
+    ) -> Any:
+        """None: however long it takes."""
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Call(number, method))
-            return await asyncio.wait_for(self._calls[number], CALL_TIMEOUT_S)
+            self.send(Call(number, method, args or {}))
+            return await asyncio.wait_for(self._calls[number], timeout_s)
         finally:
             del self._calls[number]
 
@@ -224,14 +227,23 @@ class CoreLink:
                 self._stalled_s = message.stalled_s
                 self.stats = message.stats
                 self._owner.on_news(self, message.page)
-            case Reply(number, value):
-                if (call := self._calls.get(number)) is not None and not call.done():
-                    call.set_result(value)
+            case Reply():
+                self._hear_reply(message)
             case Ready() if self.core is None:
                 self.core = message
                 self.was_up = True
                 self._stalled_s = 0.0
                 self._owner.on_ready(self)
+
+    def _hear_reply(self, reply: Reply) -> None:
+        if (call := self._calls.get(reply.number)) is None or call.done():
+            return
+        if reply.is_request:
+            call.set_exception(RequestError(reply.error, reply.param))
+        elif reply.error:
+            call.set_exception(EngineError(reply.error))
+        else:
+            call.set_result(reply.value)
 
 
 def _read(file: Path) -> str:

@@ -172,7 +172,8 @@ class MetricsPages:
         self._set("num_requests_running", step.num_running)
         self._set("num_requests_waiting", step.num_waiting)
         self._set("num_requests_waiting_by_reason:capacity", step.num_waiting)
-        self._set("engine_sleep_state:awake", 1)
+        for level, state in enumerate(LABELLED["engine_sleep_state"][2]):
+            self._set(f"engine_sleep_state:{state}", level == step.sleep_level)
         self._set("kv_cache_usage_perc", step.kv_usage)
         self._set("gpu_cache_usage_perc", step.kv_usage)
         self._add("prefix_cache_queries", step.prefix_queries)

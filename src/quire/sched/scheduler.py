@@ -95,7 +95,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.id not in self.requests, f"request {request.id} is already here"
-        request.queued_at = time.monotonic()
+        request.queued_at = request.queued_at or time.monotonic()
         self.requests[request.id] = request
         self.constraints.add(request)
         self.admitter.waiting.push(request)
@@ -257,13 +257,17 @@ class Scheduler:
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         suspects = [self.running.request(row) for row in flight.rows[flight.alive(self.running)].tolist()]
         self.forget_flights()
-        for row in self.running.order[::-1].tolist():
-            self.admitter.waiting.push_front(self._vacate(row))
+        self.send_back()
         if len(plan.rows) > 1:
             self.trial.open(suspects, len(plan.rows), plan.total_tokens)
             return {}
         guilty = [request for request in suspects if self.trial.is_guilty(request, plan.total_tokens)]
         return {request.id: self._finish(request, "error") for request in guilty}
+
+    def send_back(self) -> None:
+        """All running requests to the front of the line, in their order; no step may be in flight."""
+        for row in self.running.order[::-1].tolist():
+            self.admitter.waiting.push_front(self._vacate(row))
 
     def forget_flights(self) -> None:
         """No result will come. Blocks are findable from the plan on that fills them: these are not filled."""

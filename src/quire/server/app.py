@@ -30,6 +30,7 @@ from quire.server.errors import (
 from quire.server.gate import Gate
 from quire.server.generate import Api
 from quire.server.observe import Observed
+from quire.server.operate import add_operate_routes
 from quire.server.page import OPEN_PATHS, Feed, add_page
 from quire.server.pooling_bodies import (
     ClassifyReply,
@@ -72,6 +73,7 @@ class Application:
         add_pooling_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
+        add_operate_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: _document(self.routes)  # type: ignore[method-assign]
         self.asgi = _surrounded(self.routes, self.api, settings)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import ConfigError
@@ -105,6 +106,7 @@ async def serve(
         if not settings.http.uds:
             shown = settings.address.replace("://0.0.0.0", "://localhost")
             logger.info("Chat and live view: %s/", shown)
+        _log_routes(application)
     serving = asyncio.create_task(server.serve(sockets=list(sockets)))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -114,6 +116,13 @@ async def serve(
         stopping.cancel()
         server.should_exit = server.force_exit = True
         await serving
+
+
+def _log_routes(application: Application) -> None:
+    logger.info("Available routes are:")
+    for route in application.routes.routes:
+        if isinstance(route, Route):
+            logger.info("Route: %s, Methods: %s", route.path, ", ".join(sorted(route.methods or ())))
 
 
 async def _drain(

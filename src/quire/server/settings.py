@@ -109,6 +109,8 @@ class ApiSection:
     """Send X-Request-Id back."""
     enable_server_load_tracking: bool = False
     """Accepted for old scripts: /load always counts the running requests."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Offer /tokenizer_info, which shows the chat template and the special tokens."""
     disable_fastapi_docs: bool = False
     """No /docs, /redoc and /openapi.json."""
     max_n: Annotated[int, Rule(at_least=1, at_most=16384)] = 128
@@ -145,6 +147,8 @@ class ServerSettings:
     log: LogSection = field(default_factory=LogSection)
     max_sequences: int = MAX_SEQUENCES
     """Most sequences that one call may ask for: prompts times n."""
+    dev_mode: bool = False
+    """Routes for developers: sleep, pause, calls of workers."""
 
     @property
     def address(self) -> str:
@@ -218,6 +222,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
         values.setdefault("api_key", (env.api_key,))
     settings = ServerSettings(
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
+        dev_mode=env is not None and env.server_dev_mode,
         **{
             section: cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
             for section, cls in SERVER_SECTIONS.items()

@@ -153,6 +153,10 @@ class Cuda:
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
             self.graphs.capture(self._most_decodes(config), seconds=seconds)
 
+    def forget(self) -> None:
+        self.graphs.forget()
+        self._in_passing = None
+
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         graph = self.graphs.find(plan)

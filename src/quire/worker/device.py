@@ -103,6 +103,9 @@ class Device(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
 
+    def forget(self) -> None:
+        """Weights and cache will lie elsewhere: let go of all that knows where they are."""
+
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         """The step, ready to run."""
 

@@ -70,6 +70,10 @@ class Graphs:
                 break
         self._sizes = sorted(self._by_size)
 
+    def forget(self) -> None:
+        """Give up all graphs: they read weights and cache where these lay when they were captured."""
+        self._by_size, self._sizes = {}, []
+
     def find(self, plan: StepPlan) -> "Graph | None":
         """The smallest graph for a plan of decodes."""
         count = max(plan.counts, default=len(plan.rows))

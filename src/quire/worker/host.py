@@ -70,6 +70,9 @@ class Host:
         if config.model.enforce_eager:
             self._max_taped = 0
 
+    def forget(self) -> None:
+        self._tapes = Tapes()
+
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         if not len(plan.rows):
             return self._idle(plan)

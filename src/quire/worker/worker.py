@@ -15,6 +15,7 @@ from quire.config.experts import Eplb
 from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.ranks import Stage
+from quire.data.operating import MEMORY
 from quire.data.plan import Pending, StepPlan
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
@@ -33,6 +34,7 @@ from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
+from quire.worker.sleep import Stowed, give_back, used_bytes
 from quire.worker.stages import Link, StageRunner
 
 log = get_logger(__name__)
@@ -80,6 +82,13 @@ class Worker:
         if self.stage.count > 1 and self.device.type == "cuda":
             self._fatal = (Exception,)  # the stages behind could not be told without a wait
         self._runner: Runner | StageRunner | PoolingRunner | None = None
+        self._rows: Rows | None = None
+        self._size: CacheSize | None = None
+        """Of the cache, as it was allocated."""
+        self._stowed: Stowed | None = None
+        """Weights that are in host memory."""
+        self._asleep: set[str] = set()
+        """Which of `MEMORY`."""
 
     def _backend(self) -> AttentionBackend:
         config, facts = self.config, self.config.own_facts
@@ -132,7 +141,7 @@ class Worker:
     def measure(self) -> CacheSize:
         """How large a cache fits beside the model; the layers have a small one by then."""
         config, facts = self.config, self.config.checkpoint.facts
-        all_rows = Rows(
+        all_rows = self._rows = Rows(
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
@@ -154,6 +163,7 @@ class Worker:
 
     def allocate(self, size: CacheSize) -> None:
         """Make the cache: as large as was measured, or smaller where another worker found less room."""
+        self._size = size
         if self._needs is None:
             return
         longest = self.config.model.max_model_len
@@ -186,6 +196,73 @@ class Worker:
     def close(self) -> None:
         """Let go of model and cache."""
         self.model = self._runner = None
+
+    # ---- sleep
+
+    def sleep(self, level: int) -> int:
+        """Give back the memory of the cache and of the weights, which at level 1 go to host memory: those of
+        a CPU are there already, and stay. How many bytes that freed. No step may be under way."""
+        before, started = used_bytes(self.device), time.monotonic()
+        self._forget_steps()
+        if level > 1:
+            if self._stowed is not None:
+                self._stowed.drop()
+            self.model = self._runner = self.balancer = self._stowed = None
+        elif self.model is not None and self._stowed is None:
+            if self._needs is not None:
+                self._bind(num_blocks=1, num_rows=0)
+            if self.device.type == "cuda":
+                self._stowed = Stowed(self.model)
+        self._asleep = set(MEMORY)
+        give_back(self.device)
+        freed = before - used_bytes(self.device)
+        log.info("Asleep: %s given back in %.2f s", human(max(freed, 0)), time.monotonic() - started)
+        return freed
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take back what was given. A cache waits for the weights, since it may be scaled by some of them;
+        what knows addresses (CUDA graphs) is made anew once both are there."""
+        if not self._asleep:
+            return
+        started = time.monotonic()
+        self._asleep -= set(tags) - {"weights"}
+        if "weights" in tags and "weights" in self._asleep:
+            self._wake_weights()
+            self._asleep.discard("weights")
+        if self._asleep:
+            return
+        if self._needs is not None and self._size is not None:
+            self._bind(self._size.num_blocks)
+        self.warm_up()
+        log.info("Awake in %.2f s", time.monotonic() - started)
+
+    def _wake_weights(self) -> None:
+        if self._stowed is not None:
+            self._stowed.restore()
+            self._stowed = None
+        if self.model is None:
+            self.load(lambda share: None)
+        if self._runner is None:
+            assert self._rows is not None, "measure() comes first"
+            if self.config.pooling is not None:
+                self._pooler(self.config.pooling, self._rows)
+            else:
+                self._generator(self._rows)
+
+    def _forget_steps(self) -> None:
+        if isinstance(self._runner, Runner | StageRunner):
+            self._runner.device.forget()
+
+    # ---- what anybody may ask
+
+    def check_health(self) -> None:
+        """It answers."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes: of the weights where they are, and what this process uses of the device."""
+        is_here = self.model is not None and self._stowed is None
+        weights = self._weights if is_here else 0
+        return {"weights": weights, "used": used_bytes(self.device)}
 
     # ---- what they are made of
 
@@ -225,13 +302,13 @@ class Worker:
             room=cache_room(config.cache, config.machine, other_bytes=needs.total),
         )
 
-    def _bind(self, num_blocks: int) -> None:
-        """Give every layer a cache of this many blocks."""
+    def _bind(self, num_blocks: int, num_rows: int | None = None) -> None:
+        """Give every layer a cache of this many blocks, or a state for each row."""
         bind(
             caching_layers(self.model.modules()),
             self.layout,
             num_blocks=num_blocks,
-            num_rows=self.config.scheduler.max_num_seqs,
+            num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,
             block_size=self.config.cache.block_size,
             kept_as=self.kept_as,
             device=self.device,

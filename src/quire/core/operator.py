@@ -1,0 +1,146 @@
+"""Operator: a core paused and put to sleep, and methods of its workers called."""
+
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from quire.core.engine_core import EngineCore
+from quire.data.operating import LEVELS, MEMORY, MODES, TAGS, check_choice
+from quire.data.plan import Finish
+from quire.errors import EngineDead, EngineError, RequestError
+from quire.executor.calls import check_open
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+_INTERNAL = re.compile(r"-[0-9a-f]+$")
+_SIBLING = re.compile(r"^\d+_")
+
+
+Work = Generator[Callable[[], Any] | None, Any, Any]
+"""Something that takes its time. It yields what the workers are to do, is sent what came of that, and returns
+the answer; None: it waits for another turn of the core."""
+
+
+def done(work: Work) -> Any:
+    """The answer, of work that waits for nothing but the workers, who do it here and now."""
+    try:
+        while True:
+            asked = next(work)
+            while asked is not None:
+                asked = work.send(asked())
+    except StopIteration as end:
+        return end.value
+
+
+class Operator:
+    """What operators do with a core. It rests before it sleeps; no step may run while its workers do
+    something else."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+
+    # ---- rest
+
+    @property
+    def is_at_rest(self) -> bool:
+        """No step is under way, and none will be."""
+        core, gate = self.core, self.core.gate
+        return not gate.is_open and not len(core.pipeline) and not (gate.drains and core.scheduler.has_work)
+
+    def pause(self, mode: str = "abort") -> dict[str, Finish]:
+        """Take in nobody, and plan nothing that need not be; those who end with it. It is at rest once the
+        steps under way have landed."""
+        check_choice("mode", mode, MODES)
+        core = self.core
+        core.gate.is_open, core.gate.drains = False, mode == "wait"
+        if mode != "abort":
+            return {}
+        return core.abort([*core.scheduler.requests, *core.gate.outside])
+
+    def resume(self) -> None:
+        """Take steps again, with those who have come since."""
+        gate = self.core.gate
+        if gate.asleep:
+            raise RequestError(f"{_and(gate.asleep)} sleep: wake them up first")
+        gate.is_open, gate.drains = True, False
+        outside, gate.outside = gate.outside, {}
+        for request in outside.values():
+            self.core.add(request)
+
+    # ---- sleep
+
+    def sleep(self, level: int = 1) -> Work:
+        """Those who are inside start from the beginning when it wakes up, as after a preemption."""
+        check_choice("level", level, LEVELS)
+        core, gate = self.core, self.core.gate
+        if gate.level > level:
+            raise RequestError(f"the engine sleeps at level {gate.level} already: wake it up first", "level")
+        if not self.is_at_rest:
+            raise RequestError("the engine does not rest: somebody has resumed it meanwhile")
+        if level == 0 or (gate.level == level and gate.asleep == set(MEMORY)):
+            return
+        core.scheduler.send_back()
+        core.reset_prefix_cache()
+        # Even if it fails: workers wake up from whatever they have come to.
+        gate.level, gate.asleep = level, set(MEMORY)
+        yield partial(self._call_own, "sleep", [level])
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> Work:
+        """All, or some of it; steps are taken again when nothing sleeps any more."""
+        for tag in tags or ():
+            check_choice("tags", tag, TAGS)
+        gate = self.core.gate
+        wanted = gate.asleep & set(tags or TAGS)
+        if wanted:
+            yield partial(self._call_own, "wake_up", [sorted(wanted)])
+            gate.asleep = gate.asleep - wanted
+        if not gate.asleep:
+            gate.level = 0
+            self.resume()
+
+    def _call_own(self, method: str, args: list[Any]) -> None:
+        started = time.monotonic()
+        try:
+            self.core.executor.call(method, args)
+        except EngineDead:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{method} failed, and the engine sleeps; it may be woken up: {error}"
+            ) from error
+        log.info("%s took %.2f s", method, time.monotonic() - started)
+
+    # ---- workers and requests
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Work:
+        """What a method returns on every worker."""
+        if isinstance(method, str):
+            check_open(method)
+        return (yield partial(self.core.executor.call, method, args, kwargs, timeout))
+
+    def profile(self, start: bool, prefix: str | None = None) -> Work:
+        yield partial(self.core.executor.call, "profile", [start, prefix])
+
+    def abort(self, names: Iterable[str]) -> dict[str, Finish]:
+        """End the requests with these ids, as users know them."""
+        wanted, inside = set(names), [*self.core.scheduler.requests, *self.core.gate.outside]
+        return self.core.abort([id for id in inside if wanted & set(_names_of(id))])
+
+
+def _names_of(request_id: str) -> list[str]:
+    """A request's own id; that of the call whose prompt it is; and both without what makes them unique."""
+    plain = _INTERNAL.sub("", _SIBLING.sub("", request_id))
+    return [request_id, plain, re.sub(r"-\d+$", "", plain)]
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))

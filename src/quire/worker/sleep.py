@@ -1,0 +1,90 @@
+"""Sleep: the memory of weights given back, and taken again."""
+
+import contextlib
+import ctypes
+import gc
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from quire.logs import get_logger
+from quire.worker.memory import reserve
+
+log = get_logger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+class Stowed:
+    """The weights of a model in host memory, their own given back.
+
+    Storages are emptied and filled again in place: whoever holds a weight or a part of one, kernels and their
+    abilities included, holds it afterwards as before. But it lies elsewhere then, and what knows addresses
+    has to be made anew.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [*model.parameters(), *model.buffers()]
+        found = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
+        self._storages = [storage for storage in found.values() if storage.nbytes()]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self.num_bytes = sum(self._sizes)
+        self._host = reserve(self.num_bytes, device=_CPU)  # before anything is given up
+        self._is_pinned = _pin(self._host)
+        for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
+            part.copy_(_bytes_of(storage), non_blocking=self._is_pinned)
+        _wait()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Back to the device. Where there is no room for all of them, it can be tried again."""
+        for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
+            if not storage.nbytes():
+                storage.resize_(len(part))
+            _bytes_of(storage).copy_(part, non_blocking=self._is_pinned)
+        _wait()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the copy."""
+        if self._is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        self._is_pinned, self._storages = False, []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pin(memory: Tensor) -> bool:
+    """Have the device read and write it by itself, which is several times as fast. torch's own pinned memory
+    would take up to twice the room, and keep it."""
+    if not torch.cuda.is_available() or not len(memory):
+        return False
+    failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
+    if failed:
+        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d)", len(memory), failed)
+    return not failed
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def give_back(device: torch.device) -> None:
+    """Let the system have what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError, OSError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Of the device by this process; of a CPU its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved()
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,168 @@
+"""LLM.sleep and wake_up: memory goes and comes back, and nothing else changes; collective_rpc."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_text import TextModel, open_text, text_model
+
+from quire import LLM, SamplingParams
+from quire.errors import RequestError
+from quire.worker.sleep import Stowed
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5 + i, 6, 7 * i % 50 + 5, *range(20, 20 + i)] for i in range(4)]
+ENGINES: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two cores": {"data_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return text_model(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def llm(model: TextModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    made = open_text(model, enable_sleep_mode=True, **ENGINES[request.param])
+    yield made
+    made.llm_engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(model: TextModel) -> Iterator[LLM]:
+    made = open_text(model, enable_sleep_mode=True)
+    yield made
+    made.llm_engine.close()
+
+
+def said(llm: LLM) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_same_tokens_after_sleep(llm: LLM, level: int) -> None:
+    """Catches tapes that play over memory that is gone, a cache or weights that did not come back, and a
+    prefix that is found in an empty cache."""
+    before = said(llm)
+    assert said(llm) == before  # taped by now
+    llm.sleep(level)
+    llm.sleep(level)
+    with pytest.raises(RequestError, match="wake_up"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.wake_up(["weights"])
+    with pytest.raises(RequestError, match="wake_up"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.wake_up(["kv_cache"])
+    assert said(llm) == before
+    llm.wake_up()  # awake already
+    assert said(llm) == before
+
+
+def test_methods_of_all_workers(llm: LLM) -> None:
+    found = llm.collective_rpc("memory_stats")
+    assert len(found) == llm.get_world_size() and all(each["weights"] > 0 for each in found)
+    assert llm.collective_rpc("check_health") == [None] * llm.get_world_size()
+    for method, given, problem in [
+        ("no_such", (), "no method 'no_such'"),
+        ("_bind", (1,), "no method"),
+        ("__init__", (), "no method"),
+        ("model", (), "no method"),
+        ("memory_stats", (1, 2), "too many positional arguments"),
+        ("close", (), "engine alone"),
+        ("sleep", (1,), "engine alone"),
+    ]:
+        with pytest.raises(RequestError, match=problem):
+            llm.collective_rpc(method, args=given)
+    said(llm)
+
+
+def test_level_2_drops_the_model(alone: LLM) -> None:
+    """A part of the engine that holds the weights would keep their memory."""
+    models = [weakref.ref(worker) for worker in alone.collective_rpc(lambda worker: worker.model)]
+    alone.sleep(level=2)
+    gc.collect()
+    assert [each() for each in models] == [None]
+    assert alone.collective_rpc("memory_stats")[0]["weights"] == 0
+    alone.wake_up()
+    assert alone.collective_rpc("memory_stats")[0]["weights"] > 0
+
+
+def test_level_1_drops_the_cache(alone: LLM) -> None:
+    def cache_bytes(worker: Any) -> int:
+        caches = [module.k_cache for module in worker.model.modules() if hasattr(module, "k_cache")]
+        return sum(cache.nbytes for cache in caches)
+
+    whole = alone.collective_rpc(cache_bytes)[0]
+    alone.sleep(level=1)
+    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    alone.wake_up()
+    assert alone.collective_rpc(cache_bytes)[0] == whole
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_what_is_queued(alone: LLM, mode: str) -> None:
+    expected = said(alone)
+    ids = alone.enqueue(PROMPTS, GREEDY, use_tqdm=False)
+    for _ in range(3):
+        assert not [output for output in alone.llm_engine.step() if output.finished]
+    alone.sleep(1, mode)
+    if mode == "keep":
+        with pytest.raises(RequestError, match="wake_up"):
+            alone.wait_for_completion(use_tqdm=False)
+        alone.wake_up()
+    outputs = alone.wait_for_completion(use_tqdm=False)
+    alone.wake_up()
+    assert [output.request_id for output in outputs] == ids
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    reasons = {output.outputs[0].finish_reason for output in outputs}
+    if mode == "abort":
+        assert reasons == {"abort"} and [each[:2] for each in found] == [each[:2] for each in expected]
+    else:
+        assert reasons == {"length"} and found == expected
+    assert said(alone) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [({"level": 3}, "unknown level 3"), ({"mode": "later"}, "unknown mode 'later'")],
+)
+def test_what_cannot_be_had_changes_nothing(alone: LLM, given: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        alone.sleep(**given)
+    with pytest.raises(RequestError, match="unknown tags"):
+        alone.wake_up(["weights", "dreams"])
+    assert said(alone)
+
+
+def test_sleep_that_was_not_allowed(model: TextModel) -> None:
+    with pytest.raises(RequestError, match="enable_sleep_mode"):
+        open_text(model).sleep()
+
+
+def test_deeper_sleep_and_no_lighter_one(alone: LLM) -> None:
+    before = said(alone)
+    alone.sleep(1)
+    alone.sleep(2)
+    with pytest.raises(RequestError, match="level 2 already"):
+        alone.sleep(1)
+    alone.wake_up()
+    assert said(alone) == before
+
+
+def test_stowed_weights_come_back_where_they_are_held() -> None:
+    """Views of a weight, and two names of one, are the same afterwards; the memory is gone meanwhile."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 30)).requires_grad_(False)
+    model[1].bias = torch.nn.Parameter(model[0].bias[:30], requires_grad=False)
+    part, x = model[0].weight[3:5].t(), torch.randn(2, 30)
+    before, held = model(x), part.clone()
+    stowed = Stowed(model)
+    assert stowed.num_bytes == 4 * (2 * 30 * 50 + 50)
+    assert {each.untyped_storage().nbytes() for each in model.parameters()} == {0}
+    stowed.restore()
+    assert torch.equal(model(x), before) and torch.equal(part, held)

@@ -1,0 +1,149 @@
+"""Routes for operators: there in developer mode only, and no query or body breaks them."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from ask import refused
+from fake_engine import FakeEngine
+
+from quire.config.env import Env
+from quire.errors import EngineDead, EngineError, RequestError
+from quire.server.app import Application
+from quire.server.settings import make_settings
+
+ROUTES = [
+    *[("POST", f"/{name}") for name in ("sleep", "wake_up", "pause", "resume", "collective_rpc")],
+    *[("POST", f"/{name}") for name in ("abort_requests", "reset_mm_cache", "reset_encoder_cache")],
+    *[("GET", f"/{name}") for name in ("is_sleeping", "is_paused", "server_info", "get_world_size")],
+]
+ENV = Env.read({"HOME": "/", "VLLM_SERVER_DEV_MODE": "1"})
+
+
+def ask(
+    method: str, path: str, engine: FakeEngine | None = None, env: Env | None = ENV, **given: Any
+) -> httpx.Response:
+    settings = make_settings(given.pop("settings", {}), env=env)
+    application = Application(engine or FakeEngine(), settings)
+    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+
+    async def go() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **given)
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_they_are_there_in_developer_mode_only(method: str, path: str) -> None:
+    assert ask(method, path, env=None).status_code == 404
+    body = {"json": {"method": "check_health", "request_ids": []}} if method == "POST" else {}
+    reply = ask(method, path, **body)
+    assert reply.status_code == 200, reply.text
+    assert ask("POST", "/reset_prefix_cache", env=None).json() == {"success": True}
+
+
+def test_sleep_and_wake_up_are_handed_on() -> None:
+    engine = FakeEngine()
+    asked = engine.operation.asked
+    for path in ("/sleep", "/sleep?level=2&mode=keep", "/wake_up", "/wake_up?tags=weights&tags=kv_cache"):
+        reply = ask("POST", path, engine)
+        assert reply.status_code == 200 and reply.content == b""
+    assert asked == [
+        ("sleep", 1, "abort"),
+        ("sleep", 2, "keep"),
+        ("wake_up", None),
+        ("wake_up", ["weights", "kv_cache"]),
+    ]
+    assert ask("GET", "/is_sleeping", engine).json() == {"is_sleeping": False}
+
+
+def test_pause_and_resume_are_handed_on() -> None:
+    engine = FakeEngine()
+    assert ask("POST", "/pause", engine).json() == {"status": "paused"}
+    assert ask("GET", "/is_paused", engine).json() == {"is_paused": True}
+    assert ask("POST", "/pause?mode=wait&clear_cache=false", engine).json() == {"status": "paused"}
+    assert ask("POST", "/resume", engine).json() == {"status": "resumed"}
+    assert engine.operation.asked == [("pause", "abort", True), ("pause", "wait", False), ("resume",)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/sleep?level=3", "/sleep?level=-1", "/sleep?level=deep", "/sleep?level=1.5", "/sleep?mode=later"),
+        *("/wake_up?tags=dreams", "/wake_up?tags=", "/pause?mode=now", "/pause?clear_cache=perhaps"),
+        *(f"/sleep?level={'9' * 5000}", "/wake_up?tags=weights&tags=%00"),
+    ],
+)
+def test_queries_that_mean_nothing(path: str) -> None:
+    engine = FakeEngine()
+    refused(ask("POST", path, engine))
+    assert not engine.operation.asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(None, [], {}, {"method": 1}, {"method": ""}, {"method": "x" * 1000}, {"method": None}),
+        *({"method": "f", "args": "abc"}, {"method": "f", "args": {}}, {"method": "f", "kwargs": []}),
+        *({"method": "f", "timeout": 0}, {"method": "f", "timeout": -1}, {"method": "f", "timeout": "soon"}),
+    ],
+)
+def test_calls_that_are_none(body: Any) -> None:
+    engine = FakeEngine()
+    refused(ask("POST", "/collective_rpc", engine, json=body))
+    refused(ask("POST", "/abort_requests", engine, json=body))
+    assert not engine.operation.asked
+
+
+def test_calls_of_workers() -> None:
+    engine = FakeEngine()
+    body = {"method": "f", "args": [1, "a"], "kwargs": {"b": None}, "timeout": 2.5}
+    assert ask("POST", "/collective_rpc", engine, json=body).json() == {"results": [7, "x"]}
+    assert engine.operation.asked == [("collective_rpc", "f", 2.5, [1, "a"], {"b": None})]
+    engine.operation.results = [object()]
+    assert "no JSON" in refused(ask("POST", "/collective_rpc", engine, json={"method": "f"}))["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RequestError("no"), 400), (EngineError("no"), 500), (EngineDead("no"), 503)]
+)
+def test_what_the_engine_cannot_do(error: Exception, status: int) -> None:
+    engine = FakeEngine()
+    engine.operation.error = error
+    for path in ("/sleep", "/wake_up", "/pause", "/resume"):
+        assert refused(ask("POST", path, engine), status)["message"] == "no"
+
+
+def test_settings_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "very-secret")
+    monkeypatch.setenv("QUIRE_LOGGING_LEVEL", "INFO")
+    whole = ask("GET", "/server_info?config_format=json")
+    assert whole.json()["vllm_config"]["parallel"]["tensor_parallel_size"] == 2
+    assert whole.json()["vllm_env"]["QUIRE_LOGGING_LEVEL"] == "INFO"
+    assert "very-secret" not in whole.text
+    text = ask("GET", "/server_info").json()["vllm_config"]
+    assert "parallel.tensor_parallel_size=2" in text.splitlines()
+    refused(ask("GET", "/server_info?config_format=yaml"))
+
+
+def test_the_number_of_workers() -> None:
+    assert ask("GET", "/get_world_size").json() == {"world_size": 6}
+    assert ask("GET", "/get_world_size?include_dp=false").json() == {"world_size": 2}
+
+
+def test_the_tokenizer_where_it_is_asked_for() -> None:
+    assert ask("GET", "/tokenizer_info").status_code == 404
+    found = ask("GET", "/tokenizer_info", settings={"enable_tokenizer_info_endpoint": True}).json()
+    assert found["eos_token"] == "</s>" and "messages" in found["chat_template"]
+    assert {"content": "</s>", "special": True} in found["added_tokens_decoder"].values()
+
+
+def test_profiles_where_they_are_configured() -> None:
+    engine = FakeEngine()
+    assert ask("POST", "/start_profile", engine).status_code == 404
+    engine.operation.settings["observability"] = {"profiler_config": {"profiler": "torch"}}
+    assert ask("POST", "/start_profile", engine).status_code == 200
+    assert ask("POST", "/stop_profile", engine).status_code == 200
+    assert engine.operation.asked == [("profile", True), ("profile", False)]
