@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,8 @@ MAX_CHARS = 1 << 18
 """Of a schema, a regex, a grammar."""
 MAX_KEPT = 256
 """Grammars that are kept compiled: those that were used last."""
+MAX_KEPT_TEXTS = 4096
+"""Whose tokens are remembered: what grammars force."""
 MAX_LEXER_STATES = 50_000
 """Of one sequence, 1 to 2 KiB each."""
 MAX_REASON_CHARS = 500
@@ -43,10 +45,37 @@ _ENDS: dict[str, Verdict] = {
 class Vocabulary:
     """The tokens that a grammar is compiled against."""
 
-    tokenizer_json: str
-    size: int
-    """Tokens of the model, or of its tokenizer if that has more."""
+    tokens: Sequence[bytes]
+    """The bytes of each; of the model or of its tokenizer, whichever has more."""
+    special_ids: Sequence[int]
+    """Those that are no text."""
     eos_ids: tuple[int, ...]
+    encode: Callable[[str], list[int]]
+
+    def open(self) -> "LLTokenizer":
+        """In two steps: each holds up all other threads, for about half a second with 150,000 tokens."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        opened = LLTokenizer(TokenizerWrapper(_Wrapped(self)), eos_token=list(self.eos_ids), slices=[])
+        return opened.with_slices(LLTokenizer.general_slices())
+
+
+class _Wrapped:
+    """A vocabulary as llguidance wants to see it."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = vocabulary.special_ids
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self._encode = lru_cache(MAX_KEPT_TEXTS)(vocabulary.encode)
+
+    def __call__(self, text: str) -> list[int]:
+        """It is asked for texts that a grammar forces: few, and again and again."""
+        if isinstance(text, bytes):
+            raise TypeError("a tokenizer of strings")
+        return self._encode(text)
 
 
 class Matcher:
@@ -127,16 +156,11 @@ class Grammars:
         return made
 
     def open(self) -> "LLTokenizer":
-        """The vocabulary, which takes seconds once."""
-        from llguidance import LLTokenizer
-
+        """The vocabulary, which takes a second or so once."""
         with self._opening:
             if self._tokenizer is None:
-                known = self._vocabulary()
                 try:
-                    self._tokenizer = LLTokenizer(
-                        known.tokenizer_json, n_vocab=known.size, eos_token=list(known.eos_ids) or None
-                    )
+                    self._tokenizer = self._vocabulary().open()
                 except ValueError as error:
                     raise _refusal(f"the tokenizer of this model cannot follow a grammar: {error}") from error
             return self._tokenizer

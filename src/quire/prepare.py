@@ -94,10 +94,22 @@ def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> G
     def vocabulary() -> Vocabulary:
         known = open_tokenizer(config) if tokenizer is None else tokenizer
         assert known is not None
-        size = max(config.checkpoint.facts.vocab, known.max_token_id + 1)
-        return Vocabulary(known.backend.to_str(), size, eos_ids(config, known))
+        return vocabulary_of(known, config.checkpoint.facts.vocab, eos_ids(config, known))
 
     return Grammars(vocabulary)
+
+
+def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    """Of a model with so many tokens. A ValueError if no grammar can be followed with it."""
+    table = tokenizer.token_bytes
+    if table is None or not ends:
+        raise ValueError("it has no end token" if table else "its tokens have no text of their own")
+    return Vocabulary(
+        tokens=[table[token_id] for token_id in range(max(size, tokenizer.max_token_id + 1))],
+        special_ids=tokenizer.all_special_ids,
+        eos_ids=ends,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
 
 
 def cache_info(config: EngineConfig, *, num_blocks: int, num_tokens: int) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from quire.data.request import Request
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
-from quire.grammar import Grammars, Vocabulary
+from quire.grammar import Grammars
 from quire.metrics.http import Exchange
+from quire.prepare import vocabulary_of
 from quire.text.tokenizer import Tokenizer
 
 VOCAB = 258
@@ -140,7 +141,7 @@ class FakeEngine:
             max_logprobs=self.facts.max_logprobs,
             seed=0,
             pooling=pooling,
-            grammars=Grammars(lambda: Vocabulary(self.tokenizer.backend.to_str(), VOCAB, (EOS,))),
+            grammars=Grammars(lambda: vocabulary_of(self.tokenizer, VOCAB, (EOS,))),
         )
         self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
         self.step_s, self.fail_after = step_s, fail_after
