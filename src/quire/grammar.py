@@ -90,6 +90,10 @@ class Matcher:
             return "error"
         return _ENDS.get(self.inner.stop_reason(), "error") if self.inner.is_stopped() else ""
 
+    def copy(self) -> "Matcher":
+        """One that stands at the same place."""
+        return Matcher(self.inner.deep_copy())
+
 
 class Grammars:
     """The grammars of one vocabulary, each compiled once and kept while it is in use."""
@@ -125,18 +129,23 @@ class Grammars:
             self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="quire-grammar")
         return self._threads.submit(self.compile, asked)
 
-    def fill(self, matchers: Sequence[Matcher]) -> NDArray[np.uint32]:
-        """[matchers, words] a bit for each token, set where it may come next."""
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return -(-self.open().vocab_size // 32)
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bits: NDArray[np.uint32]) -> None:
+        """A bit for each token, set where it may come next, in the row of `bits` [rows, words] that is said
+        beside each matcher. Other threads run meanwhile."""
         from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
-        bits = np.empty((len(matchers), -(-self.open().vocab_size // 32)), np.int32)
-        if len(matchers) < FEW:
-            for place, matcher in enumerate(matchers):
-                fill_next_token_bitmask(matcher.inner, bits, place)
+        words, into = self.num_words, bits.view(np.int32)
+        if len(matchers) < FEW or bits.shape[1] != words:
+            for matcher, place in matchers:
+                fill_next_token_bitmask(matcher.inner, into[:, :words], place)
         else:
-            each = [(matcher.inner, place) for place, matcher in enumerate(matchers)]
-            fill_next_token_bitmask_par(self._filling, each, bits)
-        return bits.view(np.uint32)
+            each = [(matcher.inner, place) for matcher, place in matchers]
+            fill_next_token_bitmask_par(self._filling, each, into)
 
     @cached_property
     def _filling(self) -> "LLExecutor":

@@ -15,7 +15,7 @@ import numpy as np
 from quire.config.layout import CacheLayout, CacheSpec, has_states, layout
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, RowLogprobs, StepOutput, StepPlan, StepResult
+from quire.data.plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
 from quire.errors import EngineDead
 from quire.executor import Pending
@@ -217,6 +217,9 @@ class Device:
     def start(self) -> Any:
         raise AssertionError("never called")
 
+    def draw(self, masks: Masks) -> None:
+        self.engine.masks.append(masks)
+
     def watch(self) -> None:
         pass
 
@@ -295,6 +298,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.plans: list[StepPlan] = []
+        self.masks: list[Masks] = []
         self.steps: list[StepOutput] = []
         self.seen: list[Request] = []
 

@@ -53,6 +53,7 @@ class EngineCore:
             return StepOutput([], [], finished=refused, at=time.monotonic())
         while self.pipeline.has_room and (plan := self.pipeline.agreed(self._plan())) is not None:
             self.pipeline.submit(plan)
+            self._draw()
         if not len(self.pipeline) and self.scheduler.constraints.wait(timeout_s and GRAMMAR_S):
             return self.step(timeout_s)
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
@@ -61,7 +62,17 @@ class EngineCore:
         if result is None or not len(plan.rows):
             finished = self.scheduler.fail(plan) if result is None else {}
             return StepOutput([], [], finished=finished, at=time.monotonic())
-        return self.scheduler.update(plan, result)
+        output = self.scheduler.update(plan, result)
+        self._draw()
+        return output
+
+    def _draw(self) -> None:
+        """Let the newest step sample, once it is known what its rows may."""
+        if self.pipeline.undrawn:
+            scheduler = self.scheduler
+            masks = scheduler.constraints.masks(scheduler.running, scheduler.in_flight[-1])
+            if masks is not None:
+                self.pipeline.draw(masks)
 
     def _plan(self) -> StepPlan | None:
         return None if self.gate.is_shut else self.scheduler.plan()

@@ -3,7 +3,7 @@
 from collections import deque
 
 from quire.core.lockstep import Lockstep
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.executor import Executor, Pending
 from quire.logs import get_logger
@@ -37,15 +37,18 @@ class Pipeline:
         self.lockstep = lockstep
         """With the engines that have some of the experts; None: it steps by itself."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
+        self.undrawn = False
+        """Whether the newest step waits to hear what its rows may sample."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
     def has_room(self) -> bool:
-        """None behind a step that was refused: it would begin where that one should have ended."""
+        """None behind a step that was refused, since it would begin where that one should have ended, nor
+        before the last one is drawn."""
         refused = bool(self._steps) and isinstance(self._steps[-1][1], Refused)
-        return len(self._steps) < self.depth and not refused
+        return len(self._steps) < self.depth and not refused and not self.undrawn
 
     @property
     def is_called(self) -> bool:
@@ -57,7 +60,19 @@ class Pipeline:
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:
-        self._steps.append((plan, self._launch(plan)))
+        pending = self._launch(plan)
+        self.undrawn = len(plan.confined) > 0 and not isinstance(pending, Refused)
+        self._steps.append((plan, pending))
+
+    def draw(self, masks: Masks) -> None:
+        """What the rows of the newest step may sample."""
+        self.undrawn = False
+        try:
+            self.executor.draw(masks)
+        except EngineDead:
+            raise
+        except Exception as error:
+            self._steps[-1] = self._steps[-1][0], Refused(error)
 
     def _launch(self, plan: StepPlan) -> Pending:
         try:
@@ -88,6 +103,8 @@ class Pipeline:
         return plan, None
 
     def _drain(self) -> None:
+        if self.undrawn:
+            self.draw(Masks())
         while self._steps:
             _, pending = self._steps.popleft()
             try:
@@ -99,6 +116,8 @@ class Pipeline:
 
     def clear(self) -> None:
         """Nobody waits for what is on its way."""
+        if self.undrawn:
+            self.draw(Masks())
         self._steps.clear()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import Masks, StepPlan, StepResult
 
 
 class Outcome(msgspec.Struct):
@@ -46,9 +46,14 @@ def encode_plan(plan: StepPlan) -> bytes:
     return _encode(plan)
 
 
+def encode_masks(masks: Masks) -> bytes:
+    return _encode(masks)
+
+
 def encode_outcome(outcome: Outcome) -> bytes:
     return _encode(outcome)
 
 
 decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_array_in).decode
+decode_masks = msgspec.msgpack.Decoder(Masks, dec_hook=_array_in).decode
 decode_outcome = msgspec.msgpack.Decoder(Outcome, dec_hook=_array_in).decode

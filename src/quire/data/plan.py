@@ -13,6 +13,7 @@ from quire.data.stats import StepStats
 Ints = NDArray[np.int32]
 _NONE: Ints = np.empty(0, np.int32)
 _NO_VALUES: Ints = np.empty((2, 0), np.int32)
+_NO_BITS: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
 Verdict = Literal["", "complete", "eos", "error"]
 """What a grammar says to a token: go on, the text is whole with it, it is the one that ends it, or it does
@@ -20,10 +21,10 @@ not fit."""
 
 
 class Masks(msgspec.Struct):
-    """What the constrained rows of a step may sample."""
+    """What some rows of a step may sample; the others what they like."""
 
-    rows: Ints
-    bits: NDArray[np.uint32]
+    rows: Ints = _NONE
+    bits: NDArray[np.uint32] = _NO_BITS
     """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
 
 
@@ -71,8 +72,9 @@ class StepPlan(msgspec.Struct):
     values: Ints = _NO_VALUES
     """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
 
-    masks: Masks | None = None
-    """None: no row that samples is constrained."""
+    confined: Ints = _NONE
+    """The rows that sample by a grammar. What they may sample depends on tokens that may still be under way:
+    it follows, as `Masks`, and no row samples before."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.capacity import CacheSize
-from quire.data.plan import Pending, StepPlan
+from quire.data.plan import Masks, Pending, StepPlan
 from quire.registry import LazyTable
 
 
@@ -26,6 +26,10 @@ class Executor(Protocol):
     ) -> list[Any]:
         """Call a public method of every worker, behind the plans that were submitted; what they returned, in
         the order of ranks. A function, which is given the worker, only reaches one of this process."""
+
+    def draw(self, masks: Masks) -> None:
+        """What the confined rows of the last plan may sample. It comes before the next plan, and before
+        anybody waits for the step."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

@@ -11,7 +11,7 @@ from quire.comm.world import World, join
 from quire.config.engine import EngineConfig
 from quire.config.experts import meeting_of, steps_together
 from quire.config.ranks import Rank
-from quire.data.plan import StepPlan
+from quire.data.plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
 from quire.executor.calls import invoke
@@ -43,6 +43,9 @@ class InProcessExecutor:
         if callable(method):
             return [method(self._worker, *args, **(kwargs or {}))]
         return [invoke(self._worker, method, args, kwargs or {})]
+
+    def draw(self, masks: Masks) -> None:
+        self._worker.draw(masks)
 
     def watch(self) -> None:
         """It is here."""

@@ -17,8 +17,8 @@ from quire.capacity import CacheSize
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.experts import meeting_of, steps_together
-from quire.data.codec import decode_outcome, encode_plan
-from quire.data.plan import StepPlan, StepResult
+from quire.data.codec import decode_outcome, encode_masks, encode_plan
+from quire.data.plan import Masks, StepPlan, StepResult
 from quire.dist.scratch import Scratch
 from quire.errors import ConfigError, EngineDead, EngineError, RequestError
 from quire.executor.crew import Crew, LocalCrew
@@ -146,12 +146,18 @@ class RankedExecutor:
     # ---- steps
 
     def submit(self, plan: StepPlan) -> "Remote":
+        self._send(encode_plan(plan))
+        return Remote(self, plan.step, time.monotonic() + self._step_s)
+
+    def draw(self, masks: Masks) -> None:
+        self._send(encode_masks(masks))
+
+    def _send(self, data: bytes) -> None:
         self.watch()
         try:
-            self.crew.send(encode_plan(plan), self._step_s)
+            self.crew.send(data, self._step_s)
         except TimeoutError as error:
             self._die(f"the ranks take no more plans: {error}")
-        return Remote(self, plan.step, time.monotonic() + self._step_s)
 
     def outcome(self, step: int, timeout_s: float) -> StepResult | None:
         """Of this step, if it comes in time. What the ranks say of those before it, nobody waits for."""

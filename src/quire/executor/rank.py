@@ -15,8 +15,8 @@ from quire.config.engine import EngineConfig
 from quire.config.experts import steps_together
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
-from quire.data.codec import Outcome, decode_plan, encode_outcome
-from quire.data.plan import Pending, StepPlan
+from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
+from quire.data.plan import Masks, Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
 from quire.errors import EngineDead, QuireError, RequestError
@@ -99,7 +99,7 @@ class Port(Protocol):
     def say(self, word: Word) -> None: ...
 
     def plan(self) -> bytes:
-        """The next one, when it comes."""
+        """The next one, or the masks of the last, when it comes."""
 
     def answer(self, outcome: bytes) -> None: ...
 
@@ -193,6 +193,8 @@ class Steps:
             if waits:
                 self._under_way.acquire()
             pending = self._launch(plan)
+            if len(plan.confined):
+                pending = self._draw(pending, decode_masks(self.port.plan()))
             if waits:
                 self._launched.put((plan.step, pending))
             else:
@@ -223,6 +225,15 @@ class Steps:
             text = f"{call.method} returned what cannot be sent: {one_line(error)}"
             return Returned(call.number, error=text, is_request=True)
         return Returned(call.number, value)
+
+    def _draw(self, pending: Pending, masks: Masks) -> Pending:
+        try:
+            with self._rows:
+                if not isinstance(pending, _Failure):
+                    self.worker.draw(masks)
+                return pending
+        except Exception as error:
+            return _Failure(error)
 
     def _land_all(self, device: int) -> None:
         import torch

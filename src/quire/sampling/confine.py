@@ -1,5 +1,7 @@
 """Rows that follow a grammar: what it does not allow is out of the question."""
 
+from itertools import cycle
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,33 +11,90 @@ from quire.data.plan import Masks
 from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
+_IN_FLIGHT = 3
+"""Host buffers: one more than there are steps under way."""
 
-class Confined:
-    """The confined rows of a batch, as they were before anything else changed them."""
 
-    def __init__(self, logits: Tensor, masks: Masks, places: Ints) -> None:
-        """Takes out of `logits` [N, V], in place, what each row's mask does not have. `places` [max_rows] of
-        the rows in this batch, -1 for none."""
-        at = places[masks.rows]
-        self._index = to_device(at[at >= 0].astype(np.int64), logits.device)
-        allowed = _unpacked(masks.bits[at >= 0], logits.shape[1], logits.device)
-        self._logits = logits.index_select(0, self._index).masked_fill_(allowed.logical_not_(), -torch.inf)
-        logits.index_copy_(0, self._index, self._logits)
+def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
+    """Masks as the kernels read them: `into` [masks, 1 + words], of each its place in the batch, then its
+    bits. `places` [max_rows] of the rows in this batch."""
+    into[:, 0] = places[masks.rows]
+    into[:, 1:] = masks.bits.view(np.int32)
+
+
+def apply_masks(logits: Tensor, packed: Tensor) -> None:
+    """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU. Row by row, so that only one
+    mask at a time is more than bits."""
+    vocab = logits.shape[1]
+    for place, *words in zip(packed[:, 0].tolist(), packed.numpy()[:, 1:], strict=True):
+        octets = words[0].astype("<i4", copy=False).view(np.uint8)
+        allowed = np.zeros(vocab, np.bool_)
+        bits = np.unpackbits(octets, count=min(vocab, 8 * len(octets)), bitorder="little")
+        allowed[: len(bits)] = bits
+        logits[place].masked_fill_(torch.from_numpy(~allowed), -torch.inf)
+
+
+class HostConfiner:
+    """Confines rows where their logits are on the host."""
+
+    def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
+        """Takes out of `logits` [N, V], in place, what each row's mask does not have."""
+        packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
+        pack(masks, places, packed.numpy())
+        apply_masks(logits, packed)
+        return packed
+
+
+class CudaConfiner:
+    """Confines rows on a GPU. Masks travel on a stream of their own, while the layers still compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
+
+    def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
+        from quire.kernels.triton.masks import apply_masks
+
+        memory = next(self._buffers).take(len(masks.rows), 1 + masks.bits.shape[1])
+        pack(masks, places, memory.numpy())
+        here = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            packed = memory.to(self._device, non_blocking=True)
+        here.wait_stream(self._stream)
+        packed.record_stream(here)
+        apply_masks(logits, packed)
+        return packed
+
+
+class _Pinned:
+    """Host memory that the device reads by itself; grows as needed."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.int32)
+
+    def take(self, rows: int, width: int) -> Tensor:
+        if len(self._memory) < rows * width:
+            self._memory = torch.empty(2 * rows * width, dtype=torch.int32, pin_memory=True)
+        return self._memory[: rows * width].view(rows, width)
+
+
+Confiner = HostConfiner | CudaConfiner
+
+
+def open_confiner(device: torch.device) -> Confiner:
+    return CudaConfiner(device) if device.type == "cuda" else HostConfiner()
+
+
+class Kept:
+    """Confined rows of a batch as their grammars left them, of those who ask for still less."""
+
+    def __init__(self, logits: Tensor, at: NDArray[np.intp]) -> None:
+        self._index = to_device(at, logits.device)
+        self._logits = logits.index_select(0, self._index)
 
     def revive(self, logits: Tensor) -> None:
-        """Rows that were left without a token, by what else they ask for, have those of their grammar."""
+        """Rows that were left without a token have those of their grammar."""
         now = logits.index_select(0, self._index)
         empty = now.amax(dim=-1, keepdim=True) == -torch.inf
         logits.index_copy_(0, self._index, torch.where(empty, self._logits, now))
-
-
-def _unpacked(bits: NDArray[np.uint32], vocab: int, device: torch.device) -> Tensor:
-    """[rows, vocab] bool. On a GPU the bits travel packed."""
-    octets = bits.astype("<u4", copy=False).view(np.uint8)
-    if octets.shape[1] * 8 < vocab:
-        octets = np.pad(octets, ((0, 0), (0, -(-vocab // 8) - octets.shape[1])))
-    if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(octets, axis=1, count=vocab, bitorder="little").view(np.bool_))
-    packed = to_device(octets, device)[:, :, None]
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    return (packed >> shifts).bitwise_and_(1).flatten(1)[:, :vocab].bool()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.capacity import rows_at_once
 from quire.data.params import SamplingParams
+from quire.data.plan import Masks
 from quire.sampling.chance import Asked
 from quire.sampling.logprobs import POSITIONS_AT_ONCE, prompt_logprobs
 from quire.sampling.rows import SamplingRows
@@ -40,8 +41,12 @@ def rehearse(
     num_logprobs: int,
 ) -> None:
     """Sample from `logits` [N, V], and give logprobs of a prompt with the states `hidden` [T, H], as a step
-    may have to. More rows or positions than go together would take no more memory."""
+    may have to. More rows or positions than go together would take no more memory, but for the masks of all
+    rows."""
     vocab = logits.shape[1]
+    everybody = np.arange(len(logits), dtype=np.int32)
+    masks = Masks(everybody, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))
+    packed = sampler.confine(logits, masks, everybody)
     num_rows = min(len(logits), rows_at_once(vocab))
     state = SamplingRows(num_rows, vocab, logits.device)
     params = everything(vocab, min(num_logprobs, vocab))
@@ -51,6 +56,7 @@ def rehearse(
     rows = np.arange(num_rows, dtype=np.int32)
     asked = asked and Asked(*(column[:num_rows] for column in asked))
     sampled = sampler(logits[:num_rows], rows, state, *history, asked=asked)
+    del packed
     if sampler.counts is not None:
         sampler.counts.forget()
     hidden = hidden[:POSITIONS_AT_ONCE]

@@ -13,7 +13,7 @@ from quire.data.plan import Masks, RowLogprobs, StepResult
 from quire.errors import ConfigError
 from quire.sampling.adjust import REMOVING, adjust
 from quire.sampling.chance import Asked, floors, sample, uniform
-from quire.sampling.confine import Confined
+from quire.sampling.confine import Kept, open_confiner
 from quire.sampling.counts import Counts
 from quire.sampling.logprobs import append_listed, row_logprobs
 from quire.sampling.rows import LIMITED, LISTED, LOGPROBS, PENALTIES, RANDOM, Ints, SamplingRows
@@ -21,6 +21,7 @@ from quire.sampling.transfer import take_rows, to_device
 
 History = tuple[Ints, Ints, Ints]
 """The tokens of all rows, how many there are, and how many of them are prompt."""
+_NO_ROWS: Ints = np.empty(0, np.int32)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -57,6 +58,7 @@ class Sampler:
         """A kernel that samples from logits; without it torch does."""
         self.counts = counts
         """Where penalties are remembered if the host does not know every token in time."""
+        self.confine = open_confiner(device)
         self.raw = logprobs_mode.startswith("raw")
 
     def __call__(
@@ -76,22 +78,28 @@ class Sampler:
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
         num_tokens counts what is there before and is thus the position of the new token. `in_passing` are the
         tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
-        `masks` say what some of the rows may sample at all.
+        `masks` say what some of the rows may sample at all: the rest of their logits goes first.
         """
         assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        special = masks is not None or np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
+        if masks is not None:
+            self.confine(logits, masks, state.places(rows))
+        special = np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
         if in_passing is not None and not special:
-            return Sampled(in_passing)
+            if masks is None:
+                return Sampled(in_passing)
+            if self.sample is not None and asked is not None:
+                return Sampled(self.sample(logits, asked))
         history = (tokens, num_tokens, prompt_lens)
+        confined = _NO_ROWS if masks is None else masks.rows
         step = rows_at_once(self.vocab)
         if len(rows) <= step:
-            return self._special(logits, rows, state, history, asked, masks)
+            return self._special(logits, rows, state, history, asked, confined)
         found = []
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
             columns = asked and Asked(*(column[part] for column in asked))
-            found.append(self._special(logits[part], rows[part], state, history, columns, masks))
+            found.append(self._special(logits[part], rows[part], state, history, columns, confined))
         logprobs = {row: each for piece in found for row, each in piece.logprobs.items()}
         return Sampled(torch.cat([piece.token_ids for piece in found]), logprobs)
 
@@ -102,18 +110,19 @@ class Sampler:
         state: SamplingRows,
         history: History,
         asked: Asked | None,
-        masks: Masks | None,
+        confined: Ints,
     ) -> Sampled:
         """Everything that rows may ask for, for as many of them as go together."""
         num_tokens = history[1]
         logits = logits.float()
-        confined = None if masks is None else Confined(logits, masks, state.places(rows))
+        reduced = np.flatnonzero(np.isin(rows, confined) & ((state.flags[rows] & REMOVING) != 0))
+        kept = Kept(logits, reduced) if len(reduced) else None
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None
         adjust(logits, rows, state, *history, self.counts)
-        if confined is not None and (state.flags[rows] & REMOVING).any():
-            confined.revive(logits)
+        if kept is not None:
+            kept.revive(logits)
         if self.sample is not None and asked is not None and self.raw:
             token_ids = self.sample(logits, asked)
         else:

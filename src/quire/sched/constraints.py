@@ -1,25 +1,24 @@
 """Constraints: the requests whose text must fit a grammar, where each stands, and what it may say next."""
 
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.data.params import StructuredOutputsParams
+from quire.data.params import SamplingParams, StructuredOutputsParams
 from quire.data.plan import Ints, Masks, Verdict
 from quire.data.request import Request
 from quire.logs import get_logger
+from quire.sched.follower import Follower, Matcher
+from quire.sched.in_flight import Flight
 from quire.sched.running import RowIds, Running
 
 log = get_logger(__name__)
 
-
-class Matcher(Protocol):
-    """Where a sequence stands in its grammar."""
-
-    def advance(self, token_id: int) -> Verdict: ...
+Bits = NDArray[np.uint32]
 
 
 class Grammars(Protocol):
@@ -28,8 +27,12 @@ class Grammars(Protocol):
     def begin(self, asked: StructuredOutputsParams) -> Future[Any]:
         """A matcher, once it is there."""
 
-    def fill(self, matchers: Sequence[Any]) -> NDArray[np.uint32]:
-        """[matchers, words] a bit for each token that may come next."""
+    @property
+    def num_words(self) -> int:
+        """Of a mask, once there is a matcher."""
+
+    def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
+        """A bit for each token that may come next, in the row of `bits` that is said beside each matcher."""
 
 
 class Constraints:
@@ -38,20 +41,29 @@ class Constraints:
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._coming: dict[str, Future[Matcher]] = {}
-        self._matchers: dict[str, Matcher] = {}
+        self._params: dict[str, SamplingParams] = {}
+        """Of those."""
+        self._followers: dict[str, Follower] = {}
         """By request id. They advance by tokens that are known, whether their request has a row or not."""
+        self._bits: Bits = np.empty((0, 0), np.uint32)
+        self._ahead: Future[Masks] | None = None
+        """The masks of the newest plan, if they could be begun with it."""
 
     def add(self, request: Request) -> None:
-        asked = request.params.structured_outputs
-        if asked is not None:
+        params = request.params
+        if params.structured_outputs is not None:
             assert self._grammars is not None, "nobody checked this request"
-            self._coming[request.id] = self._grammars.begin(asked)
+            self._coming[request.id] = self._grammars.begin(params.structured_outputs)
+            self._params[request.id] = params
+        elif params.thinking_token_budget is not None:
+            self._followers[request.id] = Follower(None, params)
 
     def drop(self, request_id: str) -> None:
-        self._matchers.pop(request_id, None)
+        self._followers.pop(request_id, None)
         coming = self._coming.pop(request_id, None)
         if coming is not None:
             coming.cancel()
+            del self._params[request_id]
 
     def settle(self) -> list[str]:
         """Take in the grammars that are ready. Returns the requests whose grammar has come to nothing."""
@@ -63,7 +75,7 @@ class Constraints:
                 log.error("The grammar of request %s cannot be compiled: %s", id, error)
                 broken.append(id)
             else:
-                self._matchers[id] = coming.result()
+                self._followers[id] = Follower(coming.result(), self._params.pop(id))
                 del self._coming[id]
         return broken
 
@@ -75,25 +87,74 @@ class Constraints:
         """Whether it cannot run yet."""
         return request.id in self._coming
 
-    def masks(self, running: Running, rows: RowIds) -> Masks | None:
-        """What those of `rows` that are constrained may sample; None if none is."""
-        if not self._matchers:
-            return None
-        mine = rows[running.constrained[rows]]
-        if not len(mine):
-            return None
-        assert self._grammars is not None
-        bits = self._grammars.fill([self._matchers[id] for id in running.ids[mine].tolist()])
-        return Masks(mine.astype(np.int32), bits)
+    # ---- what may come next
+
+    def launch(self, running: Running, flight: Flight) -> None:
+        """A plan was made: note whose masks follow, and begin with them if all tokens before are known."""
+        self._ahead = None
+        if not self._followers:
+            return
+        plan = flight.plan
+        plan.confined = plan.sampling_rows[running.constrained[plan.sampling_rows]]
+        if len(plan.confined) and self._are_known(running, plan.confined):
+            self._ahead = self._thread.submit(self._fill, *self._wanted(running, plan.confined))
+
+    def masks(self, running: Running, flight: Flight) -> Masks | None:
+        """Those of the newest plan; None while they depend on tokens that are under way. They are good until
+        the next plan is made. Who has gone needs none."""
+        if self._ahead is not None:
+            return self._ahead.result()
+        rows = flight.plan.confined
+        rows = rows[np.isin(rows, flight.rows[flight.alive(running)])]
+        return self._fill(*self._wanted(running, rows)) if self._are_known(running, rows) else None
+
+    def _are_known(self, running: Running, rows: Ints) -> bool:
+        """All tokens but those that the plan itself samples."""
+        return bool((running.num_tokens[rows] - running.num_known[rows] <= 1).all())
+
+    def _wanted(self, running: Running, rows: Ints) -> tuple[Ints, list[Follower]]:
+        """Those that may not say what they like."""
+        found = [(row, self._followers[running.ids[row]]) for row in rows.tolist()]
+        bound = [each for each in found if each[1].matcher is not None or each[1].also is not None]
+        return np.array([row for row, _ in bound], np.int32), [follower for _, follower in bound]
+
+    def _fill(self, rows: Ints, followers: list[Follower]) -> Masks:
+        if not followers:
+            return Masks()
+        matched = [(one.matcher, at) for at, one in enumerate(followers) if one.matcher is not None]
+        more = [(one.also, at) for at, one in enumerate(followers) if one.also is not None]
+        width = max((token_id // 32 + 1 for token_id, _ in more), default=0)
+        if self._grammars is not None and matched:
+            bits = self._room(len(rows), max(width, self._grammars.num_words))
+            self._grammars.fill(matched, bits)
+        else:
+            bits = self._room(len(rows), width)
+        for token_id, at in more:
+            if followers[at].matcher is None:
+                bits[at] = 0
+            bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
+        return Masks(rows, bits)
+
+    def _room(self, count: int, width: int) -> Bits:
+        """The same memory again and again: new pages would take longer than what is written to them."""
+        if self._bits.shape[1] != width or len(self._bits) < count:
+            self._bits = np.zeros((max(count, len(self._bits)), width), np.uint32)
+        return self._bits[:count]
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
 
     def advance(self, running: Running, rows: RowIds, token_ids: Ints) -> dict[int, Verdict]:
         """`rows` got these tokens. Returns those whose grammar ends with them."""
         ended: dict[int, Verdict] = {}
-        if not self._matchers:
+        if not self._followers:
             return ended
         for place in np.flatnonzero(running.constrained[rows]).tolist():
             row = int(rows[place])
-            verdict = self._matchers[running.ids[row]].advance(int(token_ids[place]))
+            follower = self._followers[running.ids[row]]
+            verdict = follower.advance(int(token_ids[place]))
             if verdict:
                 ended[row] = verdict
+            running.constrained[row] = not follower.is_free
         return ended

@@ -18,6 +18,11 @@ def looks_back(params: SamplingParams) -> bool:
     return any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
+def is_constrained(params: SamplingParams) -> bool:
+    """Whether what it may say next depends on what it said."""
+    return params.structured_outputs is not None or params.thinking_token_budget is not None
+
+
 class Running:
     """The requests that hold a row, as columns.
 
@@ -49,7 +54,7 @@ class Running:
         self.watched = np.zeros(max_rows, np.bool_)
         """Whether a token needs a closer look than eos and length: stop ids, repetition."""
         self.constrained = np.zeros(max_rows, np.bool_)
-        """Whether the row follows a grammar."""
+        """Whether the row follows a grammar, or has a limit to its reasoning."""
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must know a token before the next can be sampled."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -79,8 +84,8 @@ class Running:
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
-        self.constrained[row] = params.structured_outputs is not None
-        self.needs_value[row] = self.num_stages > 1 or self.constrained[row] or looks_back(params)
+        self.constrained[row] = is_constrained(params)
+        self.needs_value[row] = self.num_stages > 1 or looks_back(params)
         self._num_admissions += 1
         self.admission[row] = self._num_admissions
         self.order = np.append(self.order, np.intp(row))

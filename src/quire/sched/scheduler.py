@@ -164,8 +164,8 @@ class Scheduler:
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
-        plan.masks = self.constraints.masks(self.running, rows[plan.samples])
         self.in_flight.append(Flight(plan, notes, rows, starts, admissions, self.kv.take_fresh()))
+        self.constraints.launch(self.running, self.in_flight[-1])
         return plan
 
     def _continue_running(self) -> tuple[Ints, Growth] | None:

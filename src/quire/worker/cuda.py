@@ -13,6 +13,7 @@ from quire.capacity import rows_at_once
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
+from quire.kernels.triton.masks import apply_masks
 from quire.sampling.chance import Asked
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
@@ -104,6 +105,7 @@ class Cuda:
         with compiling():
             vocab, dtype = config.checkpoint.facts.vocab, getattr(torch, config.model.dtype)
             if self.model.draws:
+                self._mask_blank(vocab, dtype)
                 for size in {1, last}:
                     self._sample_blank(size, vocab, dtype)
                 self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
@@ -122,6 +124,11 @@ class Cuda:
     def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
         asked = asked_of(self._blank(_decodes(size))[1])
         self.sample(torch.zeros((size, vocab), dtype=dtype, device=self.device), asked)
+
+    @torch.inference_mode()
+    def _mask_blank(self, vocab: int, dtype: torch.dtype) -> None:
+        logits = torch.zeros((1, vocab), dtype=dtype, device=self.device)
+        apply_masks(logits, torch.zeros((1, 1 + -(-vocab // 32)), dtype=torch.int32, device=self.device))
 
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int, then: Callable[[Any], None] = lambda done: None) -> int:
@@ -216,17 +223,17 @@ class Cuda:
         logits, asked = self.model.head(wanted), asked_of(sheet)
         token_ids = self._in_passing = self.sample(logits, asked)
         self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
-        return Computed(hidden, logits, token_ids, asked)
+        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"])
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
-    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
+    def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         new = NewTokens.of(plan, all_rows)
         if len(new.rows) and sampled.token_ids is not self._in_passing:
             # Some row asked for more than a plain sample.
-            rows = torch.from_numpy(new.rows.astype(np.int64)).to(self.device)
-            self.last_tokens.index_copy_(0, rows, sampled.token_ids)
+            assert done.rows is not None
+            self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
         landing = next(self._landings)[: len(new.rows)]
         landing.copy_(sampled.token_ids, non_blocking=True)
         landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None

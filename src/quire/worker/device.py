@@ -14,7 +14,7 @@ from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
 from quire.comm.dispatch import Dispatch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, Pending, StepPlan
+from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
@@ -33,6 +33,25 @@ class Computed(NamedTuple):
     token_ids: Tensor | None = None
     """[N], where tokens are sampled in passing"""
     asked: Asked | None = None
+    rows: Tensor | None = None
+    """[N] int64, whose logits these are"""
+
+
+class Undrawn:
+    """A step whose rows wait to hear what they may sample."""
+
+    def __init__(self, plan: StepPlan, done: Computed) -> None:
+        self.plan = plan
+        self.done = done
+        self.drawn: Pending | None = None
+
+    def ready(self, timeout_s: float) -> bool:
+        assert self.drawn is not None, "nobody said what its rows may sample"
+        return self.drawn.ready(timeout_s)
+
+    def wait(self) -> StepResult:
+        assert self.drawn is not None, "nobody said what its rows may sample"
+        return self.drawn.wait()
 
 
 @contextmanager
@@ -109,7 +128,7 @@ class Device(Protocol):
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         """The step, ready to run."""
 
-    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
+    def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         """Bring the sampled tokens back; called before the rows advance."""
 
 

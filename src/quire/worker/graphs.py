@@ -143,8 +143,7 @@ class Graph:
 def _first(done: Computed | Passed, count: int) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked = done
-    assert token_ids is not None and asked is not None
-    return Computed(
-        hidden[:count], logits[:count], token_ids[:count], type(asked)(*(column[:count] for column in asked))
-    )
+    hidden, logits, token_ids, asked, rows = done
+    assert token_ids is not None and asked is not None and rows is not None
+    columns = type(asked)(*(column[:count] for column in asked))
+    return Computed(hidden[:count], logits[:count], token_ids[:count], columns, rows[:count])

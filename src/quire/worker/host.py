@@ -114,7 +114,7 @@ class Host:
         token_ids = self.sample(logits, asked) if self.sample is not None and len(logits) else None
         return Computed(hidden, logits, token_ids, asked)
 
-    def land(self, plan: StepPlan, sampled: Sampled, all_rows: Rows) -> Pending:
+    def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids = sampled.token_ids.to(torch.int32).numpy()
         all_rows.learn(*NewTokens.of(plan, all_rows), token_ids)
         return Done(sampled.result(token_ids))

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.data.plan import Pending, StepPlan, StepResult
+from quire.data.plan import Masks, Pending, StepPlan, StepResult
 from quire.sampling.sampler import Sampler
-from quire.worker.device import Device
+from quire.worker.device import Device, Undrawn
 from quire.worker.host import Done
 from quire.worker.parts import Part
 from quire.worker.rows import Rows
+
+_FREE = Masks()
 
 
 class Runner:
@@ -20,20 +22,32 @@ class Runner:
         self.all_rows = all_rows
         self.sampler = sampler
         self.parts = parts
+        self._undrawn: Undrawn | None = None
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
+        self._undrawn = None
         self.all_rows.apply(plan)
         if not len(plan.rows):
             self.device.prepare(plan, self.all_rows).draw()
             return Done(StepResult(token_ids=plan.rows))
         for part in self.parts:
             part.begin(plan)
-        done = self.device.prepare(plan, self.all_rows).draw()
+        self._undrawn = Undrawn(plan, self.device.prepare(plan, self.all_rows).draw())
+        return self._undrawn if len(plan.confined) else self.draw(_FREE)
+
+    @torch.inference_mode()
+    def draw(self, masks: Masks) -> Pending:
+        """What the confined rows of the last plan may sample; then all of its rows do."""
+        assert (step := self._undrawn) is not None, "there is no step to be drawn"
+        self._undrawn = None
+        plan, done = step.plan, step.done
+        del step.done
         asked = (plan.sampling_rows, self.all_rows.sampling, *self.all_rows.history)
-        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked, plan.masks)
+        some = masks if len(masks.rows) else None
+        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked, some)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
-        pending = self.device.land(plan, sampled, self.all_rows)
+        step.drawn = self.device.land(plan, done, sampled, self.all_rows)
         self.all_rows.advance(plan)
-        return pending
+        return step.drawn

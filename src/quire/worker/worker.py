@@ -16,7 +16,7 @@ from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.ranks import Stage
 from quire.data.operating import MEMORY
-from quire.data.plan import Pending, StepPlan
+from quire.data.plan import Masks, Pending, StepPlan
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
 from quire.layers.moe import Experts
@@ -192,6 +192,12 @@ class Worker:
             if self.balancer is not None:
                 self.balancer.step()
             return pending
+
+    def draw(self, masks: Masks) -> None:
+        """What the confined rows of the last plan may sample."""
+        if isinstance(self._runner, Runner):
+            with device_failures(self._fatal):
+                self._runner.draw(masks)
 
     def close(self) -> None:
         """Let go of model and cache."""
