@@ -43,10 +43,10 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
         ("prompt key", "prompt_embeds", [0.1], RequestError, "`prompt_embeds` is not supported yet"),
         (
             "sampling field",
-            "thinking_token_budget",
-            3,
+            "trace_decode_token_ids",
+            [3],
             RequestError,
-            "`thinking_token_budget` is not supported",
+            "`trace_decode_token_ids` is not supported",
         ),
         ("call argument", "lora_request", {"x": 1}, RequestError, "`lora_request` is not supported yet"),
     ],

@@ -85,7 +85,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "sampling field": {
         "routed_experts_prompt_start": (0,),
-        "thinking_token_budget": (),
         "trace_decode_token_ids": (),
     },
     "pooling field": {

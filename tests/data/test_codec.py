@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.data.codec import Outcome, decode_outcome, decode_plan, encode_outcome, encode_plan
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, Masks, RowLogprobs, StepPlan, StepResult
+from quire.data.plan import Admission, RowLogprobs, StepPlan, StepResult
 from quire.data.pooling import Pooled, PoolingParams
 
 INTS = st.integers(0, 2**31 - 1)

@@ -9,6 +9,7 @@ import pytest
 
 from quire.data.params import (
     BeamSearchParams,
+    ReasoningIds,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -211,6 +212,8 @@ def test_a_clone_shares_nothing_unless_asked() -> None:
         ({"bad_words_token_ids": [[1, 100]]}, "bad_words"),
         ({"bad_words_token_ids": [[1]] * 129}, "bad_words"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"reasoning": ReasoningIds((1,), (100,), False)}, "reasoning"),
+        ({"reasoning": ReasoningIds((1,), (), False)}, "reasoning"),
         ({"stop_token_ids": [100]}, "stop_token_ids"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
         ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),

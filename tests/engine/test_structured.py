@@ -11,6 +11,7 @@ from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.data.outputs import CompletionOutput
+from quire.data.params import ReasoningIds
 from quire.errors import RequestError
 
 PERSON = {
@@ -84,6 +85,8 @@ ASKED: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
     ),
 }
 PROMPT = [1, 40, 300, 77, 310, 90]
+START, END = 3, 4
+REASONING, OPENED = (ReasoningIds((START,), (END,), open) for open in (False, True))
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +208,81 @@ def test_without_a_tokenizer_there_is_no_grammar(model: TextModel) -> None:
         ask(bare, {"choice": ["a"]})
 
 
-def test_rank_processes_are_told_the_masks(model: TextModel, llm: LLM) -> None:
-    apart = open_text(model, distributed_executor_backend="mp")
+LONG = [1, *range(30, 70)]
+MIXED: list[dict[str, Any]] = [
+    {"structured_outputs": {"json": PERSON}, "n": 3},
+    {"max_tokens": 24, "ignore_eos": True},
+    {"structured_outputs": {"json": PERSON}, "logprobs": 2, "temperature": 0.0},
+    {"structured_outputs": {"regex": "[a-z ]{30}"}, "stop": ["e"], "min_tokens": 5},
+    {"structured_outputs": {"choice": ["abc", "abd"]}, "repetition_penalty": 1.3},
+    {"max_tokens": 30, "frequency_penalty": 0.5, "logprobs": 1},
+    {"structured_outputs": {"grammar": LARK}, "bad_words": ["let it"], "top_k": 20},
+    {"structured_outputs": {"regex": "[0-9]{12}"}, "reasoning": REASONING, "max_tokens": 60},
+    {"reasoning": OPENED, "thinking_token_budget": 4, "max_tokens": 20, "ignore_eos": True},
+]
+"""Rows of all kinds beside each other."""
+
+
+def mixed(llm: LLM, batches: int = 1) -> list[list[Any]]:
+    """What each of them says; in one batch, or one after another."""
+    prompts = [PROMPT, LONG, LONG, PROMPT, LONG, PROMPT, PROMPT, LONG, PROMPT]
+    asked = [params(**({"max_tokens": 80} | fields)) for fields in MIXED]
+    each = [slice(None)] if batches == 1 else [slice(at, at + 1) for at in range(len(MIXED))]
+    found = [one for part in each for one in llm.generate(prompts[part], asked[part], use_tqdm=False)]
+    return [[(out.token_ids, out.finish_reason, out.stop_reason) for out in one.outputs] for one in found]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[Any]]:
+    return mixed(llm, batches=len(MIXED))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "one batch": {},
+    "two steps in flight": {"async_scheduling": True},
+    "small chunks": {"max_num_batched_tokens": 16, "async_scheduling": True},
+    "few blocks": {"num_gpu_blocks_override": 40, "async_scheduling": True, "max_model_len": 128},
+    "no graphs": {"enforce_eager": True, "enable_prefix_caching": False},
+    "two ranks": {"tensor_parallel_size": 2, "cpu_threads": 1, "async_scheduling": True},
+    "two stages": {"pipeline_parallel_size": 2, "cpu_threads": 1},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_of_all_kinds_say_what_they_say_alone(
+    engine: str, model: TextModel, alone: list[list[Any]]
+) -> None:
+    """Catches masks that reach the wrong row, the wrong step or the wrong rank, and neighbours they touch."""
+    other = open_text(model, **ENGINES[engine])
     try:
-        assert ask(apart, {"json": PERSON})[0].token_ids == ask(llm, {"json": PERSON})[0].token_ids
+        assert mixed(other) == alone
+        if engine == "few blocks":
+            assert other.llm_engine.core.scheduler.num_preemptions > 0
     finally:
-        apart.llm_engine.close()
+        other.llm_engine.close()
+
+
+def test_a_constrained_row_is_in_every_step(model: TextModel) -> None:
+    """With two steps in flight one that waits for its value would take twice as many."""
+    engine = open_text(model, async_scheduling=True).llm_engine
+    engine.add_request("x", PROMPT, params({"regex": "[a-z]{40}"}, max_tokens=10))
+    engine.add_request("y", PROMPT, params(max_tokens=10, ignore_eos=True))
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    assert steps <= 12
+
+
+def test_the_grammar_starts_when_the_reasoning_ends(llm: LLM) -> None:
+    asked = {"regex": "[0-9]{4}"}
+    (opened,) = ask(llm, asked, reasoning=OPENED, thinking_token_budget=6, ignore_eos=True)
+    thought, answer = opened.token_ids[:7], opened.token_ids[7:]
+    assert thought[-1] == END or END in thought
+    assert re.fullmatch("[0-9]{4}", llm.get_tokenizer().decode(answer)) and opened.finish_reason == "stop"
+    (forced,) = ask(llm, asked, reasoning=REASONING, logit_bias={START: 100}, thinking_token_budget=0)
+    assert list(forced.token_ids[:2]) == [START, END] and forced.finish_reason == "stop"
+    (direct,) = ask(llm, asked, reasoning=REASONING, logit_bias={START: -100})
+    assert re.fullmatch("[0-9]{4}", direct.text)
+    with pytest.raises(RequestError, match="reasoning parser"):
+        ask(llm, None, thinking_token_budget=3)

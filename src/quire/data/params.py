@@ -230,6 +230,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 )
         for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
             _check_in_vocab(name, getattr(self, name) or (), vocab)
+        if self.reasoning is not None:
+            if not self.reasoning.end:
+                _fail("reasoning", ".end must not be empty")
+            _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), vocab)
+        elif self.thinking_token_budget is not None:
+            _fail("thinking_token_budget", "needs to know what reasoning looks like: set a reasoning parser")
         words = self.bad_words_token_ids or ()
         if len(words) > MAX_BAD_WORDS:
             _fail("bad_words", f"may be at most {MAX_BAD_WORDS} once tokenized, got {len(words)}")
