@@ -1,4 +1,4 @@
-"""What constrained rows cost: `python tests/engine/structured_speed.py MODEL [--rows 64] [--load-format dummy]`.
+"""What constrained rows cost: `python tests/engine/structured_speed.py MODEL --load-format dummy`.
 
 Steps of a full batch of decodes: of free rows, of rows that follow a grammar, and of half and half.
 """
@@ -109,9 +109,7 @@ def main() -> None:
     batches |= {f"half {name}": ["free", name] * half for name in args.only[:1]}
     run(llm, ["free", *args.only], 20)
     free = run(llm, ["free"] * args.rows, args.tokens)
-    print(
-        f"{Path(args.model).name}, {args.rows} rows | ms a step: median, mean | masks, advance, draw: ms each"
-    )
+    print(f"{Path(args.model).name}, {args.rows} rows | ms a step: median, mean | masks, advance, draw")
     print(f"free | {median(free):.3f}, {mean(free):.3f} |")
     for name, kinds in batches.items():
         for clock in clocks:

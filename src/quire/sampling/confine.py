@@ -24,14 +24,14 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
     """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU. Row by row, so that only one
-    mask at a time is more than bits."""
-    vocab = logits.shape[1]
-    for place, *words in zip(packed[:, 0].tolist(), packed.numpy()[:, 1:], strict=True):
-        octets = words[0].astype("<i4", copy=False).view(np.uint8)
-        allowed = np.zeros(vocab, np.bool_)
-        bits = np.unpackbits(octets, count=min(vocab, 8 * len(octets)), bitorder="little")
-        allowed[: len(bits)] = bits
-        logits[place].masked_fill_(torch.from_numpy(~allowed), -torch.inf)
+    mask at a time is more than bits, and by numpy, whose calls do not wait for other threads."""
+    vocab, kind = logits.shape[1], torch.int32 if logits.dtype == torch.float32 else torch.int16
+    never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
+    rows = logits.view(kind).numpy()
+    for place, octets in zip(packed[:, 0].tolist(), packed[:, 1:].numpy().view(np.uint8), strict=True):
+        bits = np.unpackbits(octets, count=min(vocab, len(octets) * 8), bitorder="little")
+        np.copyto(rows[place, : len(bits)], never, where=bits == 0)
+        rows[place, len(bits) :] = never
 
 
 class HostConfiner:

@@ -86,11 +86,10 @@ class Sampler:
         if masks is not None:
             self.confine(logits, masks, state.places(rows))
         special = np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
-        if in_passing is not None and not special:
-            if masks is None:
-                return Sampled(in_passing)
-            if self.sample is not None and asked is not None:
-                return Sampled(self.sample(logits, asked))
+        if not special and masks is None and in_passing is not None:
+            return Sampled(in_passing)
+        if not special and self.sample is not None and asked is not None:
+            return Sampled(self.sample(logits, asked))
         history = (tokens, num_tokens, prompt_lens)
         confined = _NO_ROWS if masks is None else masks.rows
         step = rows_at_once(self.vocab)

@@ -85,11 +85,13 @@ class Host:
 
         self._make_room(batch, plan)
 
+        in_passing = not len(plan.confined)  # what those may sample is known later
+
         def run() -> Computed | Passed:
-            return self._compute(batch, sheet)
+            return self._compute(batch, sheet, in_passing)
 
         if taped:
-            return self.model.step(lambda: self._tapes.run(num_rows, run), batch.before)
+            return self.model.step(lambda: self._tapes.run((num_rows, in_passing), run), batch.before)
         return self.model.step(run, batch.before)
 
     def _idle(self, plan: StepPlan) -> Step:
@@ -103,7 +105,7 @@ class Host:
         if plan.counts:
             batch.num_real, batch.room = plan.total_tokens, max(plan.counts)
 
-    def _compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
+    def _compute(self, batch: Batch, sheet: dict[str, Tensor], in_passing: bool = False) -> Computed | Passed:
         model = self.model
         hidden = model.hidden(batch)
         if not model.draws:
@@ -111,7 +113,8 @@ class Host:
             return passed
         wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
         logits, asked = model.head(wanted), asked_of(sheet)
-        token_ids = self.sample(logits, asked) if self.sample is not None and len(logits) else None
+        in_passing = in_passing and self.sample is not None and len(logits) > 0
+        token_ids = self.sample(logits, asked) if in_passing and self.sample is not None else None
         return Computed(hidden, logits, token_ids, asked)
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
