@@ -25,7 +25,7 @@ from quire.config.ranks import Rank
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, Pending, StepPlan
+from quire.data.plan import Admission, Masks, Pending, StepPlan
 from quire.data.request import Request
 from quire.prepare import configure
 from quire.sampling.chance import Asked
@@ -198,13 +198,6 @@ def test_rows_that_ask_for_more_than_a_plain_sample_leave_their_token_for_the_ne
     assert worker._runner.all_rows.tokens[1, 2:4].tolist() == greedy(tiny[1], PROMPTS[1], 2)
 
 
-def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> None:
-    prompt = list(range(40, 48))
-    steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
-    steps.append(worker.submit(plan(2, {0: 1}, **grown(0, 61))))
-    assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
-
-
 NEEDS_KERNELS = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here"
 )
@@ -216,6 +209,44 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
+
+
+def only(row: int, token_id: int) -> Masks:
+    bits = np.zeros((1, 40), np.uint32)
+    bits[0, token_id // 32] = 1 << token_id % 32
+    return Masks(np.array([row], np.int32), bits)
+
+
+@pytest.mark.parametrize("with_graphs", [False, pytest.param(True, marks=NEEDS_KERNELS)])
+def test_a_step_is_drawn_once_the_one_before_is_known(
+    with_graphs: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks that come late: the layers of a step run before, and those of the next read what was drawn."""
+    if with_graphs:
+        pretend_graphs(monkeypatch)
+    worker = started(WithGraphs if with_graphs else OnCPU, tiny, monkeypatch)
+    new, confined = [admission(row, PROMPTS[row], TABLES[row]) for row in (3, 1)], np.array([3], np.int32)
+    first = worker.submit(plan(1, {3: 5, 1: 2}, admitted=new, confined=confined))
+    worker.draw(only(3, 77))
+    found, steps = [], [first]
+    for step, forced in enumerate((78, 79, 80), start=2):
+        steps.append(worker.submit(plan(step, {3: 1, 1: 1}, confined=confined)))
+        found.append(steps[-2].wait().token_ids.tolist())
+        worker.draw(only(3, forced))
+    steps.append(worker.submit(plan(5, {3: 1, 1: 1}, confined=confined)))
+    found.append(steps[-2].wait().token_ids.tolist())
+    worker.draw(Masks())
+    found.append(steps[-1].wait().token_ids.tolist())
+    said = [token_ids[0] for token_ids in found]
+    assert said[:4] == [77, 78, 79, 80] and said[4:] == greedy(tiny[1], PROMPTS[3] + said[:4], 1)
+    assert [token_ids[1] for token_ids in found] == greedy(tiny[1], PROMPTS[1], 5)
+
+
+def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> None:
+    prompt = list(range(40, 48))
+    steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
+    steps.append(worker.submit(plan(2, {0: 1}, **grown(0, 61))))
+    assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
 
 
 @NEEDS_KERNELS

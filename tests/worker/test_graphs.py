@@ -40,9 +40,8 @@ def stand_in(size: int, block_tables: torch.Tensor) -> Graph:
     graph._memory = torch.zeros(bytes_of(graph.sizes), dtype=torch.uint8)
     graph._sheet = tensors(graph._memory, graph.sizes)
     graph._graph = NoGraph()  # type: ignore[assignment]
-    graph._done = Computed(
-        torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), asked_of(graph._sheet)
-    )
+    columns = asked_of(graph._sheet), graph._sheet["logit_rows"]
+    graph._done = Computed(torch.randn(size, 3), torch.randn(size, VOCAB), torch.arange(size), *columns)
     graph._done_for = {}
     return graph
 
@@ -154,10 +153,10 @@ def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
     graph = stand_in(8, torch.zeros(1, ROWS + 1, 4, dtype=torch.int32))
     for count in (3, 8, 3):
         done = graph.replay(count)
-        assert done.token_ids is not None and done.asked is not None
+        assert done.token_ids is not None and done.asked is not None and done.rows is not None
         assert done.token_ids.tolist() == list(range(count))
         assert torch.equal(done.logits, graph._done.logits[:count])
-        assert [len(column) for column in (done.hidden, *done.asked)] == [count] * 7
+        assert [len(column) for column in (done.hidden, done.rows, *done.asked)] == [count] * 8
     assert graph.replay(3).token_ids is graph.replay(3).token_ids
     assert graph._graph.replays == 5  # type: ignore[attr-defined]
 
