@@ -1,0 +1,175 @@
+"""What a core is asked beside requests: answered when it is done, in whatever state it is."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from symbolic import Engine, continuation
+
+from quire.core.desk import Desk
+from quire.data.plan import Finish
+from quire.data.stats import StepStats
+from quire.data.wire import Call, Reply
+
+
+class Room:
+    """A core over the symbolic worker with its desk, turned by hand."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.engine = Engine(**limits)
+        self.core = self.engine.core
+        self.numbers = itertools.count()
+        self.replies: dict[int, Reply] = {}
+        self.ended: dict[str, Finish] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.results: list[Any] = []
+        self.core.executor.call = self._call  # type: ignore[method-assign]
+        self.desk = Desk(self.core, lambda _, reply: self.replies.update({reply.number: reply}), self.end)
+
+    def _call(self, method: Any, args: Any = (), kwargs: Any = None, timeout_s: Any = None) -> list[Any]:
+        self.calls.append((method, *args))
+        if self.results and isinstance(self.results[0], Exception):
+            raise self.results.pop(0)
+        return self.results
+
+    def end(self, finished: dict[str, Finish]) -> None:
+        self.ended |= finished
+
+    def ask(self, method: str, /, **args: Any) -> int:
+        number = next(self.numbers)
+        self.desk.ask(b"client", Call(number, method, args))
+        return number
+
+    def turn(self) -> None:
+        self.desk.turn()
+        if self.core.has_work and not self.desk.is_busy and (step := self.core.step()) is not None:
+            for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+                self.tokens.setdefault(id, []).append(token_id)
+            self.ended |= step.finished
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        for _ in range(1_000_000):
+            if holds():
+                return
+            self.turn()
+        raise AssertionError("it never came to that")
+
+    def answer(self, method: str, /, **args: Any) -> Reply:
+        number = self.ask(method, **args)
+        self.until(lambda: number in self.replies)
+        return self.replies[number]
+
+    def add(self, id: str, count: int = 20) -> None:
+        self.engine.add(id, [len(id), 5, 7, 11], count)
+
+    def is_right(self, id: str, count: int = 20) -> bool:
+        return self.tokens[id] == continuation([len(id), 5, 7, 11], count)
+
+
+@pytest.fixture(params=[1, 2], ids=["one at a time", "overlapped"])
+def room(request: pytest.FixtureRequest) -> Room:
+    return Room(depth=request.param, lazy=request.param == 2)
+
+
+def test_waiting_for_all_to_end_takes_nobody_in(room: Room) -> None:
+    room.add("a")
+    room.turn()
+    number = room.ask("pause", mode="wait")
+    room.add("bb")
+    assert number not in room.replies and not room.answer("is_paused").value
+    room.until(lambda: number in room.replies)
+    assert room.is_right("a") and "bb" not in room.tokens
+    assert room.answer("is_paused").value and not room.core.has_work
+    assert room.core.refresh(StepStats()).num_waiting == 1
+    assert not room.answer("resume").error
+    room.until(lambda: "bb" in room.ended)
+    assert room.is_right("bb")
+
+
+def test_resuming_breaks_off_the_wait(room: Room) -> None:
+    room.add("a", 50)
+    room.turn()
+    number = room.ask("pause", mode="wait")
+    room.turn()
+    assert not room.answer("resume").error
+    room.until(lambda: number in room.replies)
+    assert room.replies[number].is_request and "resumed" in room.replies[number].error
+    room.until(lambda: "a" in room.ended)
+    assert room.is_right("a", 50)
+
+
+def test_aborting_ends_those_inside_and_outside(room: Room) -> None:
+    room.add("a")
+    room.until(lambda: "a" in room.tokens)
+    room.answer("pause", mode="keep")
+    room.add("bb")
+    assert not room.ended
+    room.answer("pause", mode="abort", clear_cache=True)
+    assert {id: finish.reason for id, finish in room.ended.items()} == {"a": "abort", "bb": "abort"}
+    assert room.core.scheduler.kv.pool.usage == 0
+    room.answer("resume")
+    room.add("ccc")
+    room.until(lambda: "ccc" in room.ended)
+    assert room.is_right("ccc")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_kept_requests_start_again_after_sleep(room: Room, level: int) -> None:
+    """Catches a prefix or a block that is taken for filled though the cache is new."""
+    for id in ("a", "bb", "ccc"):
+        room.add(id)
+    room.until(lambda: len(room.tokens.get("a", [])) == 5)
+    room.answer("pause", mode="keep")
+    assert not room.answer("sleep", level=level).error
+    assert room.calls == [("sleep", level)] and room.answer("sleep_level").value == level
+    assert room.answer("resume").is_request, "it sleeps"
+    worker = room.engine.worker
+    worker.cache = [None] * len(worker.cache)
+    room.add("dddd")
+    assert not room.answer("wake_up", tags=["kv_cache"]).error
+    assert room.answer("sleep_level").value == level and room.core.gate.is_shut
+    assert not room.answer("wake_up", tags=None).error
+    room.until(lambda: len(room.ended) == 4)
+    assert all(room.is_right(id) for id in ("a", "bb", "ccc", "dddd"))
+
+
+def test_a_failure_to_wake_up_leaves_it_asleep(room: Room) -> None:
+    room.answer("pause", mode="abort")
+    room.answer("sleep", level=1)
+    room.results = [RuntimeError("no memory")]
+    reply = room.answer("wake_up", tags=None)
+    assert "no memory" in reply.error and not reply.is_request
+    assert room.answer("sleep_level").value == 1
+    assert not room.answer("wake_up", tags=None).error
+    assert room.answer("sleep_level").value == 0 and room.core.gate.is_open
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("sleep", {"level": 1}),
+        ("pause", {"mode": "x"}),
+        ("wake_up", {"tags": ["x"]}),
+        ("collective_rpc", {"method": "close"}),
+        ("collective_rpc", {"wrong": 1}),
+    ],
+)
+def test_what_cannot_be_answered(room: Room, method: str, args: dict[str, Any]) -> None:
+    """That it does not rest, too."""
+    assert room.answer(method, **args).is_request and not room.calls
+
+
+def test_what_workers_return_may_not_be_sendable(room: Room) -> None:
+    room.results = [object()]
+    assert room.answer("collective_rpc", method="f").is_request
+    room.results = [1, {"a": None}]
+    assert room.answer("collective_rpc", method="f").value == [1, {"a": None}]
+
+
+def test_requests_end_by_the_ids_that_users_know(room: Room) -> None:
+    for id in ("cmpl-1-0-ab12", "cmpl-1-1-ab13", "2_cmpl-2-ab14", "cmpl-3-ab15"):
+        room.add(id)
+    assert room.answer("abort", names=["cmpl-1", "cmpl-2", "nobody"]).value == 3
+    assert "cmpl-3-ab15" not in room.ended

@@ -1,0 +1,120 @@
+"""Sleep on a GPU: its memory is really free meanwhile, and graphs, weights and cache are right afterwards."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_tiny
+
+from quire import LLM, SamplingParams
+from quire.errors import EngineError
+
+pytestmark = pytest.mark.gpu
+CACHE_BYTES = 1 << 30
+PROMPTS = [[7 * i % 900 + 5, 6, *range(20, 40 + 9 * i)] for i in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, presence_penalty=0.5)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "fp8 weights": {"quantization": "fp8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32_000, "num_hidden_layers": 8}
+    return make_tiny("qwen3", tmp_path_factory.mktemp("sleep"), **sizes, max_position_embeddings=1024)[0]
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def said(llm: LLM) -> list[list[int]]:
+    params = [GREEDY, RANDOM] * (len(PROMPTS) // 2)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs]
+
+
+def num_graphs(worker: Any) -> int:
+    return len(worker._runner.device.graphs._by_size)
+
+
+def open_model(path: Path, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": CACHE_BYTES,
+        "enable_sleep_mode": True,
+    }
+    return LLM(str(path), **(defaults | settings))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_memory_falls_and_the_tokens_stay(model: Path, name: str) -> None:
+    llm = open_model(model, dtype="bfloat16", enable_prefix_caching=False, **SETTINGS[name])
+    expected = said(llm)
+    weights = llm.collective_rpc("memory_stats")[0]["weights"]
+    graphs = llm.collective_rpc(num_graphs)[0]
+    assert bool(graphs) == (name != "eager")
+    resident = free_bytes()
+    for level in (1, 2, 1):
+        llm.sleep(level)
+        given = free_bytes() - resident
+        assert given > 0.9 * (CACHE_BYTES + weights), f"level {level}: {given} of {CACHE_BYTES + weights}"
+        llm.wake_up(tags=["weights"])
+        assert resident + given - free_bytes() > 0.9 * weights
+        llm.wake_up(tags=["kv_cache"])
+        assert llm.collective_rpc(num_graphs)[0] == graphs
+        assert llm.collective_rpc("memory_stats")[0]["weights"] == weights
+        assert said(llm) == expected, f"level {level}"
+    llm.llm_engine.close()
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
+    """What others wrote over is written anew; who cannot get it back sleeps on, and may try again."""
+    llm = open_model(model)
+    expected = said(llm)
+    ids = llm.enqueue([{"prompt_token_ids": each} for each in PROMPTS], GREEDY, use_tqdm=False)
+    for _ in range(5):
+        llm.llm_engine.step()
+    llm.sleep(1, mode="keep")
+    taken = torch.full((free_bytes() - (64 << 20),), 255, dtype=torch.uint8, device="cuda")
+    with pytest.raises(EngineError, match="memory"):
+        llm.wake_up()
+    del taken
+    torch.cuda.empty_cache()
+    llm.wake_up()
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [list(output.outputs[0].token_ids) for output in outputs][::2] == expected[::2]
+    assert said(llm) == expected
+    llm.llm_engine.close()
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2, "enforce_eager": True}],
+    ids=["one", "two"],
+)
+def test_ranks_sleep_together(model: Path, ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own, for which the call goes the way of plans."""
+    monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
+    llm = open_model(model, **ranks)
+    expected, resident = said(llm), free_bytes()
+    for level in (1, 2):
+        llm.sleep(level)
+        assert free_bytes() - resident > 0.9 * CACHE_BYTES
+        llm.wake_up()
+        assert said(llm) == expected
+    llm.llm_engine.close()
