@@ -400,6 +400,14 @@ class LLM:
         if that is in this process."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record what the workers do. Needs `profiler_config`."""
+        self.llm_engine.profile(True, profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Write down what was recorded, into `torch_profiler_dir`."""
+        self.llm_engine.profile(False)
+
     def get_world_size(self, include_dp: bool = True) -> int:
         parallel = self.config.parallel
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

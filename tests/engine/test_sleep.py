@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.worker.sleep import Stowed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -166,3 +167,33 @@ def test_stowed_weights_come_back_where_they_are_held() -> None:
     assert {each.untyped_storage().nbytes() for each in model.parameters()} == {0}
     stowed.restore()
     assert torch.equal(model(x), before) and torch.equal(part, held)
+
+
+def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces")}
+    llm = open_text(model, profiler_config=config, enforce_eager=True)
+    with pytest.raises(RequestError, match="start one first"):
+        llm.stop_profile()
+    llm.start_profile("mine")
+    with pytest.raises(RequestError, match="already"):
+        llm.start_profile()
+    said(llm)
+    llm.stop_profile()
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name.startswith("mine_") and '"aten::' in trace.read_text()
+    with pytest.raises(RequestError, match="profiler_config"):
+        open_text(model).start_profile()
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"profiler": "proton"}, "no profiler 'proton'"),
+        ({"profiler": "torch"}, "torch_profiler_dir"),
+        ({"profiler": "torch", "torch_profiler_dir": 3}, "cannot be 3"),
+        ({"profiller": "torch"}, "unknown profiler_config key"),
+    ],
+)
+def test_profilers_that_are_not_there(model: TextModel, config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        open_text(model, profiler_config=config)

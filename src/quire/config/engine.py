@@ -13,6 +13,7 @@ from quire.config.layout import cache_specs, has_states
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.pooling import PoolingFacts, settle
+from quire.config.profiling import Profiling
 from quire.config.quant import choose_quant
 from quire.config.quant.facts import QuantFacts
 from quire.config.ranks import stage_layers
@@ -124,11 +125,17 @@ def resolve(
         scheduler=_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,
         attention=_attention(values, env),
-        observability=ObservabilitySection(disable_log_stats=values.get("disable_log_stats", usage == "llm")),
+        observability=_observability(values, usage),
         checkpoint=checkpoint,
         machine=machine,
         pooling=pooling,
     )
+
+
+def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:
+    own = {"disable_log_stats": usage == "llm", **_of("observability", values)}
+    Profiling.of(own.get("profiler_config", {}))  # says what is wrong with it
+    return ObservabilitySection(**own)
 
 
 def _for_pooling(

@@ -47,7 +47,7 @@ IGNORED_VALUES = frozenset(
     moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
     offload-num-in-group offload-params offload-prefetch-step otlp-traces-endpoint
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
-    prefix-cache-retention-interval prefix-match-unit profiler-config pt-load-map-location
+    prefix-cache-retention-interval prefix-match-unit pt-load-map-location
     reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy
     safetensors-prefetch-block-size safetensors-prefetch-num-threads show-hidden-metrics-for-version
     shutdown-timeout structured-outputs-config swap-space ubatch-size video-pruning-method

@@ -274,6 +274,8 @@ class ObservabilitySection:
 
     disable_log_stats: bool
     """No periodic statistics. Default: off for a server, on for offline use."""
+    profiler_config: dict[str, Any] = field(default_factory=dict)
+    """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and what else it has."""
 
 
 SECTIONS: dict[str, type] = {

@@ -92,7 +92,7 @@ def add_operate_routes(app: FastAPI, api: Api) -> None:
     settings = api.settings
     if settings.api.enable_tokenizer_info_endpoint:
         _add_tokenizer_info(app, api)
-    if api.engine.operation.settings.get("observability", {}).get("profiler_config"):
+    if api.engine.operation.settings.get("observability", {}).get("profiler_config", {}).get("profiler"):
         _add_profile_routes(app, api)
     if settings.dev_mode:
         logger.warning("Developer mode: routes are open that stop the engine and show its settings")

@@ -14,9 +14,11 @@ from quire.config.engine import EngineConfig
 from quire.config.experts import Eplb
 from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
+from quire.config.profiling import Profiling
 from quire.config.ranks import Stage
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
+from quire.errors import RequestError
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
 from quire.layers.moe import Experts
@@ -32,6 +34,7 @@ from quire.worker.host import Host
 from quire.worker.memory import Needs, bind, cache_room, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
+from quire.worker.profiler import Recorder
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
 from quire.worker.sleep import Stowed, give_back, used_bytes
@@ -89,6 +92,12 @@ class Worker:
         """Weights that are in host memory."""
         self._asleep: set[str] = set()
         """Which of `MEMORY`."""
+        rank = world.rank
+        self._name = f"dp{rank.dp}_pp{rank.pp}_tp{rank.tp}_rank"
+        profiling = Profiling.of(config.observability.profiler_config)
+        self._recorder: Recorder | None = None
+        if profiling is not None:
+            self._recorder = Recorder(profiling, self._name, on_gpu=self.device.type == "cuda")
 
     def _backend(self) -> AttentionBackend:
         config, facts = self.config, self.config.own_facts
@@ -258,6 +267,17 @@ class Worker:
     def _forget_steps(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):
             self._runner.device.forget()
+
+    # ---- profiles
+
+    def profile(self, start: bool, prefix: str | None = None) -> str | None:
+        """Record what this thread and the device do, until it is stopped; then where the trace is."""
+        if self._recorder is None:
+            raise RequestError("nothing can be recorded: profiler_config names no profiler")
+        if start:
+            self._recorder.start(prefix and f"{prefix}_{self._name}")
+            return None
+        return str(self._recorder.stop())
 
     # ---- what anybody may ask
 
