@@ -155,6 +155,38 @@ def test_a_schema_that_no_grammar_fits_is_refused() -> None:
         assert "strange" in refused(chat(tools=tools, tool_choice=choice))["message"]
 
 
+STRICT = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}]
+
+
+def follows(engine: FakeEngine, text: str) -> bool:
+    """Whether the grammar that the engine was given lets this text be an answer."""
+    params = engine.seen[-1][2]
+    assert params.structured_outputs is not None and engine.inputs.grammars is not None
+    matcher = engine.inputs.grammars.compile(params.structured_outputs)
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    return all(matcher.advance(id) != "error" for id in ids) and matcher.inner.is_accepting()
+
+
+def test_a_chosen_call_of_a_strict_tool_is_held_to_its_schema() -> None:
+    engine = FakeEngine(ONE)
+    chat(engine, HERMES, tools=TOOLS)
+    assert engine.seen[-1][2].structured_outputs is None
+    assert chat(engine, HERMES, tools=STRICT).json()["choices"][0]["message"]["tool_calls"]
+    assert follows(engine, ONE) and follows(engine, "Just text.") and follows(engine, ONE + "\n" + ONE)
+    assert not follows(engine, ONE.replace('"city"', '"town"'))
+    assert not follows(engine, ONE.replace("weather", "now"))
+
+
+def test_a_response_format_is_for_answers_that_call_no_tool() -> None:
+    engine = FakeEngine('{"city": "x"}')
+    asked = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    chat(engine, HERMES, tools=TOOLS, response_format=asked)
+    assert follows(engine, '{"city": "x"}') and follows(engine, ONE.partition("\n")[2])
+    assert not follows(engine, "Just text.") and not follows(engine, "{}")
+    chat(engine, HERMES, tools=TOOLS, response_format=asked, tool_choice="required")
+    assert follows(engine, '[{"name": "now", "parameters": {}}]') and not follows(engine, '{"city": "x"}')
+
+
 def test_a_budget_goes_to_the_engine_with_the_marks_of_reasoning() -> None:
     engine = FakeEngine(THOUGHT)
     response = chat(engine, {"reasoning_parser": "qwen3"}, response_format={"type": "json_object"})

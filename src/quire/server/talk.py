@@ -56,10 +56,11 @@ async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "ch
     check_generate(body, max_n=settings.max_n)
     check_chat(body, trust_template=settings.trust_request_chat_template)
     use = tool_use(body, auto=api.parsers.auto)
-    constraint = _constraint(body, use)
+    constraint = _constraint(api, body, use)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     prompt = await api.reader.of_chat(body, asked)
-    reading = _reading(api, body, use, prompt, constrained=constraint is not None)
+    free = constraint is None or (use.calls == "auto" and constraint_of(body) is None)
+    reading = _reading(api, body, use, prompt, free=free)
     limit = api.output_limit(asked, len(prompt.token_ids))
     params = _params(api, body, limit, constraint, reading)
     last = body.messages[-1]
@@ -72,18 +73,34 @@ def _text(message: Message) -> str:
     return message.content if isinstance(message.content, str) else ""
 
 
-def _constraint(body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
-    """What the answer must look like: as the body says or, if it must call a tool, as calls do."""
+def _constraint(api: Api, body: ChatBody, use: ToolUse) -> dict[str, Any] | None:
+    """What the answer must look like: as the body says or, if it must call a tool, as calls do; as either if
+    it may."""
     asked = constraint_of(body)
     if use.forced and asked is not None and body.response_format is None:
         raise RequestError(
             "You can only either use constraints for structured outputs or tools, not both.",
             param="structured_outputs",
         )
+    schema = _schema(asked)
+    tokenizer = api.engine.inputs.tokenizer
+    if tokenizer is not None and (asked is None or schema is not None):
+        return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or asked
     return use.constraint() or asked
 
 
-def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, constrained: bool) -> Reading:
+def _schema(asked: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema, if it is all that is asked for."""
+    match asked:
+        case {"json": dict(schema), **more} if not more:
+            return schema
+        case {"json_object": True, **more} if not more:
+            return {"type": "object"}
+    return None
+
+
+def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool) -> Reading:
+    """`free`: whether the answer may be any text."""
     tokenizer = api.engine.inputs.tokenizer
     if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
         return Reading()
@@ -97,7 +114,7 @@ def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, constrai
         name=use.name,
         schemas=use.schemas,
         num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
-        opened=False if constrained or _thinks_not(api, body) else None,
+        opened=None if free and not _thinks_not(api, body) else False,
         begun=_text(body.messages[-1]) if body.continue_final_message else "",
     )
 

@@ -7,9 +7,12 @@ from typing import Any
 from quire.errors import RequestError
 from quire.server.parsing import NAMED, REQUIRED
 from quire.server.requests import ChatBody
+from quire.server.strict import FORMATS, calls_grammar
+from quire.text.tokenizer import Tokenizer
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The parameters of a function that names none."""
+_ANY: dict[str, Any] = {"type": "object"}
 _WHITE = " "
 """Between the parts of JSON at most one, so that a call ends."""
 _LITERAL = ("const", "enum", "default", "examples")
@@ -28,6 +31,8 @@ class ToolUse:
     """The parameters of each tool."""
     several: bool = True
     """Whether an answer may have more than one call."""
+    strict: frozenset[str] = frozenset()
+    """Tools that are only to be called with arguments of their schema."""
 
     @property
     def forced(self) -> bool:
@@ -41,6 +46,17 @@ class ToolUse:
             return {"json": calls_schema(self.schemas, several=self.several), "whitespace_pattern": _WHITE}
         return None
 
+    def chosen_constraint(
+        self, parser: str | None, tokenizer: Tokenizer, instead: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """What an answer looks like that may have calls in it, if that can be said of what this parser reads:
+        JSON of the schema `instead`, or text, in which the calls of strict tools are right."""
+        format = FORMATS.get(parser or "")
+        if self.calls != "auto" or format is None or not (self.strict or instead):
+            return None
+        held = {name: self.schemas[name] if name in self.strict else _ANY for name in self.schemas}
+        return {"grammar": calls_grammar(format, held, tokenizer, instead=instead)}
+
 
 def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
     """What the body says, checked. `auto`: whether the server can read calls that a model writes unasked."""
@@ -51,7 +67,8 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
         if choice not in (None, "none"):
             raise RequestError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return ToolUse()
-    schemas = dict(_function(place, tool) for place, tool in enumerate(body.tools))
+    functions = [_function(place, tool) for place, tool in enumerate(body.tools)]
+    schemas = {name: schema for name, schema, _ in functions}
     several = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
         return ToolUse(NAMED, _named(choice, schemas), schemas, several)
@@ -60,11 +77,12 @@ def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
             '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
             param="tool_choice",
         )
-    return ToolUse(choice or "auto", "", schemas, several)
+    strict = frozenset(name for name, _, held in functions if held)
+    return ToolUse(choice or "auto", "", schemas, several, strict)
 
 
-def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of a tool, and the schema of its parameters."""
+def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
+    """The name of a tool, the schema of its parameters, and whether it is strict."""
     where = f"tools[{place}]"
     if tool.get("type", "function") != "function":
         raise RequestError(f"{where}.type must be 'function', not {tool['type']!r:.80}", param="tools")
@@ -79,7 +97,7 @@ def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"{where}.function.parameters must be a JSON schema, an object", param="tools")
-    return name, parameters or _EMPTY
+    return name, parameters or _EMPTY, function.get("strict") is True
 
 
 def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
