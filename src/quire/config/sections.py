@@ -112,7 +112,8 @@ class ModelSection:
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     """JSON of default sampling parameters, over the generation config."""
     chat_template: str | None = None
-    """Chat template: a file or the template itself. Default: the tokenizer's."""
+    """Chat template: a file, the template itself, or the name of one of those in docs/tools.md. Default: the
+    tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.patience import limited
-from quire.text.chat_template import choose_template, content_format, normalise
+from quire.text.chat_template import choose_template, content_format, normalise, shipped_templates
 
 _OWN = ("messages", "tokenize", "chat_template")
 """What `chat_template_kwargs` may not replace."""
@@ -15,17 +15,20 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 
 
 def read_template(argument: str | None) -> str | None:
-    """A `--chat-template`: the name of a file, or the template itself."""
+    """A `--chat-template`: the name of a file or of a template that comes with Quire, or the template."""
     if argument is None:
         return None
     if any(mark in argument for mark in "{}\n"):
         return argument
+    path, own = Path(argument).expanduser(), shipped_templates()
+    if argument in own and not path.is_file():
+        path = own[argument]
     try:
-        return Path(argument).expanduser().read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"chat_template {argument!r} is neither a readable file ({error.strerror}) nor a template (it "
-            f"has no braces)"
+            f"has no braces) nor one of {', '.join(own)}"
         ) from None
 
 

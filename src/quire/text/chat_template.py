@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quire.errors import RequestError
@@ -55,6 +56,11 @@ def render_chat(
         },
     )
     return _cut_at_tag(text, final_text) if continue_final_message else text
+
+
+def shipped_templates() -> dict[str, Path]:
+    """The templates that come with Quire, for models whose own know nothing of tools."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 
 
 def choose_template(
@@ -135,7 +141,10 @@ def _normalise_message(message: Mapping[str, Any], content_format: ContentFormat
     parts = [{"type": "text", "text": text} for text in texts]
     normal = {**message, "content": "\n".join(texts) if content_format == "string" else parts}
     if message.get("tool_calls"):
-        normal["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
+        calls = message["tool_calls"]
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise RequestError(f"tool_calls must be a list, not {calls!r:.80}", param="messages")
+        normal["tool_calls"] = [_parse_arguments(call) for call in calls]
     return normal
 
 
@@ -166,18 +175,26 @@ def _part_text(part: Any) -> str:
     return text
 
 
-def _parse_arguments(call: Any) -> Any:
+def _parse_arguments(call: Any) -> dict[str, Any]:
     """The API carries a tool call's arguments as JSON text; templates want the object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
         raise RequestError(
-            f"the arguments of tool call {function.get('name')!r} are not valid JSON: {error}",
-            param="messages",
+            f"a tool call needs a function with a name and arguments, not {call!r:.80}", param="messages"
+        )
+    arguments = function.get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"the arguments of tool call {name!r:.80} are not valid JSON: {error}", param="messages"
         ) from error
+    if not isinstance(arguments, Mapping):
+        raise RequestError(
+            f"the arguments of tool call {name!r:.80} must be a JSON object, not {arguments!r:.80}",
+            param="messages",
+        )
     return {**call, "function": {**function, "arguments": arguments}}
 
 
