@@ -266,6 +266,11 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
     if config.parallel.node_rank > 0:
         return run_node(config)
     topology = lay_out(config.parallel, headless=http.headless, api_server_count=http.api_server_count)
+    if settings.responses is not None and topology.num_api > 1:
+        raise ConfigError(
+            "a store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, and "
+            f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
+        )
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()
 

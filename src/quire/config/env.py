@@ -20,7 +20,7 @@ NO_EFFECT = frozenset(
     ALLOW_RUNTIME_LORA_UPDATING AUDIO_FETCH_TIMEOUT BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
     CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
     DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
-    ENABLE_RESPONSES_API_STORE ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT
+    ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT
     KEEP_ALIVE_ON_ENGINE_DEATH LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS
     MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
     NO_USAGE_STATS PLUGINS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
@@ -51,6 +51,12 @@ class Env:
     server_dev_mode: bool = False
     max_n_sequences: int = 16384
     """Most sequences that one call of the API may ask for: prompts times n."""
+    enable_responses_api_store: bool = False
+    """Keep responses of /v1/responses in memory, so that they can be asked for again."""
+    responses_store_max_count: int = 4096
+    responses_store_max_bytes: int = 256 << 20
+    responses_store_ttl_s: float = 86400.0
+    """For a response that is over."""
     engine_ready_timeout_s: float = 600.0
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
@@ -96,6 +102,10 @@ _ENV_KINDS: dict[str, Any] = {
     "attention_backend": str,
     "server_dev_mode": _switch,
     "max_n_sequences": int,
+    "enable_responses_api_store": _switch,
+    "responses_store_max_count": int,
+    "responses_store_max_bytes": int,
+    "responses_store_ttl_s": float,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,

@@ -16,6 +16,10 @@ POOLING_ROUTES = (
 HANDLERS = {
     "/v1/chat/completions": ("POST",),
     "/v1/completions": ("POST",),
+    "/v1/responses": ("POST",),
+    "/v1/responses/{response_id}": ("GET", "DELETE"),
+    "/v1/responses/{response_id}/cancel": ("POST",),
+    "/v1/responses/{response_id}/input_items": ("GET",),
     **dict.fromkeys(POOLING_ROUTES, ("POST",)),
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),

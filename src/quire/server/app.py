@@ -3,14 +3,15 @@
 import functools
 import json
 import uuid
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.data.params import INT64_MAX
 from quire.errors import EngineError, RequestError
 from quire.server import replies
 from quire.server.answering import ClientGone
@@ -49,6 +50,9 @@ from quire.server.pooling_bodies import (
 )
 from quire.server.replies import ErrorReply
 from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseReply
+from quire.server.responses.routes import Responses
 from quire.server.scores import answer_rerank, answer_score
 from quire.server.settings import ServerSettings, paths
 from quire.server.tokenize import detokenize, tokenize
@@ -70,6 +74,7 @@ class Application:
         add_error_handlers(self.routes, log_stack=settings.log.log_error_stack)
         self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
         add_generate_routes(self.routes, self.api)
+        add_response_routes(self.routes, Responses(self.api))
         add_pooling_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
@@ -154,6 +159,45 @@ def add_generate_routes(app: FastAPI, api: Api) -> None:
     async def create_text(body: DetokenizeBody) -> Response:
         """The text of token ids."""
         return await detokenize(api, body)
+
+
+def add_response_routes(app: FastAPI, responses: Responses) -> None:
+    codes, kept = (400, 404, 413, 429, 500, 503), (400, 404)
+    reply = functools.partial(_replies, ResponseReply)
+
+    @app.post("/v1/responses", **reply(*codes, stream=True), **_BODY)
+    async def create_response(body: ResponseBody, request: Request) -> Response:
+        """Answer a conversation of items, whole or as a stream of events."""
+        return await responses.create(body, request)
+
+    @app.get("/v1/responses/{response_id}", **reply(*kept, stream=True))
+    async def show_response(
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
+    ) -> Response:
+        """A response that is kept; of one in the background its events, from a number on."""
+        return responses.show(response_id, stream=stream, starting_after=starting_after)
+
+    @app.delete("/v1/responses/{response_id}", **_replies(DeletedReply, *kept))
+    async def delete_response(response_id: str) -> Response:
+        """Forget a response; one that runs in the background ends."""
+        return await responses.delete(response_id)
+
+    @app.post("/v1/responses/{response_id}/cancel", **reply(*kept, 413))
+    async def cancel_response(response_id: str) -> Response:
+        """End a response in the background."""
+        return await responses.cancel(response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items", **_replies(ItemsReply, *kept))
+    async def list_input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that a response answers, those of earlier responses too."""
+        return responses.input_items(response_id, limit=limit, order=order, after=after)
 
 
 def add_pooling_routes(app: FastAPI, api: Api) -> None:

@@ -15,7 +15,11 @@ class Observed:
     def __init__(self, app: ASGIApp, count: Callable[[Exchange], None]) -> None:
         self._app = app
         self._count = count
-        self._patterns = [(path, Route(path, endpoint=_nowhere)) for path in HANDLERS if "{" in path]
+        self._patterns = [
+            (path, Route(path, endpoint=_nowhere, methods=list(methods)))
+            for path, methods in HANDLERS.items()
+            if "{" in path
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:

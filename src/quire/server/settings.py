@@ -137,6 +137,22 @@ class LogSection:
     """Log the stack of an error that is answered with 500 within the API."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """How much the store of /v1/responses holds, and how long."""
+
+    max_responses: int = 4096
+    max_bytes: int = 256 << 20
+    ttl_s: float = 86400.0
+
+    @classmethod
+    def of(cls, env: Env | None) -> "StoreLimits | None":
+        """None: no store."""
+        if env is None or not env.enable_responses_api_store:
+            return None
+        return cls(env.responses_store_max_count, env.responses_store_max_bytes, env.responses_store_ttl_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Everything the HTTP wing is told at the start."""
@@ -149,6 +165,8 @@ class ServerSettings:
     """Most sequences that one call may ask for: prompts times n."""
     dev_mode: bool = False
     """Routes for developers: sleep, pause, calls of workers."""
+    responses: StoreLimits | None = None
+    """Of the store of /v1/responses, if there is to be one."""
 
     @property
     def address(self) -> str:
@@ -223,6 +241,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
     settings = ServerSettings(
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         dev_mode=env is not None and env.server_dev_mode,
+        responses=StoreLimits.of(env),
         **{
             section: cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
             for section, cls in SERVER_SECTIONS.items()

@@ -1,0 +1,89 @@
+"""The body of /v1/responses."""
+
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue
+
+from quire.server.requests import Body, GenerateBody, Unbuilt
+
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+def _field(text: str, default: Any = None, **rules: Any) -> Any:
+    return Field(default, description=text, **rules)
+
+
+class TextConfig(Body):
+    """What the text of an answer is to be."""
+
+    format: dict[str, JsonValue] | None = _field(
+        "Of type text, json_object or json_schema (`name`, `schema`, `strict`)."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = _field("Has no effect.")
+
+
+class ReasoningConfig(Body):
+    """How much the model is to think."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = _field(
+        "Passed to the chat template."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = _field(
+        "Has no effect: reasoning comes as it is, in items of type reasoning."
+    )
+
+
+class ResponseBody(GenerateBody):
+    """The body of /v1/responses. What it shares with chats means the same there."""
+
+    input: str | list[dict[str, JsonValue]] = Field(
+        description="A text, or items: messages, function calls and their outputs, reasoning, references.",
+        examples=["Hello!"],
+    )
+    instructions: str | None = _field("The system message. It is not carried over to later responses.")
+    previous_response_id: str | None = _field("Goes on behind this response. Needs the store.")
+    store: bool | None = _field("Keep the response. Without a store on the server it is not kept.", True)
+    background: bool | None = _field("Answer at once and go on in the background. Needs the store.", False)
+    max_output_tokens: int | None = _field(
+        "Reasoning counts, too. Default: what fits.", json_schema_extra={"minimum": 1}
+    )
+    max_tool_calls: int | None = _field("Has no effect: there are no built-in tools.")
+    tools: list[dict[str, JsonValue]] | None = _field("Functions: type, name, description, parameters.")
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _field(
+        "Or an object of type function (`name`) or allowed_tools (`mode`, `tools`)."
+    )
+    parallel_tool_calls: bool | None = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[Included] | None = _field(f"Of these, {LOGPROBS} has an effect.")
+    top_logprobs: int | None = _field(
+        f"Best tokens at each position; needs {LOGPROBS} in `include`.", json_schema_extra={"minimum": 0}
+    )
+    truncation: Literal["auto", "disabled"] | None = _field(
+        "auto: a prompt that is too long loses its beginning.", "disabled"
+    )
+    metadata: dict[str, str] | None = _field("Comes back as it is.")
+    service_tier: str | None = _field("Has no effect.")
+    safety_identifier: str | None = _field("Has no effect.")
+    prompt_cache_key: str | None = _field("Has no effect.")
+    chat_template: str | None = _field("Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, JsonValue] | None = _field("Variables of the chat template.")
+
+    conversation: Unbuilt | None = _field("Not supported.")
+    prompt: Unbuilt | None = _field("Not supported.")
+    context_management: Unbuilt | None = _field("Not supported.")
+    moderation: Unbuilt | None = _field("Not supported.")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())

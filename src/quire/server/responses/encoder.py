@@ -1,0 +1,212 @@
+"""What writes a response down: as events, or whole."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.params import SamplingParams
+from quire.data.pieces import TextPiece
+from quire.errors import RequestError
+from quire.server.errors import describe
+from quire.server.generate import Api
+from quire.server.logprobs import chat_logprobs
+from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.output import Event, Output
+from quire.server.sse import event, quote
+from quire.server.talk import Talk
+
+_ENDINGS = {"length": "incomplete", "abort": "cancelled", "error": "failed"}
+"""How a response ends, where not well, by the reason that the engine gives."""
+_EVENTS = {"cancelled": "incomplete"}
+"""The event that tells of an ending, where it has another name."""
+
+
+class ResponseEncoder:
+    """A response as it grows. Every event has its number; a run of them has no gap."""
+
+    def __init__(
+        self, api: Api, talk: Talk, frame: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """`frame`: what does not change. `keep` gets the response when it is over."""
+        self._api, self._talk, self._frame, self._keep = api, talk, frame, keep
+        self.status = "queued"
+        self._outcome = "completed"
+        """What becomes the status when all is said."""
+        self._error: dict[str, Any] | None = None
+        self._output = Output()
+        self._listener = talk.listener()
+        self._tells = bool(talk.body.logprobs)
+        self._num_events = 0
+        self._num_output = self._num_cached = 0
+        self._delta = b""
+        """An event of nothing but text, up to its number."""
+
+    def shown(self) -> dict[str, Any]:
+        """The response as it is now."""
+        over = self.status not in ("queued", "in_progress")
+        cut = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        return self._frame | {
+            "status": self.status,
+            "error": self._error,
+            "incomplete_details": cut,
+            "output": self._output.shown(),
+            "usage": self._usage() if over else None,
+            "completed_at": int(time.time()) if self.status == "completed" else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = len(self._talk.job.prompts[0].token_ids)
+        reasoning, tokenizer = self._output.reasoning(), self._api.engine.inputs.tokenizer
+        num_reasoning = len(tokenizer.encode(reasoning, False)) if reasoning and tokenizer else 0
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
+            "output_tokens": self._num_output,
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, self._num_output)},
+            "total_tokens": num_prompt + self._num_output,
+        }
+
+    # ---- a stream
+
+    def encode(self, output: RequestOutput) -> bytes:
+        return b"".join(self.events(output))
+
+    def events(self, output: RequestOutput) -> list[bytes]:
+        return [self._written(each) for each in self.hear(output)]
+
+    @property
+    def text_only(self) -> bool:
+        return not (self._talk.parses or self._tells)
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        self._num_output += num_tokens
+        if not text:
+            return b""
+        self._output.append(text)
+        if not self._delta:
+            head = event(self._output.delta_head()).removesuffix(b"}\n\n")
+            self._delta = b"event: response.output_text.delta\n" + head + b',"sequence_number":'
+        number, self._num_events = self._num_events, self._num_events + 1
+        return self._delta + b"%d" % number + b',"delta":' + quote(text) + b"}\n\n"
+
+    def finish(self) -> bytes:
+        return b"".join(self.last_events())
+
+    def last_events(self) -> list[bytes]:
+        """What ends the stream of a response that is over."""
+        return [self._written(self._ending())]
+
+    def fail(self, error: Exception) -> bytes:
+        return b"".join(self.failed(error))
+
+    def failed(self, error: Exception, status: str = "failed") -> list[bytes]:
+        """The last events of a response that could not go on."""
+        events = [*self._begun(), *self._output.end("incomplete")]
+        self._outcome = status
+        if status == "failed":
+            code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+            self._error = {"code": code, "message": describe(error)["error"]["message"]}
+        return [self._written(each) for each in (*events, self._ending())]
+
+    def _written(self, body: Event) -> bytes:
+        body["sequence_number"] = self._num_events
+        self._num_events += 1
+        return f"event: {body['type']}\n".encode() + event(body)
+
+    # ---- a whole answer
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        self.hear(output)
+        return self.ended()
+
+    def ended(self) -> dict[str, Any]:
+        """The response, when all outputs were heard."""
+        response: dict[str, Any] = self._ending()["response"]
+        return response
+
+    # ---- what happens
+
+    def hear(self, output: RequestOutput) -> list[Event]:
+        """What happens with it."""
+        events = self._begun(output)
+        (each,) = output.outputs
+        self._num_output += len(each.token_ids)
+        if not self._talk.parses:
+            events += self._output.begin("message")
+        pieces = self._listener.hear(each)
+        logprobs = self._logprobs(each)
+        last = max((at for at, piece in enumerate(pieces) if isinstance(piece, TextPiece)), default=None)
+        if last is None and self._output.open_type == "message":
+            self._output.add_logprobs(logprobs)
+        for at, piece in enumerate(pieces):
+            events += self._output.add(piece, logprobs if at == last else ())
+        if each.finish_reason is not None:
+            self._outcome = _ENDINGS.get(each.finish_reason, "completed")
+            if self._outcome == "failed":
+                self._error = {"code": "server_error", "message": "the engine could not go on"}
+            if not self._output.shown():
+                events += self._output.begin("message")
+            events += self._output.end("completed" if self._outcome == "completed" else "incomplete")
+        return events
+
+    def _begun(self, output: RequestOutput | None = None) -> list[Event]:
+        if self.status != "queued":
+            return []
+        self.status = "in_progress"
+        self._num_cached = (output and output.num_cached_tokens) or 0
+        names = ("response.created", "response.in_progress")
+        return [{"type": name, "response": self.shown()} for name in names]
+
+    def _ending(self) -> Event:
+        self.status = self._outcome
+        response = self.shown()
+        self._keep(response)
+        return {"type": f"response.{_EVENTS.get(self.status, self.status)}", "response": response}
+
+    def _logprobs(self, output: CompletionOutput) -> list[dict[str, Any]]:
+        if not self._tells or output.logprobs is None:
+            return []
+        body = self._talk.body
+        speller = self._api.speller(body)
+        found = chat_logprobs(output.token_ids, output.logprobs, body.top_logprobs or 0, speller)
+        content: list[dict[str, Any]] = found["content"]
+        return content
+
+
+def frame_of(body: ResponseBody, talk: Talk, id: str, *, stored: bool) -> dict[str, Any]:
+    """What a response says of the request, which does not change while it is answered."""
+    (params,) = talk.job.params
+    assert isinstance(params, SamplingParams)
+    text = body.text.model_dump(exclude_none=True) if body.text else {}
+    reasoning = body.reasoning
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": talk.job.created,
+        "model": talk.job.model,
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"parameters": None, "strict": None} | tool for tool in body.tools or []],
+        "background": bool(body.background),
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning and reasoning.effort,
+            "summary": reasoning and reasoning.summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier,
+        "store": stored,
+        "text": {"format": {"type": "text"}} | text,
+        "top_logprobs": body.top_logprobs,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,157 @@
+"""An answer as items: pieces become reasoning, messages and calls, and events tell of every step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
+from quire.server.responses.items import Item, new_id
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How items of a type are written."""
+
+    prefix: str
+    """Of their ids."""
+    event: str
+    """What the events that tell of their text begin with."""
+    part: str | None
+    """The type of the part that holds the text; None: the item itself does."""
+
+
+_KINDS = {
+    "message": _Kind("msg", "response.output_text", "output_text"),
+    "reasoning": _Kind("rs", "response.reasoning_text", "reasoning_text"),
+    "function_call": _Kind("fc", "response.function_call_arguments", None),
+}
+
+
+@dataclass(slots=True)
+class _Growing:
+    """An item that is being written."""
+
+    type: str
+    place: int
+    facts: Item
+    """What is known of it from the start."""
+    id: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Item] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = new_id(_KINDS[self.type].prefix)
+
+    @property
+    def at(self) -> Item:
+        """Where an event of its text happens."""
+        place: Item = {"item_id": self.id, "output_index": self.place}
+        return place | {"content_index": 0} if _KINDS[self.type].part else place
+
+    def part(self) -> Item:
+        text = "".join(self.texts)
+        if self.type == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def shown(self, status: str, *, begun: bool = True) -> Item:
+        """As an item; one that has not begun has no parts yet."""
+        item: Item = {"id": self.id, "type": self.type, "status": status} | self.facts
+        if _KINDS[self.type].part:
+            return item | {"content": [self.part()] if begun else []}
+        return item | {"arguments": "".join(self.texts)}
+
+
+class Output:
+    """The items of an answer, of which the last may still grow."""
+
+    def __init__(self) -> None:
+        self._done: list[Item] = []
+        self._open: _Growing | None = None
+
+    def shown(self) -> list[Item]:
+        growing = [self._open.shown("in_progress")] if self._open else []
+        return [*self._done, *growing]
+
+    @property
+    def open_type(self) -> str | None:
+        return None if self._open is None else self._open.type
+
+    def add(self, piece: Piece, logprobs: Sequence[Item] = ()) -> Iterator[Event]:
+        """`logprobs`: of the tokens that a piece of text ends with."""
+        match piece:
+            case TextPiece(text):
+                yield from self.begin("message")
+                self.add_logprobs(logprobs)
+                for event in self._grow(text):
+                    yield event | {"logprobs": list(logprobs)}
+            case ReasoningPiece(text):
+                yield from self.begin("reasoning")
+                yield from self._grow(text)
+            case ToolStart(_, id, name):
+                yield from self.end("completed")
+                yield from self.begin("function_call", call_id=id, name=name)
+            case ToolArguments(_, text):
+                yield from self._grow(text)
+
+    def begin(self, type: str, **facts: str) -> Iterator[Event]:
+        """Have an item of this type open: the one that is, or a new one."""
+        if self._open is not None and self._open.type == type:
+            return
+        yield from self.end("completed")
+        self._open = item = _Growing(type, len(self._done), _FACTS[type] | facts)
+        shown = item.shown("in_progress", begun=False)
+        yield {"type": "response.output_item.added", "output_index": item.place, "item": shown}
+        if _KINDS[type].part:
+            yield {"type": "response.content_part.added", **item.at, "part": item.part()}
+
+    def delta_head(self) -> Event:
+        """An event of more text, without the text."""
+        assert self._open is not None
+        event = {"type": f"{_KINDS[self._open.type].event}.delta", **self._open.at}
+        return event | {"logprobs": []} if self._open.type == "message" else event
+
+    def reasoning(self) -> str:
+        """All of it."""
+        parts = [item["content"] for item in self.shown() if item["type"] == "reasoning"]
+        return "".join(part["text"] for (part,) in parts)
+
+    def append(self, text: str) -> None:
+        assert self._open is not None
+        self._open.texts.append(text)
+
+    def add_logprobs(self, entries: Sequence[Item]) -> None:
+        """Of tokens of the open message."""
+        assert self._open is not None
+        self._open.logprobs += entries
+
+    def _grow(self, text: str) -> Iterator[Event]:
+        if text:
+            self.append(text)
+            yield self.delta_head() | {"delta": text}
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Close the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        shown = item.shown(status)
+        self._done.append(shown)
+        done: Event = {"type": f"{_KINDS[item.type].event}.done", **item.at}
+        if item.type == "function_call":
+            yield done | {"name": shown["name"], "arguments": shown["arguments"]}
+        else:
+            (part,) = shown["content"]
+            logprobs = {"logprobs": part["logprobs"]} if item.type == "message" else {}
+            yield done | {"text": part["text"]} | logprobs
+            yield {"type": "response.content_part.done", **item.at, "part": part}
+        yield {"type": "response.output_item.done", "output_index": item.place, "item": shown}
+
+
+_FACTS: dict[str, Item] = {
+    "message": {"role": "assistant"},
+    "reasoning": {"summary": [], "encrypted_content": None},
+    "function_call": {},
+}

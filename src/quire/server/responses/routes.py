@@ -1,0 +1,162 @@
+"""/v1/responses, and the responses that are kept."""
+
+import functools
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from quire.errors import RequestError
+from quire.server.errors import NotFound, json_response
+from quire.server.generate import Api
+from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.encoder import ResponseEncoder, frame_of
+from quire.server.responses.items import Item, new_id, read_items
+from quire.server.responses.run import Run
+from quire.server.responses.store import NO_STORE, Store, Stored, Turn
+from quire.server.responses.translate import chat_of, check_body
+from quire.server.talk import Talk, begin_talk
+
+_CONTINUED = ("completed", "incomplete")
+"""Endings that a conversation can go on behind."""
+
+
+class Responses:
+    """Makes responses, and has those that are kept."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        limits = api.settings.responses
+        self.store = None if limits is None else Store(limits)
+
+    async def create(self, body: ResponseBody, request: Request) -> Response:
+        check_body(body)
+        keeps = self.store is not None and body.store is not False
+        if body.background and not keeps:
+            raise RequestError("`background` needs `store`; " + NO_STORE, param="background")
+        before = self._before(body.previous_response_id)
+        asked = (*before, Turn(read_items(body.input, self._item)))
+        id = new_id("resp")
+        # Tokens are told apart by what they say only as they come.
+        by_token = body.wants_logprobs or bool(body.background)
+        items = [item for turn in asked for item in turn.items]
+        chat = chat_of(body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_"))
+        talk = await begin_talk(self.api, chat, request, "resp")
+        stored = Stored(frame_of(body, talk, id, stored=keeps), asked)
+        keep = functools.partial(self._keep, stored) if keeps else _forget
+        encoder = ResponseEncoder(self.api, talk, stored.response, keep)
+        if body.background:
+            return await self._in_background(stored, encoder, talk, stream=bool(body.stream))
+        if by_token and not body.stream:
+            work = _whole(self.api, talk, encoder)
+            return json_response(await self.api.answering.until_gone(request.receive, work))
+        return await self.api.answer(talk.job, encoder, request, stream=bool(body.stream))
+
+    async def _in_background(
+        self, stored: Stored, encoder: ResponseEncoder, talk: Talk, *, stream: bool
+    ) -> Response:
+        assert self.store is not None
+        self.store.check_room()
+        outputs = await self.api.streamed(talk.job)
+        on_end = functools.partial(self.store.put, stored)
+        stored.run = Run(outputs, encoder, keeps_events=stream, on_end=on_end)
+        self.store.put(stored)
+        stored.run.start(self.api.answering)
+        return _followed(stored.run, -1) if stream else json_response(stored.shown())
+
+    def show(self, id: str, *, stream: bool, starting_after: int | None) -> Response:
+        stored = self._stored(id)
+        if not stream:
+            return json_response(stored.shown())
+        if stored.run is None or not stored.run.keeps_events:
+            raise RequestError(
+                "only a response that was asked for with background=true and stream=true can be streamed "
+                "again",
+                param="stream",
+            )
+        return _followed(stored.run, -1 if starting_after is None else starting_after)
+
+    async def cancel(self, id: str) -> Response:
+        stored = self._stored(id)
+        if stored.run is None:
+            raise RequestError("Cannot cancel a synchronous response.", param="response_id")
+        await stored.run.cancel()
+        return json_response(stored.shown())
+
+    async def delete(self, id: str) -> Response:
+        stored = self._stored(id)
+        if stored.run is not None:
+            await stored.run.cancel()
+        assert self.store is not None
+        self.store.drop(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    def input_items(self, id: str, *, limit: int, order: str, after: str | None) -> Response:
+        items = [item for turn in self._stored(id).asked for item in turn.items]
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise NotFound(f"this response has no input item {after!r:.80}", param="after")
+            items = items[places[0] + 1 :]
+        shown = items[:limit]
+        return json_response(
+            {
+                "object": "list",
+                "data": shown,
+                "first_id": shown[0]["id"] if shown else None,
+                "last_id": shown[-1]["id"] if shown else None,
+                "has_more": len(items) > limit,
+            }
+        )
+
+    def _stored(self, id: str) -> Stored:
+        if self.store is None:
+            raise NotFound(f"Response with id {id!r:.80} not found: {NO_STORE}", param="response_id")
+        return self.store.get(id)
+
+    def _item(self, id: str) -> Item | None:
+        return None if self.store is None else self.store.item(id)
+
+    def _before(self, id: str | None) -> tuple[Turn, ...]:
+        """What was said up to the end of a response."""
+        if id is None:
+            return ()
+        if self.store is None:
+            raise RequestError(NO_STORE, param="previous_response_id")
+        stored = self.store.get(id)
+        status = stored.shown()["status"]
+        if status not in _CONTINUED:
+            raise RequestError(
+                f"the response {id!r:.80} is {status}: only one that is {' or '.join(_CONTINUED)} can be "
+                "gone on with",
+                param="previous_response_id",
+            )
+        return stored.turns
+
+    def _keep(self, stored: Stored, response: dict[str, Any]) -> None:
+        assert self.store is not None
+        stored.response, stored.said = response, Turn(response["output"])
+        if stored.run is None:
+            self.store.put(stored)
+
+
+def _forget(response: dict[str, Any]) -> None:
+    """Nobody will ask for it again."""
+
+
+async def _whole(api: Api, talk: Talk, encoder: ResponseEncoder) -> dict[str, Any]:
+    """A response that is not streamed, of outputs that are."""
+    outputs = await api.streamed(talk.job)
+    try:
+        async for output in outputs:
+            encoder.hear(output)
+    finally:
+        await outputs.aclose()
+    return encoder.ended()
+
+
+def _followed(run: Run, after: int) -> Response:
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(run.follow(after), headers=headers, media_type="text/event-stream")

@@ -1,0 +1,143 @@
+"""The store: responses that can be asked for again, in the memory of this process, within limits."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.errors import RequestError
+from quire.server.errors import NotFound
+from quire.server.responses.items import Item
+from quire.server.responses.run import Run
+from quire.server.settings import StoreLimits
+
+NO_STORE = (
+    "this server keeps no responses; start it with VLLM_ENABLE_RESPONSES_API_STORE=1, or send all items as "
+    "`input` and leave `store`, `background` and `previous_response_id` out"
+)
+
+
+class Full(RequestError):
+    """More responses run in the background than the store can hold."""
+
+    status = 429
+
+
+class Turn:
+    """Items that came together. Later responses share those of the ones before."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+        self.num_bytes = len(msgspec.json.encode(items))
+
+
+@dataclass(slots=True)
+class Stored:
+    """A response, and what it answers."""
+
+    response: dict[str, Any]
+    """As it is when it is over; before, what it began with."""
+    asked: tuple[Turn, ...]
+    said: Turn | None = None
+    run: Run | None = None
+    """If it is answered in the background."""
+    kept_at: float = 0.0
+    num_bytes: int = 0
+    """Without turns."""
+    held: tuple[Turn, ...] = ()
+    """The turns that the store counts for it."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return self.asked if self.said is None else (*self.asked, self.said)
+
+    @property
+    def is_running(self) -> bool:
+        return self.run is not None and not self.run.is_over
+
+    def shown(self) -> dict[str, Any]:
+        return self.run.encoder.shown() if self.run is not None and self.is_running else self.response
+
+
+@dataclass(slots=True)
+class Store:
+    """Responses by their ids, the one kept last last."""
+
+    limits: StoreLimits
+    now: Callable[[], float] = time.monotonic
+    num_bytes: int = 0
+    _kept: dict[str, Stored] = field(default_factory=dict)
+    _users: dict[int, int] = field(default_factory=dict)
+    """How many responses have a turn, by the turn's identity."""
+    _items: dict[str, Item] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, id: str) -> Stored:
+        self._expire()
+        if id not in self._kept:
+            raise NotFound(f"Response with id {id!r:.80} not found.", param="response_id")
+        return self._kept[id]
+
+    def item(self, id: str) -> Item | None:
+        self._expire()
+        return self._items.get(id)
+
+    def put(self, stored: Stored) -> None:
+        """Keep it, or what became of it. The oldest that are over go where there are too many."""
+        id = stored.response["id"]
+        self.drop(id)
+        events = stored.run.events if stored.run else ()
+        stored.num_bytes = len(msgspec.json.encode(stored.response)) + sum(map(len, events))
+        stored.kept_at = self.now()
+        self._kept[id] = stored
+        self.num_bytes += stored.num_bytes
+        stored.held = stored.turns
+        for turn in stored.held:
+            self._take(turn)
+        self._expire()
+
+    def check_room(self) -> None:
+        """For one more that runs in the background."""
+        self._expire()
+        if sum(stored.is_running for stored in self._kept.values()) >= self.limits.max_responses:
+            raise Full(f"{self.limits.max_responses} responses run in the background, and no more may")
+
+    def drop(self, id: str) -> Stored | None:
+        stored = self._kept.pop(id, None)
+        if stored is not None:
+            self.num_bytes -= stored.num_bytes
+            for turn in stored.held:
+                self._leave(turn)
+        return stored
+
+    def _take(self, turn: Turn) -> None:
+        count = self._users.get(id(turn), 0)
+        self._users[id(turn)] = count + 1
+        if not count:
+            self.num_bytes += turn.num_bytes
+            for item in turn.items:
+                self._items.setdefault(item["id"], item)
+
+    def _leave(self, turn: Turn) -> None:
+        count = self._users[id(turn)] - 1
+        if count > 0:
+            self._users[id(turn)] = count
+            return
+        del self._users[id(turn)]
+        self.num_bytes -= turn.num_bytes
+        for item in turn.items:
+            if self._items.get(item["id"]) is item:
+                del self._items[item["id"]]
+
+    def _expire(self) -> None:
+        limits, now = self.limits, self.now()
+        for id, stored in list(self._kept.items()):
+            old = now - stored.kept_at > limits.ttl_s
+            if not old and len(self._kept) <= limits.max_responses and self.num_bytes <= limits.max_bytes:
+                return
+            if not stored.is_running:
+                self.drop(id)

@@ -1,0 +1,157 @@
+"""A body of /v1/responses in the words of a chat."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from quire.errors import RequestError
+from quire.server.requests import ChatBody, GenerateBody
+from quire.server.responses.bodies import ResponseBody
+from quire.server.responses.items import Item
+from quire.server.responses.messages import Conversation
+
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "a response is one answer"),
+    "echo": ((False,), "a response does not repeat its input"),
+    "use_beam_search": ((False,), "use /v1/chat/completions for it"),
+    "prompt_logprobs": ((), "use /v1/chat/completions for them"),
+    "response_format": ((), "it is `text.format` here"),
+    "conversation": ((), "use previous_response_id, or send all items"),
+    "prompt": ((), "send the prompt itself as `instructions` and `input`"),
+    "context_management": (([],), "shorten the input, or send truncation='auto'"),
+    "moderation": ((), "this server does not moderate"),
+}
+"""Fields that may have these values only (beside null), and what to do otherwise."""
+_OWN = ("stream", "stream_options", "request_id", *_ONLY)
+"""Fields that both bodies have, and that do not go from one to the other as they are."""
+_SHARED = GenerateBody.model_fields.keys() - set(_OWN) | {"parallel_tool_calls"}
+
+
+def check_body(body: ResponseBody) -> None:
+    for name, (allowed, instead) in _ONLY.items():
+        value = getattr(body, name)
+        if value is not None and value not in allowed:
+            raise RequestError(f"`{name}` cannot be had in /v1/responses: {instead}", param=name)
+
+
+def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: str) -> ChatBody:
+    """The chat whose answer is the response. `stream`: its outputs come as they are made."""
+    conversation = Conversation(body.instructions)
+    conversation.add(items)
+    if not conversation.messages:
+        raise RequestError("`input` is empty: send a text or at least one item", param="input")
+    given = {name: getattr(body, name) for name in _SHARED if name in body.model_fields_set}
+    extra = {n: v for n, v in (body.model_extra or {}).items() if n not in ChatBody.model_fields}
+    chosen = _tool_choice(body)
+    given |= extra | {
+        "messages": conversation.messages,
+        "stream": stream,
+        "request_id": body.request_id or request_id,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
+        "tools": _tools(body),
+        "tool_choice": chosen,
+        "response_format": _format(body),
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "chat_template": body.chat_template,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        given["truncate_prompt_tokens"] = -1
+    try:
+        return ChatBody.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{place}: {first['msg']}", param=place) from None
+
+
+def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
+    """As chats have them; of allowed_tools, those that are allowed."""
+    allowed = _allowed(body)
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or [])]
+    names = {tool["function"]["name"] for tool in tools}
+    if allowed is not None and (unknown := sorted(allowed - names)):
+        raise RequestError(
+            f"tool_choice allows {', '.join(map(repr, unknown))}, not among `tools`", param="tool_choice"
+        )
+    return [tool for tool in tools if allowed is None or tool["function"]["name"] in allowed] or None
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        raise RequestError(
+            f"{place} is of type {kind!r:.80}; this server runs no tools of its own and knows only functions",
+            param="tools",
+        )
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise RequestError(f"{place}.name must be a string", param="tools")
+    function = {"name": tool["name"], "parameters": tool.get("parameters") or {}}
+    if not isinstance(function["parameters"], dict):
+        raise RequestError(f"{place}.parameters must be a JSON schema, an object", param="tools")
+    for name, type_ in (("description", str), ("strict", bool)):
+        if tool.get(name) is None:
+            continue
+        if not isinstance(tool[name], type_):
+            raise RequestError(f"{place}.{name} must be of type {type_.__name__}", param="tools")
+        function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _allowed(body: ResponseBody) -> set[str] | None:
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    tools: Any = choice.get("tools")
+    if not isinstance(tools, list) or not tools or not all(_is_named_function(tool) for tool in tools):
+        raise RequestError(
+            "tool_choice of type allowed_tools needs `tools`, a list of {type: function, name}",
+            param="tool_choice",
+        )
+    return {tool["name"] for tool in tools}
+
+
+def _is_named_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
+
+
+def _tool_choice(body: ResponseBody) -> str | dict[str, Any] | None:
+    choice = body.tool_choice
+    if not isinstance(choice, dict):
+        return None if choice == "auto" and not body.tools else choice
+    if choice.get("type") == "allowed_tools":
+        mode = choice.get("mode", "auto")
+        if mode not in ("auto", "required"):
+            raise RequestError("tool_choice.mode must be auto or required", param="tool_choice")
+        return str(mode)
+    if not _is_named_function(choice):
+        raise RequestError(
+            f"tool_choice of type {choice.get('type')!r:.80} is not supported; known: none, auto, required, "
+            "{type: function, name}, {type: allowed_tools, mode, tools}",
+            param="tool_choice",
+        )
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def _format(body: ResponseBody) -> dict[str, Any] | None:
+    asked = body.text.format if body.text else None
+    if asked is None or asked.get("type") == "text":
+        return None
+    if body.structured_outputs is not None:
+        raise RequestError(
+            "text.format and structured_outputs both say what the answer must look like; send one of them",
+            param="text.format",
+        )
+    if asked.get("type") == "json_object":
+        return {"type": "json_object"}
+    if asked.get("type") != "json_schema":
+        raise RequestError(
+            f"text.format has no type {asked.get('type')!r:.80}; known: text, json_object, json_schema",
+            param="text.format",
+        )
+    if not isinstance(asked.get("schema"), dict):
+        raise RequestError("text.format of type json_schema needs `schema`, an object", param="text.format")
+    names = ("name", "schema", "strict", "description")
+    return {"type": "json_schema", "json_schema": {name: asked[name] for name in names if name in asked}}
