@@ -125,7 +125,7 @@ class Responses:
             return ()
         if self.store is None:
             raise RequestError(NO_STORE, param="previous_response_id")
-        stored = self.store.get(id)
+        stored = self.store.get(id, param="previous_response_id")
         status = stored.shown()["status"]
         if status not in _CONTINUED:
             raise RequestError(

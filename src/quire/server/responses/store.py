@@ -76,10 +76,11 @@ class Store:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, id: str) -> Stored:
+    def get(self, id: str, param: str = "response_id") -> Stored:
+        """`param`: what named it."""
         self._expire()
         if id not in self._kept:
-            raise NotFound(f"Response with id {id!r:.80} not found.", param="response_id")
+            raise NotFound(f"Response with id {id!r:.80} not found.", param=param)
         return self._kept[id]
 
     def item(self, id: str) -> Item | None:
