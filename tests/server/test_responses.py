@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,11 +16,12 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from quire.config.env import Env
+from quire.config.sections import ParallelSection
+from quire.errors import ConfigError
+from quire.launch import launch
 from quire.server.app import Application
-from quire.server.responses import routes
 from quire.server.responses.store import Store, Stored, Turn
 from quire.server.settings import StoreLimits, make_settings
-from quire.text.parsers import answer_parser
 
 PATH = "/v1/responses"
 PATIENCE_S = 60
@@ -29,11 +31,14 @@ THOUGHTFUL = (
     '<think>Hm, żółw.</think>Let me see.<tool_call>{"name": "look", "arguments": {"at": "ż"}}</tool_call>'
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 )
-LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
 
 
-def respond(engine: FakeEngine | None = None, **body: Any) -> httpx.Response:
-    return ask("POST", PATH, engine=engine, json={"input": "hi", **body})
+def respond(
+    engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
+) -> httpx.Response:
+    return ask("POST", PATH, engine=engine, settings=settings, json={"input": "hi", **body})
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
@@ -61,18 +66,6 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 def prompt_of(engine: FakeEngine) -> str:
     return engine.seen[-1][1].text or ""
-
-
-@pytest.fixture
-def parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are read for reasoning and tool calls."""
-    begin = routes.begin_talk
-
-    async def begin_talk(*given: Any) -> Any:
-        talk = await begin(*given)
-        return replace(talk, make_parser=lambda: answer_parser(reasoning="deepseek_r1", tools="hermes"))
-
-    monkeypatch.setattr(routes, "begin_talk", begin_talk)
 
 
 # ---- what comes
@@ -105,9 +98,8 @@ def test_a_stream_says_the_same_as_the_whole() -> None:
     assert whole == last
 
 
-@pytest.mark.usefixtures("parsing")
 def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
-    whole = respond(FakeEngine(THOUGHTFUL)).json()
+    whole = respond(FakeEngine(THOUGHTFUL), PARSERS, tools=[LOOK]).json()
     Response.model_validate(whole, strict=False)
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", *["function_call"] * 2]
     thought, said, first, second = whole["output"]
@@ -117,7 +109,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     assert first["call_id"] != second["call_id"] and first["status"] == "completed"
     assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("Hm, żółw.".encode())
 
-    events = stream(FakeEngine(THOUGHTFUL))
+    events = stream(FakeEngine(THOUGHTFUL), settings=PARSERS, tools=[LOOK])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     for item, like in zip(done, whole["output"], strict=True):
@@ -128,9 +120,13 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.usefixtures("parsing")
 def test_logprobs_are_those_of_the_message_alone(streams: bool) -> None:
-    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked: dict[str, Any] = {
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "tools": [LOOK],
+        "settings": PARSERS,
+    }
     engine = FakeEngine("<think>Hm.</think>So.<tool_call>{}")
     last = stream(engine, **asked)[-1]["response"] if streams else respond(engine, **asked).json()
     Response.model_validate(last, strict=False)
@@ -201,7 +197,7 @@ def test_items_become_messages() -> None:
         ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"tools": [{"type": "function", "name": 7}]}, "tools[0].name"),
-        ({"tools": [LOOK | {"parameters": []}, LOOK | {"parameters": "x"}]}, "tools[1].parameters"),
+        ({"tools": [LOOK, LOOK | {"parameters": "x"}]}, "tools[1].function.parameters"),
         ({"tools": [LOOK], "tool_choice": {"type": "mcp"}}, "mcp"),
         ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "tools": [1]}}, "allowed_tools"),
         (
@@ -260,6 +256,21 @@ def test_what_the_client_sends_beside_has_its_effect() -> None:
     assert respond(input=long, truncation="auto", max_output_tokens=2).status_code == 200
 
 
+def test_a_choice_of_tools_is_a_choice_among_those_that_are_shown() -> None:
+    tools = [LOOK, LOOK | {"name": "listen"}]
+    engine = FakeEngine('[{"name": "listen", "parameters": {}}]')
+    some = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "listen"}]}
+    (call,) = respond(engine, tools=tools, tool_choice=some).json()["output"]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "listen", "{}")
+    assert "tools:1" in prompt_of(engine)
+    engine = FakeEngine('{"at": 1}')
+    reply = respond(engine, tools=tools, tool_choice={"type": "function", "name": "look"}).json()
+    Response.model_validate(reply, strict=False)
+    assert [(item["name"], item["arguments"]) for item in reply["output"]] == [("look", '{"at": 1}')]
+    assert "tools:2" in prompt_of(engine)
+    assert "auto" in refused(respond(tools=tools))["message"]  # the server has no parser
+
+
 # ---- the client
 
 
@@ -267,8 +278,9 @@ def with_client(
     use: Callable[[AsyncOpenAI, httpx.AsyncClient], Awaitable[None]],
     engine: FakeEngine,
     limits: StoreLimits | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> None:
-    application = Application(engine, replace(make_settings({}), responses=limits))
+    application = Application(engine, replace(make_settings(settings or {}), responses=limits))
     transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
 
     async def go() -> None:
@@ -299,14 +311,13 @@ def test_the_helpers_of_the_client_work() -> None:
     with_client(use, FakeEngine('{"city": "Łódź"}'))
 
 
-@pytest.mark.usefixtures("parsing")
 def test_the_client_gathers_calls_out_of_a_stream() -> None:
     async def use(client: AsyncOpenAI, _: httpx.AsyncClient) -> None:
-        async with client.responses.stream(model="fake", input="x") as events:
+        async with client.responses.stream(model="fake", input="x", tools=[LOOK]) as events:
             final = await events.get_final_response()
         assert [item.type for item in final.output] == ["reasoning", "message", *["function_call"] * 2]
 
-    with_client(use, FakeEngine(THOUGHTFUL))
+    with_client(use, FakeEngine(THOUGHTFUL), settings=PARSERS)
 
 
 # ---- the store
@@ -476,3 +487,11 @@ def test_the_environment_turns_the_store_on() -> None:
     limits = make_settings({}, env=Env.read(names)).responses
     assert limits is not None and (limits.ttl_s, limits.max_responses) == (5.0, 4096)
     assert make_settings({}, env=Env.read({})).responses is None
+
+
+def test_a_store_does_not_go_with_several_api_processes() -> None:
+    """A response would be found by one of them only."""
+    settings = replace(make_settings({"api_server_count": 2}), responses=StoreLimits())
+    config: Any = SimpleNamespace(parallel=ParallelSection(device="cpu", cpu_threads=1))
+    with pytest.raises(ConfigError, match="--api-server-count 1"):
+        launch(config, settings)

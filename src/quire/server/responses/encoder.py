@@ -57,13 +57,11 @@ class ResponseEncoder:
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = len(self._talk.job.prompts[0].token_ids)
-        reasoning, tokenizer = self._output.reasoning(), self._api.engine.inputs.tokenizer
-        num_reasoning = len(tokenizer.encode(reasoning, False)) if reasoning and tokenizer else 0
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_output,
-            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, self._num_output)},
+            "output_tokens_details": {"reasoning_tokens": self._listener.num_reasoning},
             "total_tokens": num_prompt + self._num_output,
         }
 

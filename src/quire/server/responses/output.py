@@ -113,11 +113,6 @@ class Output:
         event = {"type": f"{_KINDS[self._open.type].event}.delta", **self._open.at}
         return event | {"logprobs": []} if self._open.type == "message" else event
 
-    def reasoning(self) -> str:
-        """All of it."""
-        parts = [item["content"] for item in self.shown() if item["type"] == "reasoning"]
-        return "".join(part["text"] for (part,) in parts)
-
     def append(self, text: str) -> None:
         assert self._open is not None
         self._open.texts.append(text)

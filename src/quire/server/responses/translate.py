@@ -88,16 +88,11 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise RequestError(f"{place}.name must be a string", param="tools")
-    function = {"name": tool["name"], "parameters": tool.get("parameters") or {}}
-    if not isinstance(function["parameters"], dict):
-        raise RequestError(f"{place}.parameters must be a JSON schema, an object", param="tools")
-    for name, type_ in (("description", str), ("strict", bool)):
-        if tool.get(name) is None:
-            continue
-        if not isinstance(tool[name], type_):
-            raise RequestError(f"{place}.{name} must be of type {type_.__name__}", param="tools")
-        function[name] = tool[name]
-    return {"type": "function", "function": function}
+    names = ("name", "description", "parameters", "strict")
+    return {
+        "type": "function",
+        "function": {name: tool[name] for name in names if tool.get(name) is not None},
+    }
 
 
 def _allowed(body: ResponseBody) -> set[str] | None:
