@@ -59,6 +59,7 @@ def test_document_is_complete_and_says_400_not_422() -> None:
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
         "/detokenize", *POOLING_ROUTES, "/health", "/ping", "/version", "/load", "/metrics",
         "/reset_prefix_cache",
+        "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip
     assert set(document["paths"]) == expected
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", *POOLING_ROUTES):

@@ -20,6 +20,8 @@ HANDLERS = {
     "/v1/responses/{response_id}": ("GET", "DELETE"),
     "/v1/responses/{response_id}/cancel": ("POST",),
     "/v1/responses/{response_id}/input_items": ("GET",),
+    "/v1/messages": ("POST",),
+    "/v1/messages/count_tokens": ("POST",),
     **dict.fromkeys(POOLING_ROUTES, ("POST",)),
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),

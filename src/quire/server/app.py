@@ -30,6 +30,15 @@ from quire.server.errors import (
 )
 from quire.server.gate import Gate
 from quire.server.generate import Api
+from quire.server.messages.answer import answer_messages, count_tokens
+from quire.server.messages.bodies import (
+    CountBody,
+    CountReply,
+    MessageErrorReply,
+    MessageReply,
+    MessagesBody,
+)
+from quire.server.messages.errors import MessageErrors
 from quire.server.observe import Observed
 from quire.server.operate import add_operate_routes
 from quire.server.page import OPEN_PATHS, Feed, add_page
@@ -75,6 +84,7 @@ class Application:
         self.routes.add_exception_handler(ClientGone, lambda *_: nobody())
         add_generate_routes(self.routes, self.api)
         add_response_routes(self.routes, Responses(self.api))
+        add_message_routes(self.routes, self.api)
         add_pooling_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
@@ -89,6 +99,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
         "/v1/completions": (CompletionBody, functools.partial(answer_completion, api)),
+        "/v1/messages": (MessagesBody, functools.partial(answer_messages, api)),
         "/v1/embeddings": (EmbeddingInput | EmbeddingTalk, functools.partial(answer_embeddings, api)),
     }
     gate = Gate(
@@ -98,8 +109,9 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
         max_body_bytes=settings.http.max_request_body_bytes,
         echo_request_id=settings.api.enable_request_id_headers,
     )
+    inner = MessageErrors(gate)
     cors = CORSMiddleware(
-        gate,
+        inner,
         allow_origins=access.allowed_origins,
         allow_credentials=access.allow_credentials,
         allow_methods=access.allowed_methods,
@@ -109,7 +121,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
         """Only a browser on another page sends an origin; the rest need not pay for every chunk."""
         foreign = any(name == b"origin" for name, _ in scope.get("headers", ()))
-        await (cors if foreign else gate)(scope, receive, send)
+        await (cors if foreign else inner)(scope, receive, send)
 
     return Observed(entrance, api.engine.count_exchange)
 
@@ -127,13 +139,13 @@ async def _valid_text(request: Request) -> None:
 _BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
 
 
-def _replies(model: type, *codes: int, stream: bool = False) -> dict[str, Any]:
+def _replies(model: type, *codes: int, stream: bool = False, error: type = ErrorReply) -> dict[str, Any]:
     """The `responses` of a route's document, with those that every route may give."""
     described: dict[int | str, dict[str, Any]] = {200: {"model": model}}
     if stream:
         text = {"schema": {"type": "string"}, "example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": text}
-    described |= {code: {"model": ErrorReply} for code in codes}
+    described |= {code: {"model": error} for code in codes}
     return {"responses": described, "response_model": None}
 
 
@@ -198,6 +210,20 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     ) -> Response:
         """The items that a response answers, those of earlier responses too."""
         return responses.input_items(response_id, limit=limit, order=order, after=after)
+
+
+def add_message_routes(app: FastAPI, api: Api) -> None:
+    codes = (400, 404, 413, 500, 503)
+
+    @app.post("/v1/messages", **_replies(MessageReply, *codes, stream=True, error=MessageErrorReply), **_BODY)
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation of Anthropic's API, whole or as a stream of events."""
+        return await answer_messages(api, body, request)
+
+    @app.post("/v1/messages/count_tokens", **_replies(CountReply, *codes, error=MessageErrorReply), **_BODY)
+    async def count_message_tokens(body: CountBody) -> Response:
+        """How many tokens the prompt of a conversation has."""
+        return await count_tokens(api, body)
 
 
 def add_pooling_routes(app: FastAPI, api: Api) -> None:

@@ -64,7 +64,8 @@ class Gate:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in self._open_paths or scope.get("method") == "OPTIONS":
             return True
-        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        kind, _, key = given.partition(b" ")
         sent = _digest(key)
         # Every key is compared, whichever fits: the time taken says nothing.
         fits = [hmac.compare_digest(sent, known) for known in self._keys]

@@ -103,7 +103,8 @@ class PromptReader:
 
     async def count(self, body: Conversation) -> Prompt:
         """A conversation of any length, for /tokenize."""
-        return await off_loop(_size(body), lambda: self._conversation(body, self._unbounded, None))
+        effort = getattr(body, "reasoning_effort", None)
+        return await off_loop(_size(body), lambda: self._conversation(body, self._unbounded, effort))
 
     def _conversation(self, body: Conversation, inputs: InputProcessor, effort: str | None) -> Prompt:
         hidden = self._settings.exclude_tools_when_tool_choice_none

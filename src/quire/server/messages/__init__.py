@@ -1,0 +1,1 @@
+"""/v1/messages: conversations as Anthropic's clients hold them."""

@@ -1,0 +1,24 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.asked import check_template
+from quire.server.errors import json_response
+from quire.server.generate import Api
+from quire.server.messages.bodies import CountBody, MessagesBody
+from quire.server.messages.encoder import MessageEncoder
+from quire.server.messages.translate import as_chat
+from quire.server.talk import begin_talk
+
+
+async def answer_messages(api: Api, body: MessagesBody, request: Request) -> Response:
+    talk = await begin_talk(api, as_chat(body, budgets=False), request, kind="msg")
+    return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
+
+
+async def count_tokens(api: Api, body: CountBody) -> Response:
+    api.check_model(body.model, pools=False)
+    check_template(body.chat_template, api.settings.api.trust_request_chat_template)
+    prompt = await api.reader.count(as_chat(body, budgets=False))
+    return json_response({"input_tokens": len(prompt.token_ids)})

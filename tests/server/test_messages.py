@@ -1,0 +1,308 @@
+"""/v1/messages: what goes to the engine, and what comes back, whole and as events."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from ask import ask
+from fake_engine import ANSWER, FakeEngine
+
+from quire.server.messages import answer
+from quire.server.talk import Talk, begin_talk
+from quire.text.parsers import Chain
+from quire.text.parsers.json_calls import HERMES
+from quire.text.parsers.reasoning import QWEN3
+
+PATH = "/v1/messages"
+USER = {"role": "user", "content": "hi"}
+
+
+def send(
+    engine: FakeEngine | None = None, settings: dict[str, Any] | None = None, **body: Any
+) -> httpx.Response:
+    given = {"model": "fake", "max_tokens": 100, "messages": [USER], **body}
+    return ask("POST", PATH, engine=engine, settings=settings, json=given)
+
+
+def whole(engine: FakeEngine | None = None, **body: Any) -> dict[str, Any]:
+    response = send(engine, **body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    found = []
+    for part in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + found[-1]["type"]
+    return found
+
+
+def folded(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of events, which must be in order."""
+    message: dict[str, Any] = found[0]["message"]
+    open_index, raw = None, ""
+    for each in found[1:]:
+        match each:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert open_index is None and index == len(message["content"])
+                message["content"].append(block)
+                open_index, raw = index, ""
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert index == open_index
+                (name,) = delta.keys() - {"type"}
+                if name == "partial_json":
+                    raw += delta[name]
+                else:
+                    message["content"][index][name] += delta[name]
+            case {"type": "content_block_stop", "index": index}:
+                assert index == open_index
+                open_index = None
+                if raw:
+                    message["content"][index]["input"] = json.loads(raw)
+            case {"type": "message_delta", "delta": delta, "usage": usage}:
+                message |= {**delta, "usage": usage}
+    assert [each["type"] for each in found[-2:]] == ["message_delta", "message_stop"]
+    return message
+
+
+def refused(response: httpx.Response, status: int = 400, kind: str = "invalid_request_error") -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body["type"] == "error" and body["error"]["type"] == kind, body
+    message: str = body["error"]["message"]
+    return message
+
+
+def prompt_of(**body: Any) -> str | None:
+    engine = FakeEngine()
+    whole(engine, **body)
+    return engine.seen[0][1].text
+
+
+# ---- answers
+
+
+def test_a_whole_answer() -> None:
+    found = whole(temperature=0.5, top_k=7)
+    assert found.pop("id").startswith("msg_")
+    assert found == {
+        "type": "message",
+        "role": "assistant",
+        "model": "fake",
+        "content": [{"type": "text", "text": ANSWER}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len("user:hi\nassistant:"),
+            "output_tokens": len(ANSWER.encode()) + 1,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+        },
+    }
+
+
+@pytest.mark.parametrize("answer_text", [ANSWER, ""])
+def test_a_stream_says_what_the_whole_answer_does(answer_text: str) -> None:
+    streamed = folded(events(send(FakeEngine(answer_text), stream=True)))
+    found = whole(FakeEngine(answer_text))
+    assert streamed | {"id": ""} == found | {"id": ""}
+    assert found["content"] == [{"type": "text", "text": answer_text}]
+
+
+def test_cached_tokens_are_told_apart_where_that_is_set() -> None:
+    usage = send(settings={"enable_prompt_tokens_details": True}).json()["usage"]
+    assert usage["cache_read_input_tokens"] == 3
+    assert usage["input_tokens"] == len("user:hi\nassistant:") - 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_it_ended(stream: bool) -> None:
+    def ending(**body: Any) -> tuple[str, str | None]:
+        response = send(stream=stream, **body)
+        found = folded(events(response)) if stream else response.json()
+        return found["stop_reason"], found["stop_sequence"]
+
+    assert ending() == ("end_turn", None)
+    assert ending(max_tokens=3) == ("max_tokens", None)
+    assert ending(stop_sequences=["world", "x"]) == ("stop_sequence", "world")
+
+
+def parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def begin(*args: Any, **kwargs: Any) -> Talk:
+        talk = await begin_talk(*args, **kwargs)
+        return replace(talk, make_parser=lambda: Chain(QWEN3(""), HERMES()))
+
+    monkeypatch.setattr(answer, "begin_talk", begin)
+
+
+SAID = (
+    "<think>Hm, so.</think>\n\nLet me see.\n"
+    '<tool_call>\n{"name": "look", "arguments": {"at": "Żółw"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_thoughts_and_tools_are_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing(monkeypatch)
+    streamed = folded(events(send(FakeEngine(SAID), stream=True, max_tokens=400)))
+    found = whole(FakeEngine(SAID), max_tokens=400)
+    kinds = [block["type"] for block in found["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use"] and found["stop_reason"] == "tool_use"
+    thinking, _, look, run = found["content"]
+    assert thinking == {"type": "thinking", "thinking": "Hm, so.", "signature": ""}
+    assert (look["name"], look["input"], run["name"], run["input"]) == ("look", {"at": "Żółw"}, "run", {})
+    for each in (streamed, found):
+        each["id"] = look["id"] = run["id"] = ""
+        for block in each["content"]:
+            block["id"] = ""
+    assert streamed == found
+
+
+def test_space_between_blocks_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing(monkeypatch)
+    text = '<think>x</think>\n\n<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    for found in (whole(FakeEngine(text)), folded(events(send(FakeEngine(text), stream=True)))):
+        assert [block["type"] for block in found["content"]] == ["thinking", "tool_use"]
+
+
+def test_a_call_that_breaks_off_has_an_object_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing(monkeypatch)
+    found = whole(FakeEngine(SAID), max_tokens=SAID.index("Ż"))
+    assert found["content"][-1]["input"] == {} and found["stop_reason"] == "max_tokens"
+
+
+# ---- what the engine is asked
+
+
+def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "ż"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "r"}]},
+                {"type": "tool_result", "tool_use_id": "c2", "content": "bad", "is_error": True},
+                {"type": "text", "text": "b"},
+            ],
+        },
+        {"role": "user", "content": "c"},
+    ]
+    template = (
+        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.reasoning }}|{{ m.tool_call_id }}|"
+        "{{ m.is_error }}|{% for t in m.tool_calls or [] %}{{ t.function.name }}{{ t.function.arguments.at }}"
+        "{% endfor %}{{ '\\n' }}{% endfor %}{{ tools }}|{{ enable_thinking }}"
+    )
+    engine = FakeEngine(max_model_len=1000)
+    engine.facts.chat_template = template
+    tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
+    given = {
+        "system": [{"type": "text", "text": "s1"}, {"type": "text", "text": "s2"}],
+        "messages": messages,
+        "tools": [tool],
+        "tool_choice": {"type": "none"},
+        "thinking": {"type": "disabled"},
+    }
+    whole(engine, **given)
+    assert (engine.seen[0][1].text or "").splitlines() == [
+        "system|s1",
+        "s2||||",
+        "user|a||||",
+        "assistant||t|||lookż",
+        "tool|r||c1||",
+        "tool|bad||c2|True|",
+        "user|b",
+        "c||||",
+        "[{'type': 'function', 'function': {'name': 'look', 'description': 'd', 'parameters': "
+        "{'type': 'object'}}}]|False",
+    ]
+    counted = ask("POST", PATH + "/count_tokens", engine=engine, json=given).json()
+    assert counted == {"input_tokens": len(engine.seen[0][1].token_ids)}
+
+
+def test_a_last_turn_of_the_assistant_is_gone_on_with() -> None:
+    begun = {"role": "assistant", "content": "The answer is ("}
+    assert prompt_of(messages=[USER, begun]) == "user:hi\nassistant:The answer is ("
+    assert prompt_of(messages=[USER]) == "user:hi\nassistant:"
+
+
+def test_a_schema_becomes_a_constraint() -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    form = {"type": "json_schema", "schema": schema}
+    for body in ({"output_config": {"format": form}}, {"output_format": form}):
+        engine = FakeEngine("{}")
+        whole(engine, **body)
+        asked = engine.seen[0][2].structured_outputs
+        assert asked is not None and asked.json == schema
+
+
+def test_fields_reach_the_engine() -> None:
+    engine = FakeEngine()
+    whole(engine, temperature=0.3, top_p=0.9, top_k=5, seed=7, min_p=0.1, max_tokens=9, priority=4)
+    _, _, params, priority = engine.seen[0]
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 5, 7)
+    assert (params.min_p, params.max_tokens, priority) == (0.1, 9, 4)
+
+
+# ---- errors
+
+
+def test_errors_have_this_apis_words() -> None:
+    assert "max_tokens" in refused(send(max_tokens=0))
+    assert "max_tokens" in refused(send(max_tokens=None))
+    refused(send(messages=[]))
+    refused(send(temperature=3.0))
+    refused(send(messages=[{"role": "bot", "content": "x"}]))
+    refused(send(model="other"), 404, "not_found_error")
+    refused(ask("POST", PATH, content=b"{", headers={"content-type": "application/json"}))
+    refused(ask("GET", PATH), 405)
+    unknown = {"messages": [USER], "model": "x"}
+    refused(ask("POST", PATH + "/count_tokens", json=unknown), 404, "not_found_error")
+    refused(send(FakeEngine(fail_after=2)), 500, "api_error")
+    dead = FakeEngine()
+    dead.dead = "gone"
+    refused(send(dead), 503, "overloaded_error")
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "server_tool_use", ""])
+def test_blocks_that_cannot_be_read_are_refused(kind: str) -> None:
+    block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    assert repr(kind) in refused(send(messages=[{"role": "user", "content": [block]}]))
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    assert repr(kind) in refused(send(messages=[{"role": "user", "content": [result]}]))
+
+
+def test_tools_of_the_server_are_refused() -> None:
+    assert "web_search" in refused(send(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
+    assert "input_schema" in refused(send(tools=[{"name": "a"}]))
+    assert "name" in refused(send(tools=[{"name": "a", "input_schema": {}}], tool_choice={"type": "tool"}))
+    assert whole(tools=[], tool_choice={"type": "auto"})["stop_reason"] == "end_turn"
+
+
+def test_a_stream_that_fails_ends_in_an_error() -> None:
+    found = events(send(FakeEngine(fail_after=3), stream=True))
+    assert found[0]["type"] == "message_start" and found[-1]["error"]["type"] == "api_error"
+
+
+def test_the_key_may_be_sent_as_this_api_sends_it() -> None:
+    def status(headers: dict[str, str]) -> httpx.Response:
+        body = {"max_tokens": 5, "messages": [USER]}
+        return ask("POST", PATH, settings={"api_key": ["k1"]}, headers=headers, json=body)
+
+    for sent in ({"x-api-key": "k1"}, {"authorization": "Bearer k1"}):
+        assert status(sent).status_code == 200
+    refused(status({"x-api-key": "k2"}), 401, "authentication_error")
+    refused(status({}), 401, "authentication_error")
