@@ -1,19 +1,12 @@
 """/v1/messages: what goes to the engine, and what comes back, whole and as events."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from ask import ask
 from fake_engine import ANSWER, FakeEngine
-
-from quire.server.messages import answer
-from quire.server.talk import Talk, begin_talk
-from quire.text.parsers import Chain
-from quire.text.parsers.json_calls import HERMES
-from quire.text.parsers.reasoning import QWEN3
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
@@ -133,12 +126,23 @@ def test_why_it_ended(stream: bool) -> None:
     assert ending(stop_sequences=["world", "x"]) == ("stop_sequence", "world")
 
 
-def parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def begin(*args: Any, **kwargs: Any) -> Talk:
-        talk = await begin_talk(*args, **kwargs)
-        return replace(talk, make_parser=lambda: Chain(QWEN3(""), HERMES()))
+TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "run")]
+PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
-    monkeypatch.setattr(answer, "begin_talk", begin)
+
+def parsed(text: str, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The whole answer, and what a stream adds up to."""
+    given = {"settings": PARSERS, "tools": TOOLS, "max_tokens": 400, **body}
+    both = (
+        send(FakeEngine(text), **given).json(),
+        folded(events(send(FakeEngine(text), stream=True, **given))),
+    )
+    for each in both:
+        each["id"] = ""
+        for block in each["content"]:
+            if block["type"] == "tool_use":
+                assert block.pop("id")
+    return both
 
 
 SAID = (
@@ -148,32 +152,42 @@ SAID = (
 )
 
 
-def test_thoughts_and_tools_are_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsing(monkeypatch)
-    streamed = folded(events(send(FakeEngine(SAID), stream=True, max_tokens=400)))
-    found = whole(FakeEngine(SAID), max_tokens=400)
+def test_thoughts_and_tools_are_blocks() -> None:
+    found, streamed = parsed(SAID)
     kinds = [block["type"] for block in found["content"]]
     assert kinds == ["thinking", "text", "tool_use", "tool_use"] and found["stop_reason"] == "tool_use"
     thinking, _, look, run = found["content"]
     assert thinking == {"type": "thinking", "thinking": "Hm, so.", "signature": ""}
     assert (look["name"], look["input"], run["name"], run["input"]) == ("look", {"at": "Żółw"}, "run", {})
-    for each in (streamed, found):
-        each["id"] = look["id"] = run["id"] = ""
-        for block in each["content"]:
-            block["id"] = ""
     assert streamed == found
 
 
-def test_space_between_blocks_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsing(monkeypatch)
+def test_one_call_and_no_thoughts_where_that_is_asked() -> None:
+    choice, thinking = (
+        {"type": "auto", "disable_parallel_tool_use": True},
+        {"type": "adaptive", "display": "omitted"},
+    )
+    for found in parsed(SAID, tool_choice=choice, thinking=thinking):
+        assert [block["type"] for block in found["content"]] == ["text", "tool_use"]
+
+
+def test_a_tool_that_must_be_called() -> None:
+    for found in parsed(
+        '{"at": "a"}', tool_choice={"type": "tool", "name": "look"}, thinking={"type": "disabled"}
+    ):
+        (call,) = found["content"]
+        assert (call["name"], call["input"], found["stop_reason"]) == ("look", {"at": "a"}, "tool_use")
+
+
+def test_space_between_blocks_is_no_block() -> None:
     text = '<think>x</think>\n\n<tool_call>{"name": "run", "arguments": {}}</tool_call>'
-    for found in (whole(FakeEngine(text)), folded(events(send(FakeEngine(text), stream=True)))):
+    for found in parsed(text):
         assert [block["type"] for block in found["content"]] == ["thinking", "tool_use"]
 
 
-def test_a_call_that_breaks_off_has_an_object_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsing(monkeypatch)
-    found = whole(FakeEngine(SAID), max_tokens=SAID.index("Ż"))
+def test_a_call_that_breaks_off_has_an_object_still() -> None:
+    given = {"settings": PARSERS, "tools": TOOLS, "max_tokens": SAID.index("Ż")}
+    found = send(FakeEngine(SAID), **given).json()
     assert found["content"][-1]["input"] == {} and found["stop_reason"] == "max_tokens"
 
 
@@ -255,6 +269,14 @@ def test_fields_reach_the_engine() -> None:
     _, _, params, priority = engine.seen[0]
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.3, 0.9, 5, 7)
     assert (params.min_p, params.max_tokens, priority) == (0.1, 9, 4)
+
+
+def test_thoughts_have_a_budget_where_they_can_be_told() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    for settings, budget in ((PARSERS, 20), ({}, None)):
+        engine = FakeEngine()
+        assert send(engine, settings, thinking=thinking).status_code == 200
+        assert engine.seen[0][2].thinking_token_budget == budget
 
 
 # ---- errors

@@ -13,7 +13,8 @@ from quire.server.talk import begin_talk
 
 
 async def answer_messages(api: Api, body: MessagesBody, request: Request) -> Response:
-    talk = await begin_talk(api, as_chat(body, budgets=False), request, kind="msg")
+    asked = as_chat(body, budgets=api.parsers.reasoning is not None)
+    talk = await begin_talk(api, asked, request, kind="msg")
     return await api.answer(talk.job, MessageEncoder(api, talk), request, stream=bool(body.stream))
 
 

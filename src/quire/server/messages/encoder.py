@@ -3,7 +3,7 @@
 from typing import Any
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.data.pieces import TextPiece
+from quire.data.pieces import Piece
 from quire.server.errors import describe
 from quire.server.generate import Api
 from quire.server.messages.blocks import Blocks, Event, content_of
@@ -43,15 +43,13 @@ class MessageEncoder:
 
     @property
     def text_only(self) -> bool:
-        return not self._talk.parses
+        return True
 
     def encode_text(self, text: str, num_tokens: int) -> bytes:
         self._num_output += num_tokens
-        if not text:
-            return b""
-        if self._blocks.open:
-            return _TEXT_HEAD + quote(text) + b"}}\n\n"
-        return b"".join(map(_named, self._blocks.add(TextPiece(text))))
+        if self._blocks.open and not self._talk.parses:
+            return _TEXT_HEAD + quote(text) + b"}}\n\n" if text else b""
+        return b"".join(map(_named, self._told(self._listener.hear_text(text))))
 
     def finish(self) -> bytes:
         usage = self._usage(self._num_output, self._num_cached)
@@ -69,10 +67,13 @@ class MessageEncoder:
         return {"type": "message_start", "message": message}
 
     def _heard(self, each: CompletionOutput) -> list[Event]:
-        events = [event for piece in self._listener.hear(each) for event in self._blocks.add(piece)]
+        events = self._told(self._listener.hear(each))
         if each.finish_reason is not None:
             self._ending = _ending(each, calls=self._blocks.calls)
         return events
+
+    def _told(self, pieces: list[Piece]) -> list[Event]:
+        return [event for piece in pieces for event in self._blocks.add(piece)]
 
     # ---- a whole answer
 
