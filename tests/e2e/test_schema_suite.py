@@ -1,0 +1,120 @@
+"""JSON schemas of the public test suite, asked of a real server by a model of random weights."""
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from schema_suite import KNOWN, cases, groups, validator
+from serve_process import PATIENCE_S, ServeProcess
+from tiny_text import EOS, TextModel
+from tokenizers import Tokenizer
+
+from quire.data.params import StructuredOutputsParams
+from quire.errors import RequestError
+from quire.grammar import Grammars, Vocabulary
+
+NUM_AT_ONCE = 16
+NUM_ANSWERS = 3
+TOWARDS_THE_END = 5.0
+"""Bias of what closes a text: a model of random weights would go on for as long as it may."""
+
+
+def test_no_grammar_lets_a_wrong_instance_pass(tiny: TextModel) -> None:
+    """But for those that are known. Nothing is sampled: the grammar itself is asked."""
+    tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
+    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,)))
+    compiled, wrong = 0, set()
+    for group in groups():
+        if not isinstance(group.schema, dict):
+            continue
+        asked = StructuredOutputsParams(json=group.schema)
+        try:
+            grammars.compile(asked)
+        except RequestError:
+            continue
+        compiled += 1
+        for instance, valid in group.instances:
+            matcher = grammars.compile(asked).inner
+            text = json.dumps(instance, ensure_ascii=False)
+            token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+            passes = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+            if passes and not valid:
+                wrong.add(group.name)
+    assert compiled >= 200
+    assert wrong == KNOWN.keys()
+
+
+def ask(client: httpx.Client, schema: Any, bias: dict[str, float], way: int) -> httpx.Response:
+    """By one of the ways in which a body can say it."""
+    asked: dict[str, Any] = (
+        {"structured_outputs": {"json": schema, "disable_any_whitespace": True}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"json": json.dumps(schema), "disable_any_whitespace": True}},
+    )[way]
+    body = {"messages": [{"role": "user", "content": "Answer."}], "temperature": 1.5, "n": NUM_ANSWERS}
+    body |= {"max_tokens": 200, "seed": 7, "logit_bias": bias, **asked}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def judge(name: str, schema: Any, reply: httpx.Response) -> Counter[str]:
+    """How its answers went; what must not be fails here."""
+    if reply.status_code == 400:
+        assert reply.json()["error"]["message"], name
+        return Counter(refused=1)
+    assert reply.status_code == 200, f"{name}: {reply.text}"
+    found: Counter[str] = Counter()
+    for choice in reply.json()["choices"]:
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+        assert reason in ("stop", "length"), f"{name}: {reason}: {text!r}"
+        found["cut" if reason == "length" else validate(name, schema, text)] += 1
+    return found
+
+
+def validate(name: str, schema: Any, text: str) -> str:
+    try:
+        wrong = next(validator(schema).iter_errors(json.loads(text)), None)
+    except re.error:  # jsonschema leaves patterns to Python, which has no \p{...}
+        return "unjudged"
+    assert wrong is None, f"{name}: {text!r}: {wrong.message}"
+    return "validated"
+
+
+def ask_all(server: ServeProcess, tiny: TextModel, asked: dict[str, Any]) -> Counter[str]:
+    tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
+    ends = [EOS, *(tokenizer.encode(text, add_special_tokens=False).ids[0] for text in '"]}')]
+    bias = {str(token_id): TOWARDS_THE_END for token_id in ends}
+    with (
+        httpx.Client(base_url=server.url, timeout=2 * PATIENCE_S) as client,
+        ThreadPoolExecutor(NUM_AT_ONCE) as threads,
+    ):
+        replies = [
+            threads.submit(ask, client, schema, bias, number % 3)
+            for number, schema in enumerate(asked.values())
+        ]
+        counts: Counter[str] = Counter()
+        for (name, schema), reply in zip(asked.items(), replies, strict=True):
+            counts += judge(name, schema, reply.result())
+    assert server.health() == 200
+    gauges = server.metrics()
+    assert gauges["num_requests_running"] == gauges["num_requests_waiting"] == 0
+    print(f"{len(asked)} schemas: {dict(counts)}")
+    return counts
+
+
+def test_some_schemas_over_http(server: ServeProcess, tiny: TextModel) -> None:
+    every = list(cases().items())
+    counts = ask_all(server, tiny, dict(every[:: len(every) // 60]))
+    assert counts["refused"] >= 10
+    assert counts["validated"] >= 3 * counts["cut"]
+
+
+@pytest.mark.slow
+def test_all_schemas_over_http(server: ServeProcess, tiny: TextModel) -> None:
+    every = cases()
+    counts = ask_all(server, tiny, every)
+    assert len(every) - counts["refused"] >= 500
+    assert counts["validated"] >= 3 * counts["cut"]
