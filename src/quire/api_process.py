@@ -16,6 +16,7 @@ from quire.config.generation import default_sampling
 from quire.dist.process import adopt, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
+from quire.frontend.embeds import embeds_reader
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.prefixes import PrefixMap
@@ -66,6 +67,7 @@ def make_engine(
         seed=model.seed + index,
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
+        embeds=embeds_reader(config),
         grammars=open_grammars(config, tokenizer),
     )
     named = EngineMetrics(

@@ -28,6 +28,11 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
 
 
+def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
+    """Of prompts that are vectors: as they came, in float32 at most, and in the model's own type."""
+    return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
+
+
 def _widest(facts: ArchFacts) -> int:
     """Numbers of a token that exist side by side in the widest half of a layer."""
     heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim

@@ -23,7 +23,7 @@ from quire.data.pooled_outputs import (
 )
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
-from quire.frontend.beam import BeamSearch, round_params
+from quire.frontend.beam import BeamSearch, round_params, start_of
 from quire.frontend.chat import chat_prompt, pair_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
@@ -313,7 +313,7 @@ class LLM:
         eos_ids = self.llm_engine.inputs.eos_ids
         searches = [
             BeamSearch(
-                prompt.token_ids,
+                start_of(prompt),
                 params,
                 eos_id=eos_ids[0] if eos_ids else None,
                 max_len=self.llm_engine.max_model_len,

@@ -25,7 +25,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
         "enable_lora": (False,),
-        "enable_prompt_embeds": (False,),
         "enable_return_routed_experts": (False,),
         "hf_config_path": (),
         "io_processor_plugin": (),
@@ -70,7 +69,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
-        "prompt_embeds": (),
         "return_assistant_tokens_mask": (False,),
         "return_token_offsets": (False,),
         "routed_experts_prompt_start": (0,),
@@ -81,7 +79,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "mm_processor_kwargs": ({},),
         "multi_modal_data": ({},),
         "multi_modal_uuids": ({},),
-        "prompt_embeds": (),
     },
     "sampling field": {
         "routed_experts_prompt_start": (0,),

@@ -23,7 +23,7 @@ SHARED_FLAGS = (
     *("--hf-overrides", json.dumps({"max_position_embeddings": LONGEST})),
     *("--num-gpu-blocks-override", "8192", "--block-size", "16"),
     *("--served-model-name", "tiny", "also-tiny"),
-    *("--disable-uvicorn-access-log",),
+    *("--disable-uvicorn-access-log", "--enable-prompt-embeds"),
 )
 """A context far longer than the tests need, so that a stream can be made to last."""
 

@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "dict without keys": ({"text": "a"}, r"needs 'prompt' \(text\) or 'prompt_token_ids'; it has \['text'\]"),
     "ids of a wrong type": ({"prompt_token_ids": "abc"}, "must be a list of integers, got str"),
     "media": ({"prompt": "a", "multi_modal_data": {"image": 1}}, "`multi_modal_data` is not supported yet"),
-    "embeddings": ({"prompt_embeds": [1.0]}, "`prompt_embeds` is not supported yet"),
+    "embeddings": ({"prompt_embeds": [1.0]}, "You must set `--enable-prompt-embeds`"),
     "empty salt": ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
     "half a surrogate pair": ("\ud800", "."),
 }

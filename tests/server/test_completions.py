@@ -100,7 +100,7 @@ def test_return_token_ids_and_prompt_logprobs_per_choice() -> None:
         ({"prompt": ["a"] * 1025}, "prompt", "exceeds the maximum allowed count of 1024"),
         ({"prompt": [999]}, "prompt", "Token id 999 is out of vocabulary"),
         ({"suffix": "x"}, "suffix", "suffix is not currently supported"),
-        ({"prompt_embeds": "x"}, "prompt_embeds", "not supported"),
+        ({"prompt_embeds": "x"}, "prompt_embeds", "You must set `--enable-prompt-embeds`"),
         ({"best_of": 3}, "best_of", "may be 1 or n (1), not 3"),
         (
             {"logprobs": 21},

@@ -32,6 +32,8 @@ class Batch:
     seq_lens_host: NDArray[np.int32]
     token_types: Tensor | None = None
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
+    embeds: tuple[Tensor, Tensor] | None = None
+    """[K] int64, tokens of which there are vectors in place of ids, and [K, hidden] those vectors"""
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""

@@ -98,6 +98,8 @@ class ModelSection:
     """What `logprobs` holds: before or after penalties and temperature, normalised or not."""
     enable_sleep_mode: bool = False
     """Allow the engine to be put to sleep, its memory given back, and to be woken up."""
+    enable_prompt_embeds: bool = False
+    """Let requests bring their prompts as vectors (`prompt_embeds`), in place of texts or token ids."""
     enforce_eager: bool = False
     """Never capture CUDA graphs, nor tapes on a CPU."""
     served_model_name: tuple[str, ...]

@@ -15,6 +15,7 @@ from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
+from quire.frontend.embeds import embeds_reader
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
@@ -41,6 +42,7 @@ class LocalEngine:
             seed=config.model.seed,
             max_prompt_len=config.scheduler.max_prompt_len,
             pooling=config.pooling,
+            embeds=embeds_reader(config),
             grammars=grammars,
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.embeds import Embeds
 from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.stats import StepStats
@@ -45,6 +46,8 @@ class Admission(msgspec.Struct):
     """The request's own random stream; every sample is a function of (seed, position)."""
     stop_ids: tuple[int, ...] = ()
     """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
+    embeds: Embeds | None = None
+    """The prompt as vectors, in place of its token ids."""
     pooling: PoolingParams | None = None
     """Instead of a new token, what the request wants of its hidden states."""
 

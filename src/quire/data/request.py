@@ -2,6 +2,7 @@
 
 import msgspec
 
+from quire.data.embeds import Embeds
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 
@@ -24,6 +25,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     arrived_at: float = 0.0
     """Wall clock, at the front."""
     cache_salt: str | None = None
+    embeds: Embeds | None = None
+    """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
     pooling: PoolingParams | None = None
     """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
 

@@ -5,6 +5,8 @@ import math
 
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
 
 
 def round_params(params: BeamSearchParams) -> SamplingParams:
@@ -17,6 +19,13 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
         ignore_eos=True,
         detokenize=False,
     )
+
+
+def start_of(prompt: Prompt) -> list[int]:
+    """Where the beams begin: each round sends token ids."""
+    if prompt.embeds is not None:
+        raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
+    return prompt.token_ids
 
 
 class BeamSearch:

@@ -233,8 +233,9 @@ class AsyncEngine:
             flight.lost_at = flight.lost_at or time.monotonic()
             return
         first, answer = flight.requests[0], flight.answer
+        tokens = first.tokens if first.embeds is None else first.embeds.marks()
         place = self._router.place(
-            id, first.tokens, among=among, extra=first.cache_salt, num_sequences=len(flight.requests)
+            id, tokens, among=among, extra=first.cache_salt, num_sequences=len(flight.requests)
         )
         link = flight.link = self._links[place]
         put_text = answer.put_text if answer is not None and answer.takes_text else None

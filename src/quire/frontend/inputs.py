@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from quire.config.pooling import PoolingFacts
+from quire.data.embeds import Embeds
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
+from quire.frontend.embeds import EmbedsReader
 from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.grammar import Grammars
@@ -46,7 +48,16 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as vectors, in a dict."""
+
+    prompt_embeds: Any
+    """A tensor [tokens, hidden size]; `Any`, because nothing here knows torch."""
+    prompt: str
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 @dataclass(slots=True)
@@ -58,6 +69,8 @@ class Prompt:
     cache_salt: str | None = None
     second_start: int | None = None
     """Where the second of two texts begins, for models that tell them apart."""
+    embeds: Embeds | None = None
+    """In place of token ids, which are zeros then."""
 
 
 class InputProcessor:
@@ -76,6 +89,7 @@ class InputProcessor:
         max_prompt_len: int | None = None,
         pooling: PoolingFacts | None = None,
         grammars: Grammars | None = None,
+        embeds: EmbedsReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -85,6 +99,8 @@ class InputProcessor:
         self.pooling = pooling
         """None for an engine that generates."""
         self.grammars = grammars
+        self.embeds = embeds
+        """None where prompts may not be vectors."""
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -112,6 +128,12 @@ class InputProcessor:
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
         ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if prompt.get("prompt_embeds") is not None:
+            if ids is not None:
+                raise RequestError(
+                    "prompt_token_ids beside prompt_embeds are not supported", param="prompt_token_ids"
+                )
+            return self._from_embeds(prompt["prompt_embeds"], text, salt)
         if ids is not None:
             if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
                 raise RequestError(
@@ -141,6 +163,16 @@ class InputProcessor:
             Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt)
         )
 
+    def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
+        if self.pooling is not None:
+            raise RequestError("prompt_embeds are for models that generate", param="prompt_embeds")
+        if self.embeds is None:
+            raise RequestError(
+                "You must set `--enable-prompt-embeds` to input `prompt_embeds`", param="prompt_embeds"
+            )
+        embeds = self.embeds.read(given, self._check_len)
+        return Prompt([0] * len(embeds), text, salt, embeds=embeds)
+
     def parse_pair(self, first: str, second: str) -> Prompt:
         """Two texts as one prompt, in the way of the model's tokenizer."""
         if self.tokenizer is None:
@@ -158,17 +190,7 @@ class InputProcessor:
 
     def _checked(self, prompt: Prompt) -> Prompt:
         ids = prompt.token_ids
-        if not ids:
-            raise RequestError("The decoder prompt cannot be empty", param="prompt")
-        if len(ids) > self.max_model_len - (self.pooling is None):
-            raise self._too_long(len(ids))
-        if self.max_prompt_len is not None and len(ids) > self.max_prompt_len:
-            raise RequestError(
-                f"Your prompt contains {len(ids)} input tokens, and with chunked prefill off a step holds at "
-                f"most {self.max_prompt_len}. Please reduce the length of the input prompt or turn "
-                "enable_chunked_prefill on.",
-                param="input_tokens",
-            )
+        self._check_len(len(ids))
         if {*map(type, ids)} != {int}:
             ids = prompt.token_ids = [self._as_int(id) for id in ids]
         for id in (min(ids), max(ids)):
@@ -178,6 +200,19 @@ class InputProcessor:
                     param="prompt",
                 )
         return prompt
+
+    def _check_len(self, num_tokens: int) -> None:
+        if not num_tokens:
+            raise RequestError("The decoder prompt cannot be empty", param="prompt")
+        if num_tokens > self.max_model_len - (self.pooling is None):
+            raise self._too_long(num_tokens)
+        if self.max_prompt_len is not None and num_tokens > self.max_prompt_len:
+            raise RequestError(
+                f"Your prompt contains {num_tokens} input tokens, and with chunked prefill off a step holds "
+                f"at most {self.max_prompt_len}. Please reduce the length of the input prompt or turn "
+                "enable_chunked_prefill on.",
+                param="input_tokens",
+            )
 
     def _as_int(self, id: Any) -> int:
         if isinstance(id, bool) or not hasattr(id, "__index__"):
@@ -208,6 +243,10 @@ class InputProcessor:
         """One Request per sequence asked for; the engine finds out by itself that they share a prompt."""
         if self.pooling is not None:
             raise RequestError(GENERATES_NOT)
+        if prompt.embeds is not None and params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not compatible with prompt embeds.", param="prompt_logprobs"
+            )
         params = self._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived_at = time.time() if arrived_at is None else arrived_at
@@ -232,6 +271,7 @@ class InputProcessor:
                     priority=priority,
                     arrived_at=arrived_at,
                     cache_salt=prompt.cache_salt,
+                    embeds=prompt.embeds,
                 )
             )
         return children

@@ -193,7 +193,7 @@ class OutputProcessor:
         if params.detokenize and self.tokenizer is not None:
             detokenizer = Detokenizer(
                 self.tokenizer,
-                request.tokens,
+                request.tokens if request.embeds is None else (),
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stop=params.stop or (),

@@ -81,6 +81,9 @@ class Decoder(nn.Module):
         assert self.embed is not None, "only the first stage reads tokens"
         x: Tensor = self.embed(batch.token_ids)
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
+        if batch.embeds is not None:
+            tokens, vectors = batch.embeds
+            x.index_copy_(0, tokens, vectors.to(x.dtype))
         return x, None if self.positions is None else self.positions(batch.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:

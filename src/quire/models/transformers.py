@@ -75,13 +75,21 @@ class Transformers(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """[T, hidden], after the final norm."""
         out = self.body(
-            input_ids=batch.token_ids[None],
+            **self._inputs(batch),
             position_ids=batch.positions[None],
             use_cache=False,
             quire_step=Step(batch, self.scope.ops.rotate_and_write),
         )
         hidden: Tensor = out[0][0]
         return hidden
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        if batch.embeds is None:
+            return {"input_ids": batch.token_ids[None]}
+        body: Any = self.body
+        x: Tensor = body.get_input_embeddings()(batch.token_ids)
+        tokens, vectors = batch.embeds
+        return {"inputs_embeds": x.index_copy(0, tokens, vectors.to(x.dtype))[None]}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]."""

@@ -103,5 +103,6 @@ class Admitter:
             params=request.params,
             seed=request.seed,
             stop_ids=request.held_ids,
+            embeds=request.embeds,
             pooling=request.pooling,
         )

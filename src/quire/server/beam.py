@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
-from quire.frontend.beam import BeamSearch, round_params
+from quire.frontend.beam import BeamSearch, round_params, start_of
 from quire.frontend.inputs import Prompt
 from quire.server.engine import Engine, Outputs
 
@@ -25,7 +25,7 @@ async def beam_search(
 ) -> RequestOutput:
     eos_ids = engine.inputs.eos_ids
     search = BeamSearch(
-        prompt.token_ids, params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
+        start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
     )
     step = round_params(params)
     step.output_kind = RequestOutputKind.FINAL_ONLY

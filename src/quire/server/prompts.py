@@ -20,6 +20,12 @@ PoolingInput = str | list[int] | tuple[str, str]
 _LONG = 16384
 """More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
 _RENDER_S = 1.0
+_NOT_OF_EMBEDS = {
+    "echo": "Echo is unsupported with prompt embeds.",
+    "truncate_prompt_tokens": "truncate_prompt_tokens is unsupported with prompt embeds.",
+    "use_beam_search": "Beam search is unsupported with prompt embeds.",
+}
+"""Fields that need the tokens of a prompt."""
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -40,12 +46,11 @@ class PromptReader:
         self._unbounded.max_prompt_len = None
 
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
-        if body.prompt in (None, ""):
+        given = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
+        if not given:
             raise RequestError(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
             )
-        assert body.prompt is not None
-        given = each_of(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise RequestError(
                 f"prompt list length {len(given)} exceeds the maximum allowed count of {MAX_PROMPTS}",
@@ -63,7 +68,7 @@ class PromptReader:
             found = [inputs.parse(each, add_special_tokens=body.add_special_tokens) for each in given]
             return [self._fitted(prompt, body, body.max_tokens or 16) for prompt in found]
 
-        return await off_loop(sum(map(len, given)), read)
+        return await off_loop(sum(map(_num_chars, given)), read)
 
     async def of_chat(self, body: Any, max_tokens: int | None) -> Prompt:
         def read() -> Prompt:
@@ -167,6 +172,17 @@ class PromptReader:
         checked = self._inputs.parse({"prompt_token_ids": prompt.token_ids, "prompt": prompt.text})
         checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
         return checked
+
+
+def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:
+    """The prompts of a body that are vectors."""
+    if not body.prompt_embeds:
+        return []
+    for name, why in _NOT_OF_EMBEDS.items():
+        if getattr(body, name):
+            raise RequestError(why, param=name)
+    several = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    return [{"prompt_embeds": each} for each in several]
 
 
 def each_of(given: Prompts) -> list[Any]:

@@ -177,7 +177,10 @@ class CompletionBody(GenerateBody):
     logprobs: int | None = _told(-1, None, "Best tokens at each position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
     suffix: str | None = _doc("Not supported.")
-    prompt_embeds: Unbuilt | None = _doc("Not supported yet.")
+    prompt_embeds: str | Annotated[list[str], _SOME] | None = _doc(
+        "Prompts as vectors: base64 of a tensor [tokens, hidden size] that torch.save has written, or"
+        " several. Needs --enable-prompt-embeds. Their choices stand before those of `prompt`."
+    )
 
 
 class TokenizeText(Body):

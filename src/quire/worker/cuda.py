@@ -166,11 +166,12 @@ class Cuda:
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
-        graph = self.graphs.find(plan)
+        embeds = self.model.embeds(plan, all_rows, self.device)
+        graph = self.graphs.find(plan) if embeds is None else None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
         if graph is None:
-            return self._eager(plan, all_rows, places, ids)
+            return self._eager(plan, all_rows, places, ids, embeds)
         return self._replay(graph, plan, all_rows, places, ids)
 
     def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
@@ -188,14 +189,21 @@ class Cuda:
 
         return self.model.step(run, None if graph.before is None else graph.before[:, :count])
 
-    def _eager(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
+    def _eager(
+        self,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None,
+    ) -> Step:
         sizes = sizes_of(plan, len(ids), len(self.block_tables))
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
-        batch.before = self.model.room(plan.total_tokens)
+        batch.before, batch.embeds = self.model.room(plan.total_tokens), embeds
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 

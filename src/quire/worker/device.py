@@ -18,6 +18,7 @@ from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
+from quire.worker.embeds import take_embeds
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
@@ -153,6 +154,12 @@ class Model:
         """For what the stage before makes of so many tokens; None if there is none."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
+    def embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """See `Batch.embeds`; None, too, in a stage that reads no tokens."""
+        if self.link is not None and not self.link.is_first:
+            return None
+        return take_embeds(plan, all_rows, device)
+
     def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
         return Step(run) if self.link is None else Step(run, before, self.link.receive)
 
@@ -160,6 +167,8 @@ class Model:
         """[T, hidden], or what is to be passed on."""
         for group in batch.groups:
             self.attention.plan(group)
+        if batch.embeds is not None:
+            batch.token_ids = batch.token_ids.clamp(min=0)
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
         return self.forward(batch)

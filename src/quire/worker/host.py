@@ -77,12 +77,13 @@ class Host:
         if not len(plan.rows):
             return self._idle(plan)
         num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
-        taped = plan.is_decode and num_rows <= self._max_taped
+        embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
+        taped = plan.is_decode and num_rows <= self._max_taped and embeds is None
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
-
+        batch.embeds = embeds
         self._make_room(batch, plan)
 
         in_passing = not len(plan.confined)  # what those may sample is known later

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.embeds import Embeds
 from quire.data.plan import Admission, Ints, StepPlan
 from quire.sampling.rows import SamplingRows
 
@@ -37,6 +38,8 @@ class Rows:
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
         """What the last plan changed in `block_tables`: places in the flat tables, and block ids."""
+        self.embeds: dict[int, Embeds] = {}
+        """By row: prompts that came as vectors, and are not computed yet."""
         self.version = 0
         """Counts the plans by which a row got a request."""
 
@@ -45,6 +48,7 @@ class Rows:
         self.block_changes = []
         for row in plan.released:
             self.sampling.release(row)
+            self.embeds.pop(row, None)
         self.version += bool(plan.admitted)
         for admission in plan.admitted:
             self._admit(admission, plan.step)
@@ -55,6 +59,9 @@ class Rows:
     def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
         self.tokens[row, :length] = new.token_ids
+        if new.embeds is not None:
+            self.tokens[row, : len(new.embeds)] = -1  # no token that a penalty could count
+            self.embeds[row] = new.embeds
         self.num_tokens[row] = self.num_known[row] = length
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed

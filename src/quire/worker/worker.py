@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
-from quire.capacity import CacheSize, human, size_cache
+from quire.capacity import CacheSize, embeds_bytes, human, size_cache
 from quire.comm.dispatch import open_dispatch
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
@@ -168,6 +169,10 @@ class Worker:
         else:
             device, sampler = self._generator(all_rows)
             self._needs = device.needs(config, weights, sampler)
+            if config.model.enable_prompt_embeds:
+                num_tokens = config.scheduler.max_num_batched_tokens
+                extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
+                self._needs = replace(self._needs, activations=self._needs.activations + extra)
         return self._cache_size(self._needs)
 
     def allocate(self, size: CacheSize) -> None:

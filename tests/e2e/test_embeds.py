@@ -1,0 +1,75 @@
+"""Prompts as vectors over HTTP: what they say, and what hostile ones do."""
+
+import base64
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import torch
+from saved import saved, sent
+from serve_process import LONGEST, ServeProcess, eventually
+from tiny_text import TextModel
+
+IDS = [1, 40, 300, 77, 310, 90, 5, 17, 201]
+
+
+def vectors(tiny: TextModel, ids: list[int] = IDS) -> torch.Tensor:
+    found: torch.Tensor = tiny.hf.get_input_embeddings()(torch.tensor(ids)).detach()
+    return found
+
+
+def complete(server: ServeProcess, **body: Any) -> httpx.Response:
+    asked = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    return server.client.post("/v1/completions", json=asked | body)
+
+
+def test_vectors_say_what_their_tokens_say(server: ServeProcess, tiny: TextModel) -> None:
+    """Alone, several, beside a prompt, streamed, and in a crowd."""
+    expected = tiny.greedy(IDS, 12)
+    given = sent(vectors(tiny))
+    (alone,) = complete(server, prompt_embeds=given).json()["choices"]
+    assert alone["token_ids"] == expected and alone["prompt_token_ids"] == [0] * len(IDS)
+    answer = complete(server, prompt_embeds=[given, given], prompt=IDS[:4]).json()
+    assert [each["index"] for each in answer["choices"]] == list(range(3))
+    said = [each["token_ids"] for each in answer["choices"]]
+    assert said == [expected, expected, tiny.greedy(IDS[:4], 12)]
+    assert answer["usage"]["prompt_tokens"] == 2 * len(IDS) + 4
+    streamed = complete(server, prompt_embeds=given, stream=True, return_token_ids=False)
+    assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+    bodies: list[dict[str, Any]] = [{"prompt_embeds": given}, {"prompt": IDS}] * 8
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda body: complete(server, **body), bodies):
+            assert found.json()["choices"][0]["token_ids"] == expected
+
+
+def test_hostile_bodies_are_refused_and_leave_nothing(server: ServeProcess, tiny: TextModel) -> None:
+    good = vectors(tiny)
+    hidden = good.shape[1]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"prompt_embeds": "%%%"}, "is not base64"),
+        ({"prompt_embeds": ["", sent(good)]}, "torch.save"),
+        ({"prompt_embeds": base64.b64encode(saved(good)[:-30]).decode()}, "torch.save"),
+        ({"prompt_embeds": sent({"a": good})}, "torch.save"),
+        ({"prompt_embeds": sent(good[0])}, "has the shape"),
+        ({"prompt_embeds": sent(good[:, 1:])}, f"the hidden size is {hidden}"),
+        ({"prompt_embeds": sent(good.long())}, "must be of float32"),
+        ({"prompt_embeds": sent(good / 0)}, "not finite"),
+        ({"prompt_embeds": sent(torch.zeros(1).expand(LONGEST + 1, hidden))}, "maximum context length"),
+        ({"prompt_embeds": sent(good), "echo": True}, "Echo is unsupported with prompt embeds."),
+        ({"prompt_embeds": sent(good), "prompt_logprobs": 1}, "not compatible with prompt embeds"),
+        ({"prompt_embeds": sent(good), "truncate_prompt_tokens": 3}, "unsupported with prompt embeds"),
+        ({"prompt_embeds": sent(good), "use_beam_search": True, "n": 2}, "Beam search is unsupported"),
+        ({"prompt_embeds": [sent(good)] * 1025}, "exceeds the maximum allowed count"),
+        ({"prompt_embeds": [sent(good), 3]}, "valid string"),
+        ({"prompt_embeds": []}, "at least 1 item"),
+        ({"prompt_embeds": ""}, "Either prompt or prompt_embeds must be provided"),
+    ]
+    for body, words in refused:
+        answer = complete(server, **body)
+        assert answer.status_code == 400 and words in answer.text, (words, answer.text)
+    content = [{"type": "prompt_embeds", "data": sent(good)}]
+    chat = server.client.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]}
+    )
+    assert chat.status_code == 400, chat.text
+    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
