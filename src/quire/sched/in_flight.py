@@ -40,6 +40,17 @@ class Flight:
         alive: NDArray[np.bool_] = running.admission[self.rows] == self.admissions
         return alive
 
+    def count(self, running: Running, sampled: RowIds, pooled: RowIds) -> StepStats:
+        """What the step was, before its values are filled in."""
+        stats = self.notes.stats
+        first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
+        if len(first):
+            stats.num_prompt_tokens = int(running.prompt_len[first].sum())
+            stats.num_cached_tokens = int(running.num_cached[first].sum())
+        stats.num_computed_tokens = self.plan.total_tokens
+        stats.num_sampled_tokens = len(sampled)
+        return stats
+
     def landed(self, running: Running, result: StepResult) -> "Landed":
         """The result, without the rows whose requests ended meanwhile."""
         rows, alive = self.rows, self.alive(running)

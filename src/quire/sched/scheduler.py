@@ -26,7 +26,6 @@ from quire.data.plan import (
     Verdict,
 )
 from quire.data.request import Request
-from quire.data.stats import StepStats
 from quire.sched.admission import Admitter
 from quire.sched.constraints import Constraints, Grammars
 from quire.sched.in_flight import Flight, Landed, Notes
@@ -212,7 +211,7 @@ class Scheduler:
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         landed = flight.landed(running, result)
         sampled, result = landed.sampled, landed.result
-        stats = self._count(flight, sampled, np.array([*result.pooled], np.intp))
+        stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
         running.fill(sampled, result.token_ids)
         ended = self.constraints.advance(running, sampled, result.token_ids)
         output = StepOutput(
@@ -293,16 +292,6 @@ class Scheduler:
             request.num_prompt_logprobs += len(new)
             fresh[request.id] = new
         return fresh
-
-    def _count(self, flight: Flight, sampled: RowIds, pooled: RowIds) -> StepStats:
-        stats, running = flight.notes.stats, self.running
-        first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
-        if len(first):
-            stats.num_prompt_tokens = int(running.prompt_len[first].sum())
-            stats.num_cached_tokens = int(running.num_cached[first].sum())
-        stats.num_computed_tokens = flight.plan.total_tokens
-        stats.num_sampled_tokens = len(sampled)
-        return stats
 
     def reset_prefix_cache(self) -> bool:
         return self.kv.pool.reset()
