@@ -153,6 +153,19 @@ def test_times_and_cached_tokens(tokenizer: Tokenizer) -> None:
     assert (ended.num_prompt_tokens, ended.num_output_tokens, ended.num_cached) == (2, 3, 16)
 
 
+def test_shares_and_preemptions_add_up_whoever_ends_the_request(tokenizer: Tokenizer) -> None:
+    """A stop string is met here, and the core knows nothing of it."""
+    outputs = expecting(tokenizer, n=2, stop="*")
+    (star,) = tokenizer.encode("*", add_special_tokens=False)
+    outputs.process(step({}, shares={"0_a": 0.5}))
+    outputs.process(step({"0_a": star, "1_a": 50}, shares={"0_a": 0.25, "1_a": 1.0}, resumed={"1_a": 2.0}))
+    last = outputs.process(step({"1_a": star}, shares={"1_a": 1.0}, resumed={"1_a": 3.0, "gone": 1.0}))
+    times = last.outputs[0].metrics
+    assert times is not None and last.outputs[0].finished
+    assert (times.step_share_s, times.preempted_s, times.num_preemptions) == (2.75, 5.0, 2)
+    assert times.latency > 0
+
+
 def test_an_abort_gives_out_what_was_held_back(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, stop="a very long stop string", output_kind=DELTA)
     (star,) = tokenizer.encode("*", add_special_tokens=False)

@@ -168,12 +168,13 @@ class FakeEngine:
         *,
         priority: int = 0,
         rank: int | None = None,
+        timed: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
-        requests = self.inputs.requests(engine_id, prompt, params, priority=priority)
+        requests = self.inputs.requests(engine_id, prompt, params, priority=priority, timed=timed)
         self.seen.append((request_id, prompt, params, priority))
         return self._stream(engine_id, prompt, requests)
 
@@ -210,6 +211,8 @@ class FakeEngine:
             request.tokens = [*request.tokens, token]
             step.request_ids.append(request.id)
             step.token_ids.append(token)
+            if request.timed:
+                step.shares[request.id] = 0.001
             if position == 0:
                 step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
                 self._add_prompt_logprobs(step, request)

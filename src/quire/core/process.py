@@ -228,7 +228,8 @@ class CoreServer:
 
 def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:
     """The step as each client sees it. With one client that is the step itself."""
-    clients = {client_of[id] for id in [*step.request_ids, *step.finished, *step.admitted] if id in client_of}
+    concerned = [*step.request_ids, *step.finished, *step.admitted, *step.resumed, *step.shares]
+    clients = {client_of[id] for id in concerned if id in client_of}
     if len(clients) == 1:
         return {clients.pop(): step}
     parts = {client: StepOutput([], [], stats=step.stats, at=step.at) for client in clients}
@@ -236,7 +237,7 @@ def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes
         part = parts[client_of[id]]
         part.request_ids.append(id)
         part.token_ids.append(token_id)
-    for name in ("finished", "logprobs", "prompt_logprobs", "pooled", "admitted"):
+    for name in ("finished", "logprobs", "prompt_logprobs", "pooled", "admitted", "resumed", "shares"):
         for id, value in getattr(step, name).items():
             getattr(parts[client_of[id]], name)[id] = value
     return parts

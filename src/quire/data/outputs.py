@@ -107,6 +107,13 @@ class RequestStateStats:
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
     is_corrupted: bool = False
+    latency: float = 0.0
+    """Seconds from arrival to the end."""
+    preempted_s: float = 0.0
+    """Of all sequences together, as are the next two."""
+    num_preemptions: int = 0
+    step_share_s: float = 0.0
+    """What its tokens took of the steps; 0 unless it was asked for."""
 
 
 @dataclass

@@ -154,7 +154,7 @@ class FirstRun(msgspec.Struct):
     scheduled_at: float
 
 
-class StepOutput(msgspec.Struct):
+class StepOutput(msgspec.Struct, omit_defaults=True):
     """What a step means to the requests, in columns: `token_ids[i]` is the new token of `request_ids[i]`."""
 
     request_ids: list[str]
@@ -166,6 +166,10 @@ class StepOutput(msgspec.Struct):
     """What came of the prompts of a pooling model; each such request is among `finished`."""
     admitted: dict[str, FirstRun] = {}
     """Requests that ran for the first time."""
+    resumed: dict[str, float] = {}
+    """Requests that were preempted and run again: the seconds that they were away."""
+    shares: dict[str, float] = {}
+    """Of requests that are timed: the seconds of this step that their tokens took, of all its tokens."""
     at: float = 0.0
     """When the step ended, monotonic."""
     stats: StepStats = msgspec.field(default_factory=StepStats)

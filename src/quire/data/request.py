@@ -25,6 +25,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     arrived_at: float = 0.0
     """Wall clock, at the front."""
     cache_salt: str | None = None
+    timed: bool = False
+    """Whether its share of every step is told."""
     embeds: Embeds | None = None
     """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
     pooling: PoolingParams | None = None
@@ -33,6 +35,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     # What follows belongs to the scheduler.
     row: int = -1
     num_preemptions: int = 0
+    preempted_at: float = 0.0
+    """Monotonic; 0 unless it waits to come back."""
     has_run: bool = False
     num_cached: int = 0
     """Prompt tokens that the prefix cache held when it first ran."""

@@ -29,12 +29,17 @@ class StepStats(msgspec.Struct):
 
 @dataclass(slots=True)
 class Timeline:
-    """When a sequence passed its stations, monotonic seconds; 0.0 where it never came."""
+    """When a sequence passed its stations, monotonic seconds; 0.0 where it never came. How long it had to
+    make way, and what it took of the steps."""
 
     queued_at: float = 0.0
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    preempted_s: float = 0.0
+    num_preemptions: int = 0
+    step_share_s: float = 0.0
+    """Of a sequence that is timed."""
 
 
 @dataclass(slots=True)

@@ -186,12 +186,15 @@ class AsyncEngine:
         priority: int = 0,
         rank: int | None = None,
         max_logprobs: int | None = None,
+        timed: bool = False,
     ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
-        it goes to that core and no other."""
+        it goes to that core and no other; `timed`, its share of the steps is counted."""
         self._check_any()
         id = self._internal_id(request_id, rank)
-        requests = self.inputs.requests(id, prompt, params, priority=priority, max_logprobs=max_logprobs)
+        requests = self.inputs.requests(
+            id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed
+        )
         return self._answer(id, _Flight(prompt, requests, rank))
 
     def encode(
@@ -309,6 +312,7 @@ class AsyncEngine:
                 continue
             if output.finished:
                 self._pop(output.request_id)
+                self._live.ended(output)
             answer.put(output)
 
     def on_death(self, link: CoreLink) -> None:

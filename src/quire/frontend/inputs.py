@@ -239,6 +239,7 @@ class InputProcessor:
         priority: int = 0,
         arrived_at: float | None = None,
         max_logprobs: int | None = None,
+        timed: bool = False,
     ) -> list[Request]:
         """One Request per sequence asked for; the engine finds out by itself that they share a prompt."""
         if self.pooling is not None:
@@ -272,6 +273,7 @@ class InputProcessor:
                     arrived_at=arrived_at,
                     cache_salt=prompt.cache_salt,
                     embeds=prompt.embeds,
+                    timed=timed,
                 )
             )
         return children

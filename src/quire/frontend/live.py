@@ -1,32 +1,55 @@
 """LiveView: the last moments of the engine, for people who watch it."""
 
 import base64
+import heapq
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from quire.data.outputs import RequestStateStats
+from quire.data.timeline import RequestTimeline
 from quire.errors import EngineError
 
 WINDOW = 1000
 """Observations that the percentiles are taken over."""
 
 
+RECENT, SLOWEST = 500, 6
+"""Requests that are remembered, and those of them that are shown."""
+
+
+class _Ended(NamedTuple):
+    latency_s: float
+    id: str
+    num_prompt: int
+    num_cached: int
+    stats: RequestStateStats
+
+
 class LiveView:
-    """The last moments: rates, percentiles, and a picture of the blocks."""
+    """The last moments: rates, percentiles, the slowest requests, and a picture of the blocks."""
 
     def __init__(self) -> None:
         self._first: deque[float] = deque(maxlen=WINDOW)
         self._between: deque[float] = deque(maxlen=WINDOW)
         self._counts: deque[tuple[float, float, float]] = deque(maxlen=12)
+        self._ended: deque[_Ended] = deque(maxlen=RECENT)
         self._map = b""
         self._fetching = False
 
     def add(self, first_token_s: list[float], between_tokens_s: list[float]) -> None:
         self._first.extend(first_token_s)
         self._between.extend(between_tokens_s)
+
+    def ended(self, output: Any) -> None:
+        """A request is done; those of a pooling model bring no times."""
+        if (stats := getattr(output, "metrics", None)) is not None:
+            num_prompt, num_cached = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
+            self._ended.append(_Ended(stats.latency, output.request_id, num_prompt, num_cached, stats))
 
     async def fetch_map(self, call: Callable[[str], Awaitable[bytes]]) -> None:
         if self._fetching:
@@ -39,6 +62,11 @@ class LiveView:
         finally:
             self._fetching = False
 
+    def _slowest(self) -> list[dict[str, Any]]:
+        """Of the last requests, the slowest first."""
+        found = heapq.nlargest(SLOWEST, self._ended, key=lambda ended: ended.latency_s)
+        return [_told(ended) for ended in found]
+
     def view(self, num_prompt: float, num_generated: float) -> dict[str, Any]:
         self._counts.append((time.monotonic(), num_prompt, num_generated))
         since, prompt, generated = self._counts[0]
@@ -48,8 +76,15 @@ class LiveView:
             "generation_tok_s": (num_generated - generated) / elapsed,
             "ttft_ms": _percentiles(self._first),
             "itl_ms": _percentiles(self._between),
+            "slowest": self._slowest(),
             "blocks": base64.b64encode(self._map).decode(),
         }
+
+
+def _told(ended: _Ended) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(RequestTimeline.of(ended.stats, ended.num_cached))
+    num_output = ended.stats.num_generation_tokens
+    return told | {"id": ended.id, "prompt_tokens": ended.num_prompt, "completion_tokens": num_output}
 
 
 def _percentiles(seconds: deque[float]) -> dict[str, float]:

@@ -232,6 +232,13 @@ class OutputProcessor:
             if (sequence := sequences.get(id)) is not None:
                 sequence.num_cached = run.num_cached
                 sequence.times.queued_at, sequence.times.scheduled_at = run.queued_at, run.scheduled_at
+        for id, seconds in step.resumed.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.times.preempted_s += seconds
+                sequence.times.num_preemptions += 1
+        for id, seconds in step.shares.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.times.step_share_s += seconds
         for id, positions in step.prompt_logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 self._add_prompt_logprobs(sequence.parent, positions)
@@ -429,13 +436,17 @@ def _facts(sequence: _Sequence, finish: Finish) -> FinishedSequence:
 
 
 def _stats(parent: _Parent) -> RequestStateStats:
-    first = parent.sequences[0].times
+    first, times = parent.sequences[0].times, [sequence.times for sequence in parent.sequences]
     return RequestStateStats(
         num_generation_tokens=sum(len(sequence.token_ids) for sequence in parent.sequences),
         arrival_time=parent.arrived_at,
         queued_ts=first.queued_at,
         scheduled_ts=first.scheduled_at,
         first_token_ts=first.first_token_at,
-        last_token_ts=max(sequence.times.last_token_at for sequence in parent.sequences),
+        last_token_ts=max(each.last_token_at for each in times),
         first_token_latency=max(first.first_token_at - first.queued_at, 0.0),
+        latency=time.time() - parent.arrived_at,
+        preempted_s=sum(each.preempted_s for each in times),
+        num_preemptions=sum(each.num_preemptions for each in times),
+        step_share_s=sum(each.step_share_s for each in times),
     )

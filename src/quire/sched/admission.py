@@ -90,6 +90,9 @@ class Admitter:
             notes.admitted[request.id] = FirstRun(num_computed, request.queued_at, time.monotonic())
             notes.stats.prefix_queries += request.prompt_len if self.kv.may_share(request) else 0
             notes.stats.prefix_hits += num_computed
+        elif request.preempted_at:
+            notes.resumed[request.id] = time.monotonic() - request.preempted_at
+            request.preempted_at = 0.0
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hit, num_computed + chunk)
         self.kv.index(self.running, np.array([row]), np.array([num_computed + chunk]))

@@ -1,5 +1,6 @@
 """Steps whose results are outstanding."""
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ class Notes:
 
     released: list[int] = field(default_factory=list)
     admitted: dict[str, FirstRun] = field(default_factory=dict)
+    resumed: dict[str, float] = field(default_factory=dict)
     stats: StepStats = field(default_factory=StepStats)
 
 
@@ -34,6 +36,7 @@ class Flight:
     """Whom each row was for: `Running.admission` at the time."""
     indexed: list[Block]
     """Blocks that became findable with it."""
+    made_at: float = field(default_factory=time.monotonic)
 
     def alive(self, running: Running) -> NDArray[np.bool_]:
         """Whether each row's request is still there."""
@@ -50,6 +53,16 @@ class Flight:
         stats.num_computed_tokens = self.plan.total_tokens
         stats.num_sampled_tokens = len(sampled)
         return stats
+
+    def shares(self, running: Running, at: float) -> dict[str, float]:
+        """Seconds of the step, which ended just now, by request that is timed: as its tokens to all tokens.
+        The step began when the one before had ended, or when it was planned."""
+        began, running.stepped_at = max(self.made_at, running.stepped_at), at
+        if not running.timed:
+            return {}
+        timed = np.isin(self.rows, list(running.timed)) & self.alive(running)
+        seconds = self.plan.num_tokens[timed] * ((at - began) / self.plan.total_tokens)
+        return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
     def landed(self, running: Running, result: StepResult) -> "Landed":
         """The result, without the rows whose requests ended meanwhile."""

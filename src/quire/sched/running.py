@@ -59,6 +59,10 @@ class Running:
         """Whether the host must know a token before the next can be sampled."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """A number that is the row's until it is released; then 0."""
+        self.timed: set[int] = set()
+        """Rows whose share of every step is told."""
+        self.stepped_at = 0.0
+        """When the last step ended, monotonic."""
         self._num_admissions = 0
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -86,6 +90,8 @@ class Running:
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)
         self.constrained[row] = is_constrained(params)
         self.needs_value[row] = self.num_stages > 1 or looks_back(params)
+        if request.timed:
+            self.timed.add(row)
         self._num_admissions += 1
         self.admission[row] = self._num_admissions
         self.order = np.append(self.order, np.intp(row))
@@ -136,6 +142,7 @@ class Running:
         request.tokens = request.tokens + self.tokens[row, len(request.tokens) : self.num_known[row]].tolist()
         self.requests[row], request.row = None, -1
         self.admission[row] = 0
+        self.timed.discard(row)
         self.order = self.order[self.order != row]
         self._free_rows.append(row)
         return request

@@ -198,6 +198,7 @@ class Scheduler:
     def _preempt(self, row: int) -> None:
         request = self._vacate(row)
         request.num_preemptions += 1
+        request.preempted_at = time.monotonic()
         self.admitter.waiting.push_front(request)
         self._notes.stats.num_preempted += 1
         self.num_preemptions += 1
@@ -221,9 +222,11 @@ class Scheduler:
             prompt_logprobs=self._fresh_prompt_logprobs(landed),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
+            resumed=flight.notes.resumed,
             at=time.monotonic(),
             stats=stats,
         )
+        output.shares = flight.shares(running, output.at)
         self._end_finished(sampled, result.token_ids, ended, output)
         output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
         self.limits.passed(len(plan.rows), plan.total_tokens)
@@ -273,6 +276,7 @@ class Scheduler:
         for flight in self.in_flight:
             self.kv.forget(flight.indexed)
             self._notes.admitted |= flight.notes.admitted
+            self._notes.resumed |= flight.notes.resumed
         self.kv.forget(self.kv.take_fresh())
         self.in_flight.clear()
 

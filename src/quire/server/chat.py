@@ -31,8 +31,9 @@ class ChatEncoder:
         body, job = talk.body, talk.job
         forced = api.settings.api.enable_force_include_usage
         options = body.stream_options
-        self._usage = forced or bool(options and options.include_usage)
-        self._every = forced or (self._usage and bool(options and options.continuous_usage_stats))
+        asked = bool(options and options.include_usage)
+        self._usage = forced or asked or job.timeline is not None
+        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
         self._tells = bool(body.logprobs or body.return_token_ids or self._every)
         """Whether there is something to tell of every token."""
         self._counts = talk.reading.reasoning is not None
@@ -187,7 +188,7 @@ class ChatEncoder:
         return "tool_calls" if calls and reason == "stop" and self._talk.use.calls != NAMED else reason
 
     def _counted(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
-        usage = self._api.usage(num_prompt, num_output, num_cached)
+        usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
         if self._counts:
             num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -108,8 +108,9 @@ class CompletionEncoder:
         self._places = {id: place for place, id in enumerate(job.engine_ids())}
         forced = api.settings.api.enable_force_include_usage
         options = body.stream_options
-        self._usage = forced or bool(options and options.include_usage)
-        self._every = forced or (self._usage and bool(options and options.continuous_usage_stats))
+        asked = bool(options and options.include_usage)
+        self._usage = forced or asked or job.timeline is not None
+        self._every = forced or (asked and bool(options and options.continuous_usage_stats))
         self._num_top = _num_top(body)
         self._plain = self._num_top is None and not (body.return_token_ids or self._every)
         self._frame = {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
@@ -180,7 +181,8 @@ class CompletionEncoder:
         if not self._usage:
             return DONE
         num_prompt = sum(len(prompt.token_ids) for prompt in self._job.prompts)
-        usage = self._api.usage(num_prompt, sum(self._num_output), sum(self._num_cached))
+        counts = num_prompt, sum(self._num_output), sum(self._num_cached)
+        usage = self._api.usage(*counts, self._job.timeline)
         ending = {"choices": [], "usage": usage, "system_fingerprint": self._api.fingerprint}
         return event(self._frame | ending) + DONE
 
@@ -209,7 +211,7 @@ class CompletionEncoder:
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": api.fingerprint,
-            "usage": api.usage(num_prompt, num_output, num_cached),
+            "usage": api.usage(num_prompt, num_output, num_cached, job.timeline),
             "kv_transfer_params": None,
         }
 

@@ -104,9 +104,10 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         rank: int | None = None,
+        timed: bool = False,
     ) -> Outputs:
         """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
-        `rank` it goes to that core and no other."""
+        `rank` it goes to that core and no other; `timed`, its share of the steps is counted."""
         ...
 
     def encode(

@@ -30,6 +30,7 @@ from quire.server.prompts import PromptReader
 from quire.server.requests import EngineBody, GenerateBody
 from quire.server.settings import ServerSettings, parsers_of
 from quire.server.sse import EventStream
+from quire.server.timeline import HEADER, JobTimeline, Timed
 
 logger = get_logger(__name__)
 
@@ -50,6 +51,8 @@ class Job:
     """The only core that it may go to."""
     prompts: list[Prompt]
     params: list[Params]
+    timeline: JobTimeline | None = None
+    """Where its time goes, if it wants to know."""
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -95,6 +98,7 @@ class Api:
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
+            timeline=JobTimeline.of(request),
         )
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
@@ -113,10 +117,16 @@ class Api:
 
     async def answer(self, job: Job, encoder: Encoder, request: Request, *, stream: bool) -> Response:
         """The job done, in the words of the encoder."""
+        timeline = job.timeline
+        if timeline is not None:
+            encoder = Timed(encoder, timeline)
         if stream:
             return EventStream(await self.streamed(job), encoder=encoder, answering=self.answering)
         found = await self.answering.until_gone(request.receive, self.finished(job))
-        return json_response(encoder.whole(found))
+        response = json_response(encoder.whole(found))
+        if timeline is not None and timeline.header:
+            response.headers[HEADER] = timeline.header
+        return response
 
     async def streamed(self, job: Job) -> Outputs:
         """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
@@ -126,7 +136,9 @@ class Api:
         try:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
-                answer = self.engine.generate(prompt, params, id, priority=job.priority, rank=job.rank)
+                answer = self.engine.generate(
+                    prompt, params, id, priority=job.priority, rank=job.rank, timed=job.timeline is not None
+                )
                 started.append(answer)
                 await pause.after(params.n)
         except BaseException:
@@ -162,7 +174,13 @@ class Api:
         found = await last_of_each(outputs)
         return [found[id] for id in job.engine_ids()]
 
-    def usage(self, num_prompt: int, num_output: int, num_cached: int | None = None) -> dict[str, Any]:
+    def usage(
+        self,
+        num_prompt: int,
+        num_output: int,
+        num_cached: int | None = None,
+        timeline: JobTimeline | None = None,
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
@@ -170,6 +188,8 @@ class Api:
         }
         if self.settings.api.enable_prompt_tokens_details and num_cached is not None:
             found["prompt_tokens_details"] = {"cached_tokens": num_cached}
+        if timeline is not None and timeline.told is not None:
+            found["timeline"] = timeline.told
         return found
 
     def _cut(self, text: str | None) -> str:

@@ -34,6 +34,19 @@ class ReasoningTokens(BaseModel):
     reasoning_tokens: int
 
 
+class Timeline(BaseModel):
+    """Where the time went, where the header `x-request-timeline: 1` asked for it."""
+
+    total_ms: float
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    preempted_ms: float
+    num_preemptions: int
+    cached_tokens: int
+    step_share_ms: float
+
+
 class Usage(BaseModel):
     """Tokens in and out."""
 
@@ -42,6 +55,7 @@ class Usage(BaseModel):
     completion_tokens: int
     prompt_tokens_details: CachedTokens | None = None
     completion_tokens_details: ReasoningTokens | None = None
+    timeline: Timeline | None = None
 
 
 class PromptLogprob(BaseModel):

@@ -45,6 +45,24 @@ def test_live_numbers_move(serve: Open, open_page: Open) -> None:
     assert page.inner_text("#blocks-text") == "4,144 of 9,472 blocks of 16 tokens in use"
 
 
+def test_the_slowest_requests_have_bars(serve: Open, open_page: Open) -> None:
+    """Catches bars without a width, which a content policy could cause."""
+    slow = {"id": "chatcmpl-<b>1</b>", "total_ms": 2000.0, "queue_ms": 1000.0, "prefill_ms": 500.0}
+    slow |= {"decode_ms": 400.0, "preempted_ms": 120.0, "num_preemptions": 2, "cached_tokens": 16}
+    slow |= {"step_share_ms": 0.0, "prompt_tokens": 1200, "completion_tokens": 30}
+    site = serve()
+    page = open_page(site)
+    page.wait_for_selector("[data-state=healthy]")
+    assert page.is_hidden("#slowest")
+    site.engine.changes = {"slowest": [slow]}
+    page.wait_for_selector("#slowest li")
+    assert page.inner_text("#slowest .row") == "chatcmpl-<b>1</b>\n2,000 ms"
+    assert "1,200 (16 cached) + 30 tokens · preempted 2 times, 120 ms" in page.inner_text("#slowest .fine")
+    whole = page.locator("#slowest .times").bounding_box()["width"]
+    widths = [each.bounding_box()["width"] for each in page.locator("#slowest .times i").all()]
+    assert [round(width / whole, 2) for width in widths] == [0.5, 0.25, 0.2]
+
+
 def test_the_map_shows_each_state_in_its_colour(serve: Open, open_page: Open) -> None:
     """Catches a map that stays empty or mixes up the states."""
     page = open_page(serve())

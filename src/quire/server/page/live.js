@@ -2,6 +2,7 @@
 
 import { BlockMap, Sparkline } from "./charts.js";
 import { NOTHING, count, duration, percent, rate, span } from "./numbers.js";
+import { Slowest } from "./slowest.js";
 
 const SPARK_VALUES = 240; // a minute at four a second
 
@@ -44,6 +45,7 @@ export class LiveView {
       new Sparkline(document.getElementById(`spark-${name}`), SPARK_VALUES),
     ]),
   );
+  #slowest = new Slowest(document.getElementById("slowest"));
   #status = document.getElementById("status");
   #statusText = document.getElementById("status-text");
 
@@ -60,6 +62,7 @@ export class LiveView {
     }
     for (const [name, spark] of Object.entries(this.#sparks)) spark.push(snapshot[name] ?? 0);
     if (snapshot.blocks !== undefined) this.#drawBlocks(snapshot);
+    this.#slowest.show(snapshot.slowest ?? []);
   }
 
   #drawBlocks({ blocks, num_blocks: numBlocks, block_size: blockSize, kv_usage: usage }) {

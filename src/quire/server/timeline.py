@@ -1,0 +1,65 @@
+"""Why was this slow: what a call with the header `x-request-timeline: 1` is told of its time."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from quire.data.outputs import RequestOutput
+from quire.data.timeline import RequestTimeline
+from quire.server.encoder import Encoder
+
+HEADER = "x-request-timeline"
+
+
+class JobTimeline:
+    """The time of a call, known when all its prompts are done."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, RequestTimeline] = {}
+
+    @classmethod
+    def of(cls, request: Request) -> "JobTimeline | None":
+        """None unless the call asks for it."""
+        return cls() if request.headers.get(HEADER, "0").lower() in ("1", "true") else None
+
+    def note(self, output: RequestOutput) -> None:
+        if output.finished and output.metrics is not None:
+            found = RequestTimeline.of(output.metrics, output.num_cached_tokens or 0)
+            self._found[output.request_id] = found
+
+    @property
+    def told(self) -> dict[str, Any] | None:
+        """None where the engine told nothing: of a beam search, say."""
+        if not self._found:
+            return None
+        told: dict[str, Any] = msgspec.to_builtins(RequestTimeline.joined(self._found.values()))
+        return told
+
+    @property
+    def header(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in (self.told or {}).items())
+
+
+class Timed:
+    """An encoder whose outputs are looked at on their way."""
+
+    def __init__(self, encoder: Encoder, timeline: JobTimeline) -> None:
+        self._timeline = timeline
+        self._encoder = encoder
+        self.encode_text = encoder.encode_text
+        self.finish = encoder.finish
+        self.fail = encoder.fail
+
+    @property
+    def text_only(self) -> bool:
+        return self._encoder.text_only
+
+    def encode(self, output: RequestOutput) -> bytes:
+        self._timeline.note(output)
+        return self._encoder.encode(output)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        for output in outputs:
+            self._timeline.note(output)
+        return self._encoder.whole(outputs)

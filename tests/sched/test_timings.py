@@ -1,0 +1,57 @@
+"""What the core tells of a request's time: shares of steps, and how long it had to make way."""
+
+import pytest
+from symbolic import Engine
+
+from quire.core.process import split_by_client
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_timed_request_is_told_its_share_of_every_step(depth: int) -> None:
+    """Chunks of prompts that give no token, too. Others are told nothing."""
+    engine = Engine(max_num_batched_tokens=12, depth=depth)
+    engine.add("a", list(range(30)), count=3, timed=True)
+    engine.add("b", list(range(50, 53)), count=5, timed=True)
+    engine.add("c", list(range(60, 63)), count=9)
+    engine.run()
+    for place, step in enumerate(engine.steps):
+        assert "c" not in step.shares and step.shares.keys() >= {*step.request_ids} - {"c"}
+        assert all(seconds > 0 for seconds in step.shares.values())
+        if place == 0:
+            assert step.shares.keys() == {"a"} and not step.request_ids
+    together = [step.shares for step in engine.steps if step.shares.keys() == {"a", "b"}]
+    for plan, step in zip(engine.plans, engine.steps, strict=False):
+        if plan.is_decode and step.shares in together:
+            assert step.shares["a"] == pytest.approx(step.shares["b"])
+    assert together and not engine.steps[-1].shares
+
+
+def test_steps_that_overlap_are_not_counted_twice() -> None:
+    engine = Engine(depth=2)
+    engine.add("a", [1, 2, 3], count=20, timed=True)
+    engine.run()
+    told = sum(step.shares.get("a", 0.0) for step in engine.steps)
+    began = min(run.scheduled_at for step in engine.steps for run in step.admitted.values())
+    assert 0 < told <= engine.steps[-1].at - began + 1e-6
+
+
+def test_who_was_preempted_is_told_for_how_long() -> None:
+    engine = Engine(num_blocks=12, share=False)
+    for name in "abcd":
+        engine.add(name, list(range(9)), count=12)
+    engine.run()
+    away = [(id, seconds) for step in engine.steps for id, seconds in step.resumed.items()]
+    counts = {request.id: request.num_preemptions for request in engine.seen}
+    assert sum(counts.values()) == len(away) > 0
+    assert all(seconds > 0 and counts[id] for id, seconds in away)
+
+
+def test_each_api_process_is_told_of_its_own() -> None:
+    """Of a step that gave no token, too."""
+    engine = Engine(max_num_batched_tokens=8)
+    engine.add("a", list(range(30)), timed=True)
+    parts = split_by_client(engine.step(), {"a": b"x", "b": b"y"})
+    assert parts.keys() == {b"x"}
+    second = engine.step()
+    assert not second.request_ids and not second.admitted
+    assert split_by_client(second, {"a": b"x", "b": b"y"})[b"x"].shares.keys() == {"a"}

@@ -1,0 +1,66 @@
+"""The header x-request-timeline: what a call is told of its time."""
+
+from typing import Any
+
+import httpx
+import pytest
+from ask import CHAT, COMPLETIONS, MESSAGES, ask, events
+
+from quire.data.outputs import RequestStateStats
+from quire.data.timeline import RequestTimeline
+
+NAMES = {
+    *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
+    *("num_preemptions", "cached_tokens", "step_share_ms"),
+}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 4},
+    COMPLETIONS: {"prompt": ["ab", "c"], "max_tokens": 4},
+}
+
+
+def timed(path: str, asked: str | None = "1", **body: Any) -> httpx.Response:
+    headers = {} if asked is None else {"X-Request-Timeline": asked}
+    return ask("POST", path, json=BODIES[path] | body, headers=headers)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_whole_answer_has_it_in_usage_and_header(path: str) -> None:
+    answer = timed(path)
+    told = answer.json()["usage"]["timeline"]
+    assert told.keys() == NAMES
+    num_prompts = 1 if path == CHAT else 2
+    assert told["step_share_ms"] == pytest.approx(4 * num_prompts)
+    assert told["cached_tokens"] == 3 * num_prompts
+    short = dict(part.split("=") for part in answer.headers["x-request-timeline"].split(", "))
+    assert {name: float(value) for name, value in short.items()} == told
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_has_it_in_its_last_chunk(path: str, options: dict[str, bool] | None) -> None:
+    chunks = events(timed(path, stream=True, stream_options=options))
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["timeline"].keys() == NAMES
+    assert not any(chunk.get("usage") for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("asked", [None, "0", "", "no"])
+@pytest.mark.parametrize("path", BODIES)
+def test_who_does_not_ask_is_told_nothing(path: str, asked: str | None) -> None:
+    answer = timed(path, asked)
+    assert "timeline" not in answer.json()["usage"] and "x-request-timeline" not in answer.headers
+    assert not any("usage" in chunk for chunk in events(timed(path, asked, stream=True)))
+
+
+def test_beam_search_has_none() -> None:
+    answer = timed(COMPLETIONS, use_beam_search=True, n=2, temperature=0)
+    assert answer.status_code == 200 and "timeline" not in answer.json()["usage"]
+
+
+def test_waits_of_requests_side_by_side() -> None:
+    first = RequestStateStats(
+        queued_ts=1.0, scheduled_ts=1.5, first_token_ts=2.0, last_token_ts=4.0, latency=3.5, preempted_s=0.25
+    )
+    second = RequestStateStats(queued_ts=1.0, scheduled_ts=3.0, latency=2.0, num_preemptions=2)
+    joined = RequestTimeline.joined([RequestTimeline.of(first, 5), RequestTimeline.of(second, 7)])
+    assert joined == RequestTimeline(3500.0, 2000.0, 500.0, 2000.0, 250.0, 2, 12, 0.0)
