@@ -12,9 +12,9 @@ MAX_FUNCTION_LINES = 60
 RUNNER_RUN_STATEMENTS = 10
 SIZES = {
     # file: (class, lines of the file, methods, attributes set in __init__)
-    "worker/runner.py": ("Runner", 60, 2, 7),
+    "worker/runner.py": ("Runner", 60, 3, 7),
     "sched/scheduler.py": ("Scheduler", 308, 21, 14),
-    "core/engine_core.py": ("EngineCore", 115, 12, 3),
+    "core/engine_core.py": ("EngineCore", 115, 13, 3),
 }
 
 

@@ -7,9 +7,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.data.codec import Outcome, decode_outcome, decode_plan, encode_outcome, encode_plan
+from quire.data.codec import (
+    Outcome,
+    decode_masks,
+    decode_outcome,
+    decode_plan,
+    encode_masks,
+    encode_outcome,
+    encode_plan,
+)
 from quire.data.params import SamplingParams
-from quire.data.plan import Admission, RowLogprobs, StepPlan, StepResult
+from quire.data.plan import Admission, Masks, RowLogprobs, StepPlan, StepResult
 from quire.data.pooling import Pooled, PoolingParams
 
 INTS = st.integers(0, 2**31 - 1)
@@ -68,6 +76,13 @@ def test_plans(plan: StepPlan) -> None:
     found = decode_plan(encode_plan(plan))
     assert plain(found) == plain(plan)
     found.rows[:] = 0  # whoever gets it may change it
+
+
+@given(st.integers(0, 4), st.integers(0, 9))
+def test_masks(count: int, words: int) -> None:
+    bits = np.random.default_rng(count).integers(0, 2**32, (count, words), np.uint32)
+    for masks in (Masks(np.arange(count, dtype=np.int32), bits), Masks()):
+        assert plain(decode_masks(encode_masks(masks))) == plain(masks)
 
 
 @given(st.lists(INTS, max_size=40), st.dictionaries(INTS, LOGPROBS, max_size=3), st.text())

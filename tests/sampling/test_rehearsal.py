@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from quire import capacity
+from quire.data.plan import Masks
 from quire.kernels import native, sampling
-from quire.sampling import rehearsal
+from quire.sampling import rehearsal, sampler
 from quire.sampling.chance import Asked
+from quire.sampling.confine import HostConfiner
 from quire.sampling.rehearsal import everything, rehearse
 from quire.sampling.rows import (
     ALLOWED,
@@ -109,8 +111,16 @@ def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> N
         positions.append(len(states))
         return torch.zeros(len(states), VOCAB)
 
+    masked: list[int] = []
+
+    class Confining(HostConfiner):
+        def __call__(self, logits: Tensor, masks: Masks, places: Any) -> Tensor:
+            masked.append(len(masks.rows))
+            return super().__call__(logits, masks, places)
+
+    monkeypatch.setattr(sampler, "open_confiner", lambda device: Confining())
     monkeypatch.setattr(rehearsal, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
     rehearse(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS
-    assert seen == [AT_ONCE, every] and positions == [16]
+    assert seen == [AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]
