@@ -78,8 +78,10 @@ class Operator:
         core, gate = self.core, self.core.gate
         if gate.level > level:
             raise RequestError(f"the engine sleeps at level {gate.level} already: wake it up first", "level")
-        if not self.is_at_rest:
-            raise RequestError("the engine does not rest: somebody has resumed it meanwhile")
+        while not self.is_at_rest:
+            if gate.is_open:
+                raise RequestError("the engine does not rest: pause it first, or somebody has resumed it")
+            yield None  # other engines may still have called it into a step
         if level == 0 or (gate.level == level and gate.asleep == set(MEMORY)):
             return
         core.scheduler.send_back()
