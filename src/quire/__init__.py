@@ -28,6 +28,7 @@ _EXPORTS = LazyTable(
         "PromptType": "quire.frontend.inputs:PromptType",
         "TextPrompt": "quire.frontend.inputs:TextPrompt",
         "TokensPrompt": "quire.frontend.inputs:TokensPrompt",
+        "EmbedsPrompt": "quire.frontend.inputs:EmbedsPrompt",
     },
 )
 

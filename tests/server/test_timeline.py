@@ -36,6 +36,18 @@ def test_a_whole_answer_has_it_in_usage_and_header(path: str) -> None:
     assert {name: float(value) for name, value in short.items()} == told
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4, "model": "fake"}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+    ],
+)
+def test_other_apis_have_it_in_whole_answers(path: str, body: dict[str, Any]) -> None:
+    answer = ask("POST", path, json=body, headers={"x-request-timeline": "1"})
+    assert answer.json()["usage"]["timeline"].keys() == NAMES and "x-request-timeline" in answer.headers
+
+
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_has_it_in_its_last_chunk(path: str, options: dict[str, bool] | None) -> None:

@@ -211,7 +211,7 @@ class CompletionEncoder:
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": api.fingerprint,
-            "usage": api.usage(num_prompt, num_output, num_cached, job.timeline),
+            "usage": api.usage(num_prompt, num_output, num_cached),
             "kv_transfer_params": None,
         }
 

@@ -42,7 +42,8 @@ class JobTimeline:
 
 
 class Timed:
-    """An encoder whose outputs are looked at on their way."""
+    """An encoder whose outputs are looked at on their way. To a whole answer, whichever API's, it adds what
+    they told; at the end of a stream the encoder itself does."""
 
     def __init__(self, encoder: Encoder, timeline: JobTimeline) -> None:
         self._timeline = timeline
@@ -62,4 +63,7 @@ class Timed:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         for output in outputs:
             self._timeline.note(output)
-        return self._encoder.whole(outputs)
+        answer, told = self._encoder.whole(outputs), self._timeline.told
+        if told is not None and answer.get("usage") is not None:
+            answer["usage"]["timeline"] = told
+        return answer
