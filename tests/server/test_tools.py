@@ -1,11 +1,13 @@
 """Chats with tools and reasoning: who reads the answer, and what clients are told of it."""
 
-import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ask import chat, events, refused
 from fake_engine import FakeEngine
+
+from quire.text.parsers import TOOLS as TOOL_PARSERS
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
@@ -187,11 +189,105 @@ def test_a_response_format_is_for_answers_that_call_no_tool() -> None:
     assert follows(engine, '[{"name": "now", "parameters": {}}]') and not follows(engine, '{"city": "x"}')
 
 
-def test_a_budget_goes_to_the_engine_with_the_marks_of_reasoning() -> None:
-    engine = FakeEngine(THOUGHT)
-    response = chat(engine, {"reasoning_parser": "qwen3"}, response_format={"type": "json_object"})
-    assert response.status_code == 200
-    params = engine.seen[0][2]
-    assert params.reasoning is not None and params.reasoning.open is False
-    assert params.reasoning.end == tuple(engine.tokenizer.encode("</think>", add_special_tokens=False))
-    json.dumps(response.json())
+JSON = {"type": "json_object"}
+OPENS = "{{ messages[0].content }}{% if enable_thinking is not false %}<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "is_open"),
+    [
+        (None, {"response_format": JSON}, None),
+        (None, {"response_format": JSON, "chat_template_kwargs": {"enable_thinking": True}}, False),
+        (OPENS, {"response_format": JSON}, True),
+        (OPENS, {"tools": TOOLS, "tool_choice": "required"}, True),
+        (OPENS, {"response_format": JSON, "chat_template_kwargs": {"enable_thinking": False}}, None),
+        (OPENS, {"response_format": JSON, "reasoning_effort": "none"}, None),
+        (OPENS, {"thinking_token_budget": 7}, True),
+        (OPENS, {"thinking_token_budget": -1}, None),
+        (OPENS, {}, None),
+    ],
+)
+def test_the_engine_is_told_of_reasoning_before_what_it_limits(
+    template: str | None, body: dict[str, Any], is_open: bool | None
+) -> None:
+    """Catches a grammar that holds the reasoning, and one that waits for a reasoning that never ends."""
+    engine = FakeEngine("Hm.</think>{}")
+    engine.facts.chat_template = template
+    assert chat(engine, {"reasoning_parser": "qwen3"}, **body).status_code == 200
+    found = engine.seen[0][2].reasoning
+    assert (found and found.open) is is_open
+    assert engine.seen[0][2].thinking_token_budget == (
+        7 if "thinking_token_budget" in body and is_open else None
+    )
+    if found:
+        assert found.end == tuple(engine.tokenizer.encode("</think>", add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("body", "reasoning"),
+    [
+        ({}, "Hm."),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, None),
+        ({"reasoning_effort": "none"}, None),
+        ({"response_format": JSON}, None),
+        (
+            {
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "messages": [{"role": "assistant", "content": "<think>So"}],
+            },
+            "Hm.",
+        ),
+        (
+            {
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "messages": [{"role": "assistant", "content": "<think>So</think>Well"}],
+            },
+            None,
+        ),
+    ],
+)
+def test_whether_an_answer_begins_with_reasoning(body: dict[str, Any], reasoning: str | None) -> None:
+    whole = message("Hm.</think>Yes.", {"reasoning_parser": "qwen3"}, **body)
+    assert whole["reasoning"] == reasoning
+    assert whole["content"] == ("Yes." if reasoning else "Hm.</think>Yes.")
+
+
+def test_special_tokens_are_kept_for_parsers_that_read_them() -> None:
+    engine = FakeEngine("x")
+    chat(engine, HERMES, tools=TOOLS)
+    chat(engine, HERMES, tools=TOOLS, tool_choice="none")
+    assert [seen[2].skip_special_tokens for seen in engine.seen] == [False, True]
+
+
+def test_ids_of_calls_are_in_the_way_of_the_model() -> None:
+    settings = {"tool_call_parser": "kimi_k2"}
+    past = {"id": "functions.now:0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [past]}]
+    body = {"tools": TOOLS, "tool_choice": "required", "messages": messages}
+    (call,) = message('[{"name": "now", "parameters": {}}]', settings, **body)["tool_calls"]
+    assert call["id"] == "functions.now:1"
+
+
+def test_a_plugin_brings_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOOL_PARSERS, "entries", dict(TOOL_PARSERS.entries))
+    plugin = tmp_path / "shout.py"
+    plugin.write_text(
+        "from quire.text.parsers import tool_parser\n"
+        "from quire.text.parsers.calls import ToolParser\n"
+        "@tool_parser('shout')\n"
+        "class Shout(ToolParser):\n"
+        "    def script(self):\n"
+        "        while (yield from self.until(('CALL ',), self.text)):\n"
+        "            yield from self.take('CALL ')\n"
+        "            self.start((yield from self.header('{')) or '')\n"
+        "            yield from self.json_value(self.arguments)\n"
+    )
+    settings = {
+        "tool_parser_plugin": str(plugin),
+        "tool_call_parser": "shout",
+        "enable_auto_tool_choice": True,
+    }
+    whole = message('CALL now{"a": 1}', settings, tools=TOOLS)
+    assert whole["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a": 1}'}

@@ -108,9 +108,11 @@ def sampling_params(
     prompt_logprobs: int | None,
     constraint: dict[str, Any] | None = None,
     reasoning: ReasoningIds | None = None,
+    may_think: bool = True,
     keeps_special_tokens: bool = False,
 ) -> SamplingParams:
-    """`constraint` is in place of the body's own. `reasoning`: how it is marked, where it is told apart."""
+    """`constraint` is in place of the body's own. `reasoning`: how it is marked, where it is told apart.
+    `may_think`: whether it may come before an answer that is constrained."""
     constraint = constraint or constraint_of(body)
     given = {name: getattr(body, name) for name in _SAMPLING}
     if keeps_special_tokens:
@@ -125,6 +127,8 @@ def sampling_params(
         if given[name] is None:
             given[name] = facts.default_sampling.get(name)
     detection = body.repetition_detection
+    if constraint is not None and not may_think:
+        reasoning = budget = None
     return SamplingParams.from_optional(
         **given,
         max_tokens=max_tokens,

@@ -25,6 +25,9 @@ class Reading:
     keeps_special_tokens: bool = False
     reasoning: ReasoningIds | None = None
     """None where it has none, or none that tokens could tell."""
+    may_think: bool = False
+    """Whether reasoning may come before an answer that is not free. Who does not know the mark as a token has
+    to be told to think."""
 
 
 class Parsers:
@@ -47,12 +50,14 @@ class Parsers:
         name: str = "",
         schemas: Schemas | None = None,
         num_calls: int = 0,
-        opened: bool | None = None,
+        thinks: bool | None = None,
+        free: bool = True,
         begun: str = "",
     ) -> Reading:
         """`calls`: auto, required, named (of the tool `name`) or none. `num_calls`: of the conversation so
-        far. `opened`: whether the answer begins inside of reasoning, if the prompt does not say it. `begun`:
+        far. `thinks`: whether the model was told to. `free`: whether the answer may be any text. `begun`:
         what the answer goes on with."""
+        opened = None if free and thinks is not False else False
         marks = answer_parser(reasoning=self.reasoning).reasoning_marks
         if begun and marks is not None:
             opened = begun.rfind(marks[0]) > begun.rfind(marks[1])
@@ -68,7 +73,12 @@ class Parsers:
         parser = make_parser()
         reasoning = reasoning_ids(parser, tokenizer)
         special = reasoning is not None and any(map(tokenizer.is_special, (*reasoning.start, *reasoning.end)))
-        return Reading(make_parser, parser.keeps_special_tokens or special, reasoning)
+        return Reading(
+            make_parser,
+            parser.keeps_special_tokens or special,
+            reasoning,
+            reasoning is not None and (reasoning.open or _may_think(prompt, parser, reasoning, thinks)),
+        )
 
     def _ids(self, num_calls: int) -> IdMaker | None:
         """Ids in the way of the model, if that has one."""
@@ -84,6 +94,12 @@ def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds 
         return None
     start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in parser.reasoning_marks)
     return ReasoningIds(start, end, parser.opened)
+
+
+def _may_think(prompt: str, parser: Parser | Chain, ids: ReasoningIds, thinks: bool | None) -> bool:
+    assert parser.reasoning_marks is not None
+    is_over = prompt.rstrip().endswith(parser.reasoning_marks[1])
+    return not is_over and (len(ids.start) == 1 if thinks is None else thinks)
 
 
 def _known(table: LazyTable, name: str) -> str | None:

@@ -111,6 +111,14 @@ class PromptReader:
         effort = getattr(body, "reasoning_effort", None)
         return await off_loop(_size(body), lambda: self._conversation(body, self._unbounded, effort))
 
+    def variables(self, body: Conversation, effort: str | None) -> dict[str, Any]:
+        """Those of the chat template that server and body set. Who wants no effort wants no thinking."""
+        return {
+            **self._settings.default_chat_template_kwargs,
+            **({"enable_thinking": False} if effort == "none" else {}),
+            **(body.chat_template_kwargs or {}),
+        }
+
     def _conversation(self, body: Conversation, inputs: InputProcessor, effort: str | None) -> Prompt:
         hidden = self._settings.exclude_tools_when_tool_choice_none
         tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
@@ -124,8 +132,7 @@ class PromptReader:
             continue_final_message=body.continue_final_message,
             tools=tools,
             chat_template_kwargs={
-                **self._settings.default_chat_template_kwargs,
-                **(body.chat_template_kwargs or {}),
+                **self.variables(body, effort),
                 **{name: value for name, value in own.items() if value is not None},
             },
             add_special_tokens=body.add_special_tokens,

@@ -52,8 +52,8 @@ def calls_grammar(
     instead: Mapping[str, Any] | None = None,
 ) -> str:
     """Lark: free text in which a call, once begun, is one of these tools with arguments of its schema; or in
-    place of the text JSON of the schema `instead`."""
-    marks = {token.content: id for id, token in tokenizer.added_tokens.items()}
+    place of the text JSON of the schema `instead`. Marks that are special tokens are no text to a grammar."""
+    marks = {token.content: id for id, token in tokenizer.added_tokens.items() if tokenizer.is_special(id)}
     calls = " | ".join(f"call_{place}" for place in range(len(schemas)))
     rules = [
         f"call_{place}: {_sequence(_cut(format.call, first=not format.before), marks, name, schema)}"

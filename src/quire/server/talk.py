@@ -114,15 +114,17 @@ def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bo
         name=use.name,
         schemas=use.schemas,
         num_calls=sum(len(message.tool_calls or ()) for message in body.messages),
-        opened=None if free and not _thinks_not(api, body) else False,
+        thinks=_thinks(api, body),
+        free=free,
         begun=_text(body.messages[-1]) if body.continue_final_message else "",
     )
 
 
-def _thinks_not(api: Api, body: ChatBody) -> bool:
-    """Whether reasoning is turned off."""
-    variables = {**api.settings.api.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
-    return any(variables.get(name) is False for name in _SWITCHES)
+def _thinks(api: Api, body: ChatBody) -> bool | None:
+    """Whether reasoning is turned on, or off."""
+    variables = api.reader.variables(body, body.reasoning_effort)
+    told = [variables[name] for name in _SWITCHES if isinstance(variables.get(name), bool)]
+    return told[0] if told else None
 
 
 def _params(
@@ -143,5 +145,6 @@ def _params(
         prompt_logprobs=body.prompt_logprobs,
         constraint=constraint,
         reasoning=reading.reasoning,
+        may_think=reading.may_think,
         keeps_special_tokens=reading.keeps_special_tokens,
     )

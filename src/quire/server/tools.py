@@ -8,6 +8,7 @@ from quire.errors import RequestError
 from quire.server.parsing import NAMED, REQUIRED
 from quire.server.requests import ChatBody
 from quire.server.strict import FORMATS, calls_grammar
+from quire.text.parsers.calls import is_name
 from quire.text.tokenizer import Tokenizer
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -90,9 +91,10 @@ def _function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, Any],
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function must be an object with a name", param="tools")
     name = function.get("name")
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not is_name(name):
         raise RequestError(
-            f"{where}.function.name must be a non-empty string, not {name!r:.80}", param="tools"
+            f"{where}.function.name must be a word without quotes, brackets or commas, not {name!r:.80}",
+            param="tools",
         )
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
