@@ -1,5 +1,8 @@
 """How much one step may hold, and what becomes of that when a batch turns out to be too large."""
 
+import numpy as np
+
+from quire.data.plan import Ints
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -33,6 +36,17 @@ class Limits:
     def max_chunk(self) -> int:
         """The most tokens of one request that any step can hold."""
         return min(self.longest_chunk, self.max_tokens)
+
+    def divide(self, pending: Ints) -> Ints:
+        """The tokens of a step, to rows that could compute so many: decodes first, then prompts in order,
+        each cut to what is left."""
+        chunks, budget = np.minimum(pending, self.max_chunk), self.max_tokens
+        if chunks.sum() > budget:
+            order = np.argsort(pending > 1, kind="stable")
+            wanted = chunks[order]
+            spent_before = np.cumsum(wanted) - wanted
+            chunks[order] = np.clip(budget - spent_before, 0, wanted)
+        return chunks
 
     def passed(self, num_rows: int, num_tokens: int) -> None:
         """A step of this size went well."""

@@ -177,23 +177,13 @@ class Scheduler:
         self.kv.slide(running)
         while True:
             rows = running.order
-            chunks = self._share_budget(running.pending())
+            chunks = self.limits.divide(running.pending())
             growth = self.kv.growth(rows, running.num_computed[rows] + chunks)
             if not growth.shortage:
                 return chunks, growth
             if self.in_flight:
                 return None
             self._preempt(choose_victim(running, self.policy))
-
-    def _share_budget(self, pending: Ints) -> Ints:
-        """Decodes first, then prompts in order, each cut to what is left."""
-        chunks, budget = np.minimum(pending, self.limits.max_chunk), self.limits.max_tokens
-        if chunks.sum() > budget:
-            order = np.argsort(pending > 1, kind="stable")
-            wanted = chunks[order]
-            spent_before = np.cumsum(wanted) - wanted
-            chunks[order] = np.clip(budget - spent_before, 0, wanted)
-        return chunks
 
     def _preempt(self, row: int) -> None:
         request = self._vacate(row)
