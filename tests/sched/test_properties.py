@@ -56,6 +56,7 @@ LIMITS: dict[str, st.SearchStrategy[Any]] = {
     "share": st.booleans(),
     "reserve_full_prompt": st.booleans(),
     "watermark": st.sampled_from([0.0, 0.1]),
+    "fair": st.booleans(),
 }
 ONE_BY_ONE = st.fixed_dictionaries(LIMITS).map(lambda limits: widened(limits, LONGEST))
 IN_FLIGHT = {
@@ -94,6 +95,7 @@ def add(engine: Engine, number: int, arrival: Arrival) -> None:
         make_prompt(number, arrival),
         arrival.count,
         priority=arrival.priority,
+        tenant=arrival.family,
         params=params,
         eos_id=answer(number, arrival)[1],
     )
@@ -167,7 +169,7 @@ def test_a_sequence_that_ends_wastes_at_most_the_steps_behind_it(
 ) -> None:
     """With room for all and nothing to share, each token is computed once, and behind an end of sequence
     only what was in flight. What ends by length wastes nothing."""
-    engine = drive(traffic, limits | {"num_blocks": 400, "share": False})
+    engine = drive(traffic, limits | {"num_blocks": 400, "share": False, "fair": False})
     needed = sum(
         arrival.length + len(answer(number, arrival)[0]) - 1 for number, arrival in enumerate(traffic)
     )

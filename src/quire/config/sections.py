@@ -171,6 +171,9 @@ class SchedulerSection:
     """Most prompt tokens that one request gets in a step; 0: no such bound."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is admitted first: by arrival, or by priority (lower first) and then arrival."""
+    share_by_key: bool = False
+    """Divide the tokens of the engine between API keys by their weights; scheduling_policy counts within a
+    key. On by itself where --api-key is a file."""
     enable_chunked_prefill: bool = True
     """Spread a long prompt over several steps, together with running requests."""
     scheduler_reserve_full_isl: bool = True

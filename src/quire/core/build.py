@@ -46,4 +46,5 @@ def build_scheduler(config: EngineConfig, cache: CacheSize, grammars: Grammars |
         watermark=limits.watermark,
         num_stages=config.parallel.pipeline_parallel_size,
         grammars=grammars,
+        fair=limits.share_by_key,
     )

@@ -29,6 +29,10 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Whether its share of every step is told."""
     embeds: Embeds | None = None
     """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
+    tenant: int = 0
+    """Whose it is, where tokens are shared by key; 0: nobody's in particular."""
+    weight: float = 1.0
+    """What that tenant's share is measured by."""
     pooling: PoolingParams | None = None
     """For a pooling model: the sequence ends with its prompt, and a vector comes of it in place of tokens."""
 

@@ -4,14 +4,15 @@ import time
 
 import numpy as np
 
-from quire.data.plan import Admission, FirstRun
+from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
 from quire.sched.constraints import Constraints
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Hit, KVManager
-from quire.sched.limits import Limits
-from quire.sched.queues import LINES, WaitingLine
-from quire.sched.running import Running
+from quire.sched.limits import Claim, Limits
+from quire.sched.queues import LINES, FairLine, WaitingLine
+from quire.sched.running import RowIds, Running
+from quire.sched.shares import Room, Shares
 from quire.sched.trial import Trial
 
 
@@ -30,7 +31,9 @@ class Admitter:
         chunked_prefill: bool,
         reserve_full_prompt: bool,
         watermark: float,
+        fair: bool = False,
     ) -> None:
+        """A `fair` one divides tokens between tenants."""
         self.kv = kv
         self.running = running
         self.limits = limits
@@ -39,7 +42,59 @@ class Admitter:
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
-        self.waiting: WaitingLine = LINES[policy]()
+        self.shares = Shares() if fair else None
+        self.waiting: WaitingLine = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
+
+    def divide(self, pending: Ints) -> Ints:
+        """The tokens of a step, to the running rows in order."""
+        if self.shares is None:
+            return self.limits.divide(pending)
+        levels = self.shares.levels[self.running.tenant[self.running.order]]
+        return self.limits.divide(pending, levels, self._claim(int(pending.sum())))
+
+    def _claim(self, num_pending: int) -> Claim | None:
+        """What the running leave to the next in line, if it could come in."""
+        assert self.shares is not None
+        if self.trial or not len(self.waiting) or len(self.running) >= self.limits.max_rows:
+            return None
+        request = self.waiting.peek()
+        num_tokens = min(len(request.tokens), self.limits.max_chunk)
+        if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
+            return None
+        return Claim(self.shares.levels.item(request.tenant), num_tokens)
+
+    def charge(self, chunks: Ints) -> None:
+        """The running rows, in order, compute so many tokens."""
+        if self.shares is not None:
+            self.shares.charge(self.running.tenant[self.running.order], chunks)
+
+    def in_the_way(self) -> int | None:
+        """The row that makes way for the next in line, where shares are fair and it has too little of one."""
+        if self.shares is None or self.trial or not len(self.waiting):
+            return None
+        request, kv, order = self.waiting.peek(), self.kv, self.running.order
+        is_free = len(order) < self.limits.max_rows
+        if not len(order) or self.constraints.holds(request) or (is_free and self._fits(request)):
+            return None
+        wanted = -(-len(request.tokens) // kv.block_size)
+        room = Room(self.limits.max_rows, kv.pool.num_usable, wanted, kv.block_size, kv.share_prefixes)
+        return self.shares.in_the_way(request, self.running, kv.num_held(order), room)
+
+    def victims(self) -> RowIds | None:
+        """Those rows among which one is chosen when blocks run out; None: all."""
+        if self.shares is None:
+            return None
+        order = self.running.order
+        tenants = self.running.tenant[order]
+        among: RowIds = order[tenants == self.shares.most_beyond(tenants, self.kv.num_held(order))]
+        return among
+
+    def _fits(self, request: Request) -> bool:
+        hit = self.kv.lookup(request)
+        reach = len(request.tokens)
+        if not self.reserve_full_prompt:
+            reach = hit.num_tokens + min(reach - hit.num_tokens, self.limits.max_chunk)
+        return self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks)
 
     def admit(self, budget: int, notes: Notes) -> list[tuple[Admission, int]]:
         """Waiting requests, in order, while there are tokens, rows and blocks; each with its first chunk. Who
@@ -64,6 +119,8 @@ class Admitter:
             self.waiting.pop()
             admitted.append((self._admit(request, hit, chunk, notes), chunk))
             budget -= chunk
+            if self.shares is not None:
+                self.shares.charge(np.array([request.tenant]), np.array([chunk]))
         for request in reversed(passed):
             self.waiting.push_front(request)
         return admitted

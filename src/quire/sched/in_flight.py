@@ -82,17 +82,6 @@ class Flight:
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
         return Landed(sampled, result, starts)
 
-    def count(self, running: Running, sampled: RowIds, pooled: RowIds) -> StepStats:
-        """What came of it in numbers, before the tokens of `sampled` are filled in."""
-        stats = self.notes.stats
-        first = pooled if len(pooled) else sampled[running.prompt_len[sampled] == running.num_known[sampled]]
-        if len(first):
-            stats.num_prompt_tokens = int(running.prompt_len[first].sum())
-            stats.num_cached_tokens = int(running.num_cached[first].sum())
-        stats.num_computed_tokens = self.plan.total_tokens
-        stats.num_sampled_tokens = len(sampled)
-        return stats
-
 
 @dataclass(slots=True)
 class Landed:

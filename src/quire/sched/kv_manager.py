@@ -181,6 +181,11 @@ class KVManager:
             num_slid[row] = self._num_unseen(hit.num_tokens, window)
         return block_ids
 
+    def num_held(self, rows: RowIds) -> Ints:
+        """Blocks that rows reach over; some may be shared, and some given back."""
+        held: Ints = -(-self.room[rows] // self.block_size)
+        return held
+
     def free(self, row: int) -> None:
         for tables in self.tables:
             self.pool.release(_held(tables[row]))

@@ -1,6 +1,9 @@
 """How much one step may hold, and what becomes of that when a batch turns out to be too large."""
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.data.plan import Ints
 from quire.logs import get_logger
@@ -12,6 +15,13 @@ PATIENCE = 32
 MAX_PATIENCE = 4096
 SMALLEST_SHARE = 16
 """A request that fails alone is tried with fewer tokens a step, down to this part of what settings allow."""
+
+
+class Claim(NamedTuple):
+    """Tokens of a step for a request that waits, of a tenant at this level."""
+
+    level: float
+    num_tokens: int
 
 
 class Limits:
@@ -37,14 +47,19 @@ class Limits:
         """The most tokens of one request that any step can hold."""
         return min(self.longest_chunk, self.max_tokens)
 
-    def divide(self, pending: Ints) -> Ints:
-        """The tokens of a step, to rows that could compute so many: decodes first, then prompts in order,
-        each cut to what is left."""
+    def divide(
+        self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
+    ) -> Ints:
+        """The tokens of a step, to rows that could compute so many: decodes first, then prompts in order, or
+        by their levels, each cut to what is left. Those above the level of a claim leave it its tokens."""
         chunks, budget = np.minimum(pending, self.max_chunk), self.max_tokens
-        if chunks.sum() > budget:
-            order = np.argsort(pending > 1, kind="stable")
+        if chunks.sum() + (claim.num_tokens if claim else 0) > budget:
+            is_prompt = pending > 1
+            order = np.lexsort((is_prompt,) if levels is None else (levels, is_prompt))
             wanted = chunks[order]
             spent_before = np.cumsum(wanted) - wanted
+            if claim is not None and levels is not None:
+                spent_before[(is_prompt & (levels > claim.level))[order]] += claim.num_tokens
             chunks[order] = np.clip(budget - spent_before, 0, wanted)
         return chunks
 

@@ -1,4 +1,4 @@
-"""The waiting line, one class per scheduling policy.
+"""The waiting line, one class per scheduling policy, and one over several lines.
 
 Who is removed stays where it stood, dead, until it comes up or the dead outnumber the living: so no operation
 costs more the longer the line is, but for the logarithm of a heap. A request that enters again gets a new
@@ -10,6 +10,7 @@ from collections import deque
 from typing import Protocol
 
 from quire.data.request import Request
+from quire.sched.shares import Shares
 
 
 class WaitingLine(Protocol):
@@ -106,3 +107,46 @@ class PriorityLine:
 
 
 LINES: dict[str, type[FcfsLine] | type[PriorityLine]] = {"fcfs": FcfsLine, "priority": PriorityLine}
+
+
+class FairLine:
+    """A line for each tenant, by whatever policy; next is the first in that of the tenant that has had
+    least."""
+
+    def __init__(self, policy: str, shares: Shares) -> None:
+        self._make_line = LINES[policy]
+        self._shares = shares
+        self._lines: dict[int, FcfsLine | PriorityLine] = {}
+        """By tenant, where somebody waits."""
+
+    def push(self, request: Request) -> None:
+        if request.tenant not in self._lines:
+            self._shares.enter(request, self._lines)
+        self._line_of(request).push(request)
+
+    def push_front(self, request: Request) -> None:
+        """Who was here before: nothing changes for its tenant."""
+        self._line_of(request).push_front(request)
+
+    def _line_of(self, request: Request) -> FcfsLine | PriorityLine:
+        return self._lines.setdefault(request.tenant, self._make_line())
+
+    def peek(self) -> Request:
+        return self._lines[self._shares.lowest(self._lines)].peek()
+
+    def pop(self) -> Request:
+        tenant = self._shares.lowest(self._lines)
+        request = self._lines[tenant].pop()
+        self._drop_if_empty(tenant)
+        return request
+
+    def remove(self, request: Request) -> None:
+        self._lines[request.tenant].remove(request)
+        self._drop_if_empty(request.tenant)
+
+    def _drop_if_empty(self, tenant: int) -> None:
+        if not len(self._lines[tenant]):
+            del self._lines[tenant]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))

@@ -55,6 +55,7 @@ class Running:
         """Whether a token needs a closer look than eos and length: stop ids, repetition."""
         self.constrained = np.zeros(max_rows, np.bool_)
         """Whether the row follows a grammar, or has a limit to its reasoning."""
+        self.tenant: Ints = np.zeros(max_rows, np.int32)
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must know a token before the next can be sampled."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -85,6 +86,7 @@ class Running:
         self.num_tokens[row] = self.num_known[row] = self.num_told[row] = len(request.tokens)
         self.num_computed[row] = num_computed
         self.limit[row] = request.limit
+        self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id
         self.min_len[row] = min(request.prompt_len + params.min_tokens, request.limit)
         self.watched[row] = bool(params.stop_token_ids or params.repetition_detection)

@@ -54,9 +54,11 @@ class Scheduler:
         watermark: float = 0.0,
         num_stages: int = 1,
         grammars: Grammars | None = None,
+        fair: bool = False,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
-        and plans carry those tokens; with one they stay on the device."""
+        and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
+        tenants."""
         self.kv = kv
         self.limits = Limits(
             max_rows=max_num_seqs,
@@ -77,6 +79,7 @@ class Scheduler:
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
+            fair=fair,
         )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -130,6 +133,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Spend the token budget: on running requests first, then on waiting ones if none had to give way.
         None if nothing can run before the next result is in."""
+        if not self._make_way():
+            return None
         num_preemptions = self.num_preemptions
         continued = self._continue_running()
         if continued is None:
@@ -177,22 +182,32 @@ class Scheduler:
         self.kv.slide(running)
         while True:
             rows = running.order
-            chunks = self.limits.divide(running.pending())
+            chunks = self.admitter.divide(running.pending())
             growth = self.kv.growth(rows, running.num_computed[rows] + chunks)
             if not growth.shortage:
+                self.admitter.charge(chunks)
                 return chunks, growth
             if self.in_flight:
                 return None
-            self._preempt(choose_victim(running, self.policy))
+            request = self._preempt(choose_victim(running, self.policy, self.admitter.victims()))
+            self._warn(request.id, self.num_preemptions)
 
-    def _preempt(self, row: int) -> None:
+    def _make_way(self) -> bool:
+        """Preempt whoever is in the way of another's share; False while something is in flight."""
+        while (row := self.admitter.in_the_way()) is not None:
+            if self.in_flight:
+                return False
+            self._preempt(row)
+        return True
+
+    def _preempt(self, row: int) -> Request:
         request = self._vacate(row)
         request.num_preemptions += 1
         request.preempted_at = time.monotonic()
         self.admitter.waiting.push_front(request)
         self._notes.stats.num_preempted += 1
         self.num_preemptions += 1
-        self._warn(request.id, self.num_preemptions)
+        return request
 
     # ---- after a step
 

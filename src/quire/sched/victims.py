@@ -5,21 +5,23 @@ import time
 import numpy as np
 
 from quire.logs import get_logger
-from quire.sched.running import Running
+from quire.sched.running import RowIds, Running
 
 log = get_logger(__name__)
 
 WARN_INTERVAL_S = 10.0
 
 
-def choose_victim(running: Running, policy: str) -> int:
+def choose_victim(running: Running, policy: str, among: RowIds | None = None) -> int:
     """The row to preempt: of the latest quarter of admissions the one whose recomputation costs least.
 
     Never the oldest unless it is alone, so that somebody always gets through; under the priority policy
-    only rows of the least urgent priority are considered.
+    only rows of the least urgent priority are considered, and where shares are fair those `among`.
     """
     candidates = running.order[1:] if len(running) > 1 else running.order
-    if policy == "priority":
+    if among is not None and len(beyond := among[among != running.order[0]]):
+        candidates = beyond
+    elif policy == "priority":
         urgency = np.array([running.request(row).priority for row in running.order.tolist()])
         candidates = running.order[urgency == urgency.max()]
     latest = candidates[-max(1, len(candidates) // 4) :]
