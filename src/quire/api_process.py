@@ -22,7 +22,9 @@ from quire.frontend.inputs import InputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
+from quire.metrics.keys import KeyPages
 from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
+from quire.server.keys import key_names
 from quire.server.settings import ServerSettings
 from quire.server.spread import Hand
 from quire.version import __version__
@@ -42,6 +44,7 @@ def make_engine(
     prefixes: PrefixMap | None = None,
     index: int = 0,
     cores_return: bool = True,
+    keys: KeyPages | None = None,
 ) -> AsyncEngine:
     """The engine as an API process sees it: tokenizer and limits here, the cores at `addresses`, by rank."""
     model, tokenizer = config.model, open_tokenizer(config)
@@ -75,6 +78,7 @@ def make_engine(
         model_name=facts.model_names[0],
         cache_info=cache_info(config, num_blocks=0, num_tokens=0),
         first_engine=next(iter(addresses)),
+        keys=keys,
     )
     shares = config.cache.enable_prefix_caching
     return AsyncEngine(
@@ -100,12 +104,15 @@ def run_api(
     addresses: Mapping[int, str | Path],
     metrics_file: Path,
     prefix_file: Path,
+    key_file: Path,
     parent: connection.Connection,
 ) -> None:
     """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
     up, or in one line why it cannot be."""
     adopt(f"APIServer{index}" if (settings.http.api_server_count or 1) > 1 else "APIServer")
     try:
+        names = key_names(settings.keys)
+        keys = KeyPages(names, key_file, process=index) if names else None
         engine = make_engine(
             config,
             addresses=addresses,
@@ -118,8 +125,9 @@ def run_api(
             health_timeout_s=settings.http.health_timeout,
             prefixes=PrefixMap(prefix_file),
             index=index,
+            keys=keys,
         )
-        uvloop.run(_answer(engine, settings, entrance, announce=index == 0, parent=parent))
+        uvloop.run(_answer(engine, settings, entrance, announce=index == 0, parent=parent, keys=keys))
     except QuireError as error:
         parent.send(str(error))
         sys.exit(1)
@@ -136,6 +144,7 @@ async def _answer(
     *,
     announce: bool,
     parent: connection.Connection,
+    keys: KeyPages | None,
 ) -> None:
     from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
 
@@ -154,6 +163,7 @@ async def _answer(
             hand=entrance if isinstance(entrance, Hand) else None,
             announce=announce,
             on_serving=on_serving,
+            keys=keys,
         )
     finally:
         engine.close()

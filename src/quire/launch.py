@@ -27,7 +27,9 @@ from quire.executor.nodes import run_node
 from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
+from quire.metrics.keys import KeyPages
 from quire.prepare import configure
+from quire.server.keys import key_names
 from quire.server.settings import ServerSettings, add_server_flags, server_settings
 from quire.server.sockets import bind
 from quire.server.spread import Dealer
@@ -115,6 +117,10 @@ class Supervisor:
     def _prefix_file(self) -> Path:
         return self.folder / "prefixes"
 
+    @property
+    def _key_file(self) -> Path:
+        return self.folder / "keys"
+
     def _seat(self, rank: int) -> Seat:
         engines = self.topology.served or self.topology.local
         return Seat(
@@ -136,7 +142,7 @@ class Supervisor:
         addresses = {
             rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
         }
-        files = (self._metrics_file, self._prefix_file)
+        files = (self._metrics_file, self._prefix_file, self._key_file)
         args = (index, self.config, self.settings, entrance, addresses, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
@@ -149,6 +155,8 @@ class Supervisor:
         layout = Layout(self.config.model.max_model_len)
         MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
         PrefixMap.create(self._prefix_file)
+        if names := key_names(self.settings.keys):
+            KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
         problem = ""
         try:
             for child in self._children:
@@ -287,4 +295,6 @@ def run(args: argparse.Namespace) -> int:
     if args.model_tag is not None and given.setdefault("model", args.model_tag) != args.model_tag:
         raise ConfigError(f"two models: {args.model_tag!r} and --model {given['model']!r}; give one")
     settings = server_settings(args, Env.read(os.environ))
+    if key_names(settings.keys):
+        given.setdefault("share_by_key", True)
     return launch(configure(given, usage="server"), settings)

@@ -22,6 +22,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.outputs import OutputProcessor
 from quire.grammar import Grammars
 from quire.metrics.http import Exchange
+from quire.metrics.keys import Account
 from quire.prepare import vocabulary_of
 from quire.text.tokenizer import Tokenizer
 
@@ -169,6 +170,7 @@ class FakeEngine:
         priority: int = 0,
         rank: int | None = None,
         timed: bool = False,
+        account: Account | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
         if rank not in (None, 0):
@@ -176,13 +178,13 @@ class FakeEngine:
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
         requests = self.inputs.requests(engine_id, prompt, params, priority=priority, timed=timed)
         self.seen.append((request_id, prompt, params, priority))
-        return self._stream(engine_id, prompt, requests)
+        return self._stream(engine_id, prompt, requests, account)
 
     async def _stream(
-        self, id: str, prompt: Prompt, requests: list[Request]
+        self, id: str, prompt: Prompt, requests: list[Request], account: Account | None
     ) -> AsyncGenerator[RequestOutput, None]:
         outputs = OutputProcessor(self.tokenizer)
-        outputs.add(id, prompt, requests)
+        outputs.add(id, prompt, requests, None, account)
         self.num_in_flight += 1
         finished = False
         try:
@@ -247,6 +249,7 @@ class FakeEngine:
         *,
         priority: int = 0,
         rank: int | None = None,
+        account: Account | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.check()
         if rank not in (None, 0):

@@ -28,6 +28,7 @@ from quire.frontend.router import Router
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
 from quire.metrics.http import Exchange
+from quire.metrics.keys import Account
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
@@ -67,6 +68,8 @@ class _Flight:
     requests: list[Request]
     rank: int | None
     """The only core that it may go to."""
+    account: Account | None = None
+    """Whose share it is of."""
     answer: Answer[Any] | None = None
     link: CoreLink | None = None
     """None while it waits for a core to come back."""
@@ -187,6 +190,7 @@ class AsyncEngine:
         rank: int | None = None,
         max_logprobs: int | None = None,
         timed: bool = False,
+        account: Account | None = None,
     ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
         it goes to that core and no other; `timed`, its share of the steps is counted."""
@@ -195,7 +199,7 @@ class AsyncEngine:
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed
         )
-        return self._answer(id, _Flight(prompt, requests, rank))
+        return self._answer(id, _Flight(prompt, requests, rank, account))
 
     def encode(
         self,
@@ -205,12 +209,13 @@ class AsyncEngine:
         *,
         priority: int = 0,
         rank: int | None = None,
+        account: Account | None = None,
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
         self._check_any()
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority)
-        return self._answer(id, _Flight(prompt, [request], rank))
+        return self._answer(id, _Flight(prompt, [request], rank, account))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]
@@ -220,6 +225,10 @@ class AsyncEngine:
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
     def _answer(self, id: str, flight: _Flight) -> Answer[Any]:
+        if flight.account is not None:
+            for request in flight.requests:
+                request.tenant, request.weight = flight.account.tenant, flight.account.weight
+
         def begin(answer: Answer[Any]) -> None:
             self._check_any()
             flight.answer = answer
@@ -242,7 +251,7 @@ class AsyncEngine:
         )
         link = flight.link = self._links[place]
         put_text = answer.put_text if answer is not None and answer.takes_text else None
-        link.outputs.add(id, flight.prompt, flight.requests, put_text)
+        link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
         flight.num_sent += 1
         flight.lost_at = 0.0
         link.send(Add.of(flight.requests))

@@ -23,6 +23,7 @@ from quire.data.pooling import Floats
 from quire.data.request import Request
 from quire.data.stats import FinishedSequence, FrontStats, Timeline
 from quire.frontend.inputs import Prompt
+from quire.metrics.keys import Account
 from quire.text.detokenizer import Detokenizer, token_text
 from quire.text.tokenizer import Tokenizer
 
@@ -63,6 +64,8 @@ class _Sequence:
     """Tokens that have become text."""
     num_sent: int = 0
     """Tokens already given out."""
+    num_counted: int = 0
+    """Tokens already counted in the account of the request's key."""
     touched: bool = False
     """Whether something came since the last flush."""
     pooled: Floats | None = None
@@ -131,6 +134,7 @@ class _Parent:
     """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
     pools: bool = False
+    account: Account | None = None
 
     @property
     def waits(self) -> bool:
@@ -166,10 +170,11 @@ class OutputProcessor:
         prompt: Prompt,
         requests: list[Request],
         put_text: Callable[[str, int], None] | None = None,
+        account: Account | None = None,
     ) -> None:
         """Expect outputs of these sequences of one prompt. A single one that streams nothing but text may
         hand it to `put_text`, with the number of its tokens, from its second delta to the one before the
-        last."""
+        last. All tokens are counted in the `account`."""
         first = requests[0]
         interval = max(self.stream_interval, first.params.stream_interval or 1)
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
@@ -177,6 +182,7 @@ class OutputProcessor:
             request_id, prompt, first.params, first.arrived_at, interval, streams, num_open=len(requests)
         )
         parent.pools = first.pooling is not None
+        parent.account = account
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
             parent.prompt_logprobs.append(None)
@@ -333,6 +339,9 @@ class OutputProcessor:
                 waiting.append(sequence)
                 continue
             sequence.touched = False
+            if parent.account is not None:
+                parent.account.add_output(len(sequence.token_ids) - sequence.num_counted)
+                sequence.num_counted = len(sequence.token_ids)
             if parent.put_text is not None and sequence.num_sent and sequence.finish is None:
                 start, sequence.num_sent = sequence.num_sent, len(sequence.token_ids)
                 parent.put_text(sequence.take_text(), sequence.num_sent - start)

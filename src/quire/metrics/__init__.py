@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
 from quire.metrics.http import EDGES, SERIES, Exchange, families
+from quire.metrics.keys import KeyPages
 
 _FIRST_TOKEN = [
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -263,10 +264,17 @@ class EngineMetrics:
     """The pages under their Prometheus names."""
 
     def __init__(
-        self, pages: MetricsPages, *, model_name: str, cache_info: dict[str, Any], first_engine: int = 0
+        self,
+        pages: MetricsPages,
+        *,
+        model_name: str,
+        cache_info: dict[str, Any],
+        first_engine: int = 0,
+        keys: KeyPages | None = None,
     ) -> None:
         """`first_engine` is the data-parallel rank of the first."""
         self.pages = pages
+        self._keys = keys
         self._names = ["model_name", "engine"]
         self._engines = [
             (place, [model_name, str(first_engine + place)]) for place in range(pages.num_engines)
@@ -299,6 +307,7 @@ class EngineMetrics:
             info.add_metric([str(value) for value in each.values()], 1)
         yield info
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
+        yield from () if self._keys is None else self._keys.families()
 
     def _labelled(self, name: str) -> PromMetric:
         text, label, values = LABELLED[name]

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.data.params import INT64_MAX
 from quire.errors import EngineError, RequestError
+from quire.metrics.keys import KeyPages
 from quire.server import replies
 from quire.server.answering import ClientGone
 from quire.server.chat import answer_chat
@@ -30,6 +31,7 @@ from quire.server.errors import (
 )
 from quire.server.gate import Gate
 from quire.server.generate import Api
+from quire.server.keys import Ledger
 from quire.server.messages.answer import answer_messages, count_tokens
 from quire.server.messages.bodies import (
     CountBody,
@@ -70,7 +72,8 @@ from quire.server.tokenize import detokenize, tokenize
 class Application:
     """The ASGI application with the handles that a drain needs."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, keys: KeyPages | None = None) -> None:
+        """`keys` are shared by the processes of a server."""
         self.api = Api(engine, settings)
         docs = not settings.api.disable_fastapi_docs
         self.routes = FastAPI(
@@ -91,10 +94,10 @@ class Application:
         add_operate_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: _document(self.routes)  # type: ignore[method-assign]
-        self.asgi = _surrounded(self.routes, self.api, settings)
+        self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
 
 
-def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
+def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
     access = settings.access
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
@@ -104,7 +107,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings) -> ASGIApp:
     }
     gate = Gate(
         Direct(app, busy, log_stack=settings.log.log_error_stack),
-        api_keys=access.api_key,
+        ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
         echo_request_id=settings.api.enable_request_id_headers,
@@ -150,7 +153,7 @@ def _replies(model: type, *codes: int, stream: bool = False, error: type = Error
 
 
 def add_generate_routes(app: FastAPI, api: Api) -> None:
-    codes = (400, 404, 413, 500, 503)
+    codes = (400, 404, 413, 429, 500, 503)
 
     @app.post("/v1/chat/completions", **_replies(replies.ChatReply, *codes, stream=True), **_BODY)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
@@ -227,7 +230,7 @@ def add_message_routes(app: FastAPI, api: Api) -> None:
 
 
 def add_pooling_routes(app: FastAPI, api: Api) -> None:
-    codes = (400, 404, 413, 500, 503)
+    codes = (400, 404, 413, 429, 500, 503)
     octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
     async def create_embeddings(body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:

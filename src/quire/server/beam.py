@@ -9,6 +9,7 @@ from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
 from quire.frontend.beam import BeamSearch, round_params, start_of
 from quire.frontend.inputs import Prompt
+from quire.metrics.keys import Account
 from quire.server.engine import Engine, Outputs
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ async def beam_search(
     *,
     priority: int,
     rank: int | None = None,
+    account: Account | None = None,
 ) -> RequestOutput:
     eos_ids = engine.inputs.eos_ids
     search = BeamSearch(
@@ -38,6 +40,7 @@ async def beam_search(
                 f"{request_id}-{num_rounds}-{index}",
                 priority=priority,
                 rank=rank,
+                account=account,
             )
             for index, beam in enumerate(search.live)
         ]

@@ -9,6 +9,7 @@ from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.metrics.http import Exchange
+from quire.metrics.keys import Account
 
 
 class Facts(Protocol):
@@ -105,9 +106,11 @@ class Engine(Protocol):
         priority: int = 0,
         rank: int | None = None,
         timed: bool = False,
+        account: Account | None = None,
     ) -> Outputs:
         """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
-        `rank` it goes to that core and no other; `timed`, its share of the steps is counted."""
+        `rank` it goes to that core and no other; `timed`, its share of the steps is counted. Its tokens are
+        of the `account`'s share."""
         ...
 
     def encode(
@@ -118,6 +121,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         rank: int | None = None,
+        account: Account | None = None,
     ) -> PooledOutputs:
         """As `generate`, of a pooling model."""
         ...

@@ -1,17 +1,25 @@
 """What every HTTP request passes before the routes: the key, the size and type of its body. Decided once per
 request; what is sent back goes through untouched."""
 
-import hashlib
-import hmac
-from collections.abc import Iterable
-
 from fastapi import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.metrics.keys import Account
 from quire.server.errors import error_info, error_response, json_response
+from quire.server.keys import Key, Ledger, Refusal
 
 DIRECT_SEND = "quire.send"
 """Where a scope holds the way to the connection, for responses that watch over their own errors."""
+_ACCOUNT = "quire.account"
+FREE_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/reset_prefix_cache"),
+        *("/v1/chat/completions/render", "/v1/completions/render", "/collective_rpc", "/abort_requests"),
+        *("/sleep", "/wake_up", "/pause", "/resume"),
+    }
+)
+"""What is posted there costs no tokens: a key's limits do not count it."""
 _NOT_JSON = "Unsupported Media Type: Only 'application/json' is allowed"
 
 
@@ -22,13 +30,13 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        api_keys: Iterable[str],
+        ledger: Ledger,
         open_paths: frozenset[str],
         max_body_bytes: int,
         echo_request_id: bool,
     ) -> None:
         self._app = app
-        self._keys = [_digest(key.encode()) for key in api_keys]
+        self._ledger = ledger
         self._open_paths = open_paths
         self._max_body_bytes = max_body_bytes
         self._too_large = (
@@ -40,7 +48,8 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        if self._keys and not self._admitted(scope, headers):
+        key = None
+        if self._ledger.keys and self._is_guarded(scope) and (key := self._key(headers)) is None:
             # A socket that is never accepted is closed by the server with 403.
             refused = json_response({"error": "Unauthorized"}, 401)
             return await refused(scope, receive, send) if scope["type"] == "http" else None
@@ -58,18 +67,34 @@ class Gate:
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
         scope[DIRECT_SEND] = send
-        await self._app(scope, receive, send)
+        if key is None or not key.name:
+            await self._app(scope, receive, send)
+        else:
+            await self._limited(key, scope, receive, send)
 
-    def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in self._open_paths or scope.get("method") == "OPTIONS":
-            return True
-        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-        kind, _, key = given.partition(b" ")
-        sent = _digest(key)
-        # Every key is compared, whichever fits: the time taken says nothing.
-        fits = [hmac.compare_digest(sent, known) for known in self._keys]
-        return kind.lower() == b"bearer" and any(fits)
+    async def _limited(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        """As far as the key's limits allow. Who is turned away was not read."""
+        scope[_ACCOUNT] = self._ledger.account(key)
+        path = _path(scope)
+        if scope.get("method") != "POST" or path in FREE_PATHS:
+            return await self._app(scope, receive, send)
+        if (refusal := self._ledger.enter(key)) is not None:
+            return await _too_many(path, refusal)(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._ledger.leave(key)
+
+    def _is_guarded(self, scope: Scope) -> bool:
+        return _path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
+
+    def _key(self, headers: dict[bytes, bytes]) -> Key | None:
+        """Anthropic's clients have a header of their own."""
+        kind, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        if not kind and b"x-api-key" in headers:
+            kind, sent = b"bearer", headers[b"x-api-key"]
+        found = self._ledger.find(sent)
+        return found if kind.lower() == b"bearer" else None
 
     def _fits(self, length: bytes) -> bool:
         return length.isdigit() and int(length[:20]) <= self._max_body_bytes
@@ -89,8 +114,26 @@ class Gate:
         return counted
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def account_of(scope: Scope) -> Account | None:
+    """Whose request it is; None where keys have no names."""
+    account: Account | None = scope.get(_ACCOUNT)
+    return account
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
+
+
+def _too_many(path: str, refusal: Refusal) -> Response:
+    body = error_info(refusal.message, 429, "RateLimitError")
+    if path.startswith("/v1/messages"):  # Anthropic's clients read errors in a form of their own
+        error = {"type": "rate_limit_error", "message": refusal.message}
+        response = json_response({"type": "error", "error": error}, 429)
+    else:
+        response = error_response(body)
+    response.headers["retry-after"] = str(refusal.retry_after_s)
+    return response
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -18,12 +18,14 @@ from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
 from quire.logs import get_logger
+from quire.metrics.keys import Account
 from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
 from quire.server.encoder import Encoder
 from quire.server.engine import Engine, Outputs
 from quire.server.errors import NotFound, json_response
+from quire.server.gate import account_of
 from quire.server.logprobs import Speller
 from quire.server.merged import Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
@@ -53,6 +55,8 @@ class Job:
     params: list[Params]
     timeline: JobTimeline | None = None
     """Where its time goes, if it wants to know."""
+    account: Account | None = None
+    """Of the key that it came with."""
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -99,7 +103,10 @@ class Api:
             prompts=prompts,
             params=list(params),
             timeline=JobTimeline.of(request),
+            account=account_of(request.scope),
         )
+        if job.account is not None:
+            job.account.add_prompt(sum(len(prompt.token_ids) for prompt in prompts))
         if self.settings.log.enable_log_requests:
             for prompt in prompts:
                 shown = self._cut(prompt.text)
@@ -137,7 +144,13 @@ class Api:
             for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
                 assert isinstance(params, SamplingParams)
                 answer = self.engine.generate(
-                    prompt, params, id, priority=job.priority, rank=job.rank, timed=job.timeline is not None
+                    prompt,
+                    params,
+                    id,
+                    priority=job.priority,
+                    rank=job.rank,
+                    timed=job.timeline is not None,
+                    account=job.account,
                 )
                 started.append(answer)
                 await pause.after(params.n)
@@ -163,7 +176,15 @@ class Api:
         """The whole outputs, in the order of the prompts."""
         if isinstance(job.params[0], BeamSearchParams):
             works = [
-                beam_search(self.engine, prompt, params, id, priority=job.priority, rank=job.rank)
+                beam_search(
+                    self.engine,
+                    prompt,
+                    params,
+                    id,
+                    priority=job.priority,
+                    rank=job.rank,
+                    account=job.account,
+                )
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
             ]

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.errors import ConfigError
 from quire.logs import get_logger
+from quire.metrics.keys import KeyPages
 from quire.server.app import Application
 from quire.server.engine import Engine
 from quire.server.settings import LogSection, ServerSettings, paths
@@ -92,11 +93,12 @@ async def serve(
     stop: asyncio.Event | None = None,
     announce: bool = True,
     on_serving: Callable[[], object] = lambda: None,
+    keys: KeyPages | None = None,
 ) -> None:
     """Answer on `sockets`, or on the connections that `hand` is dealt, until `stop` is set (without one:
     until SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the
     rest. `on_serving` is called when connections are answered."""
-    application = Application(engine, settings)
+    application = Application(engine, settings, keys)
     server = _Server(_config(application, settings), hand=hand, on_serving=on_serving)
     stop = stop or _stop_on_signals()
     if sockets is None:

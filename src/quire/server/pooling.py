@@ -71,7 +71,9 @@ async def _together(api: Api, job: Job) -> list[Pooled]:
     try:
         for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)
-            answer = api.engine.encode(prompt, params, id, priority=job.priority, rank=job.rank)
+            answer = api.engine.encode(
+                prompt, params, id, priority=job.priority, rank=job.rank, account=job.account
+            )
             tasks.append(asyncio.create_task(_only(answer)))
             await pause.after(1)
         return list(await asyncio.gather(*tasks))

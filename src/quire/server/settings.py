@@ -12,6 +12,7 @@ from quire.config.sections import Option, Rule, options_of
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
+from quire.server.keys import Key, read_keys
 from quire.server.parsing import Parsers
 from quire.unbuilt import UNBUILT, is_switch, refuse
 
@@ -61,8 +62,9 @@ class AccessSection:
     """Who may ask."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys of which every request must carry one, as `Authorization: Bearer KEY`. Default: QUIRE_API_KEY, or
-    no key."""
+    """Keys of which every request must carry one, as `Authorization: Bearer KEY`, or files of keys with
+    names, weights and limits: `@FILE`, or a path that ends in .json, .toml, .yaml or .yml. Default:
+    QUIRE_API_KEY, or no key."""
     api_key_exempt: str = "/health,/ping,/metrics"
     """Paths that need no key, with commas between them."""
     allow_credentials: bool = False
@@ -161,6 +163,8 @@ class ServerSettings:
     access: AccessSection = field(default_factory=AccessSection)
     api: ApiSection = field(default_factory=ApiSection)
     log: LogSection = field(default_factory=LogSection)
+    keys: tuple[Key, ...] = ()
+    """Those of `api_key`, read."""
     max_sequences: int = MAX_SEQUENCES
     """Most sequences that one call may ask for: prompts times n."""
     dev_mode: bool = False
@@ -239,6 +243,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
     if env is not None and env.api_key:
         values.setdefault("api_key", (env.api_key,))
     settings = ServerSettings(
+        keys=read_keys(values.get("api_key", ())),
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         dev_mode=env is not None and env.server_dev_mode,
         responses=StoreLimits.of(env),

@@ -1,0 +1,94 @@
+"""The keys of the API in numbers: pages in one shared file, one for each API process, and one for all.
+
+A process writes its own page and nobody else's, so counting takes no lock. The common page holds what is
+decided under one.
+"""
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PromMetric
+
+COLUMNS = ("requests", "prompt_tokens", "generation_tokens", "running")
+REASONS = ("concurrency", "tokens")
+"""Why a request is turned away."""
+_ALL = [*COLUMNS, *REASONS]
+_PLACE = {name: place for place, name in enumerate(_ALL)}
+_TEXTS = {
+    "requests": "Requests let in, by key.",
+    "prompt_tokens": "Prompt tokens, by key.",
+    "generation_tokens": "Tokens generated, by key.",
+}
+
+
+class KeyPages:
+    """What was counted of each key, by all API processes of a server. Without a file there is one, in
+    memory."""
+
+    def __init__(self, names: Sequence[str], file: Path | None = None, *, process: int = 0) -> None:
+        self.names = tuple(names)
+        size = (-1, len(self.names), len(_ALL))
+        if file is None:
+            self._pages = np.zeros((2, *size[1:]))
+        else:
+            self._pages = np.memmap(file, np.float64, "r+").view(np.ndarray).reshape(size)
+        self._file = None if file is None else file.open("rb")
+        self._own = self._pages[1 + process]
+        self._own[:, _PLACE["running"]] = 0  # those of a process that died here
+
+    @staticmethod
+    def create(file: Path, num_keys: int, *, num_api: int) -> None:
+        np.zeros((1 + num_api, num_keys, len(_ALL))).tofile(file)
+
+    def add(self, key: int, what: str, count: int = 1) -> None:
+        self._own[key, _PLACE[what]] += count
+
+    def total(self, key: int, what: str) -> float:
+        return float(self._pages[1:, key, _PLACE[what]].sum())
+
+    @contextmanager
+    def agreed(self, key: int) -> Iterator["np.ndarray[tuple[int], np.dtype[np.float64]]"]:
+        """The common numbers of a key, while no other process reads or writes them."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield self._pages[0, key]
+        finally:
+            if self._file is not None:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def families(self) -> Iterator[PromMetric]:
+        for what, text in _TEXTS.items():
+            family = CounterMetricFamily(f"quire:key_{what}", text, labels=["key"])
+            for key, name in enumerate(self.names):
+                family.add_metric([name], self.total(key, what))
+            yield family
+        rejected = CounterMetricFamily(
+            "quire:key_rejected", "Requests turned away, by key and limit.", labels=["key", "reason"]
+        )
+        running = GaugeMetricFamily("quire:key_running", "Requests being answered, by key.", labels=["key"])
+        for key, name in enumerate(self.names):
+            running.add_metric([name], self.total(key, "running"))
+            for reason in REASONS:
+                rejected.add_metric([name, reason], self.total(key, reason))
+        yield from (rejected, running)
+
+
+class Account:
+    """What the engine knows of a key: whose share its requests are of, and where their tokens are counted."""
+
+    def __init__(self, number: int, weight: float, pages: KeyPages) -> None:
+        self._number = number
+        self._pages = pages
+        self.tenant = number + 1
+        self.weight = weight
+
+    def add_prompt(self, num_tokens: int) -> None:
+        self._pages.add(self._number, "prompt_tokens", num_tokens)
+
+    def add_output(self, num_tokens: int) -> None:
+        self._pages.add(self._number, "generation_tokens", num_tokens)
