@@ -11,7 +11,7 @@ import pytest
 
 from quire.dist.shm import Reader, Writer, create
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def messages(count: int, longest: int, seed: int = 1) -> list[bytes]:

@@ -91,7 +91,7 @@ def test_a_small_cache_preempts_with_the_guides_warning(model: str) -> None:
         )  # fmt: skip
         found = [each.outputs[0].text for each in small.generate(prompts, params, use_tqdm=False)]
     assert found == expected
-    (warning,) = (line for line in lines if "PreemptionMode.RECOMPUTE" in line)
+    warning = next(line for line in lines if "PreemptionMode.RECOMPUTE" in line)  # one in 10 s
     assert (
         "is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV cache space" in warning
     )

@@ -20,7 +20,7 @@ from quire.errors import ConfigError, EngineDead
 from quire.executor.nodes import NodeAgent, NodesCrew
 from quire.prepare import configure
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
