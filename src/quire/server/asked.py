@@ -56,6 +56,8 @@ def check_generate(body: GenerateBody, *, max_n: int) -> None:
 
 
 def check_chat(body: ChatBody, *, trust_template: bool) -> None:
+    if (body.model_extra or {}).get("prompt_embeds") is not None:
+        raise RequestError("prompt_embeds is a field of /v1/completions alone", param="prompt_embeds")
     if body.top_logprobs and not body.logprobs:
         raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < -1:
