@@ -7,6 +7,7 @@ from symbolic import Engine, continuation
 
 from quire.data.params import SamplingParams
 from quire.data.plan import StepPlan, StepResult
+from quire.data.request import Request
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
@@ -130,9 +131,9 @@ def test_preemption_waits_for_the_values_in_flight() -> None:
         engine.add(str(i), prompt(8, 20 * i), count=20)
     preempt = engine.scheduler._preempt
 
-    def watched(row: int) -> None:
+    def watched(row: int) -> Request:
         assert not engine.scheduler.in_flight
-        preempt(row)
+        return preempt(row)
 
     engine.scheduler._preempt = watched  # type: ignore[method-assign]
     engine.run()
