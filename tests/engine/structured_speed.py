@@ -45,6 +45,10 @@ ASKED: dict[str, dict[str, Any] | None] = {
 }
 
 
+SKIPPED = 4
+"""Steps at the beginning: prompts, and the first sight of everything."""
+
+
 class Clock:
     """The time that a method takes, each time it is called."""
 
@@ -66,22 +70,24 @@ class Clock:
         return 1e3 * mean(taken) if taken else 0.0
 
 
-def run(llm: LLM, kinds: list[str], num_tokens: int) -> list[float]:
-    """Milliseconds of each step with all rows in it."""
+def run(llm: LLM, kinds: list[str], num_tokens: int) -> tuple[list[float], float]:
+    """Milliseconds of each step with all rows in it; and of processor time, in all threads, of one."""
     engine = llm.llm_engine
     for row, kind in enumerate(kinds):
         params = SamplingParams(
             temperature=1.0, seed=row, max_tokens=num_tokens, ignore_eos=True, structured_outputs=ASKED[kind]
         )
         engine.add_request(f"{kind}-{row}", [5 + row, 6, 7, 8], params)
-    steps, last = [], time.perf_counter()
+    steps, last, spent = [], time.perf_counter(), 0.0
     while engine.has_unfinished_requests():
         engine.step()
         now = time.perf_counter()
         if len(engine.core.scheduler.running) == len(kinds):
             steps.append((now - last) * 1e3)
+        if len(steps) == SKIPPED:
+            spent = time.process_time()
         last = now
-    return steps[8:]
+    return steps[SKIPPED:], (time.process_time() - spent) * 1e3 / max(len(steps) - SKIPPED, 1)
 
 
 def main() -> None:
@@ -108,18 +114,16 @@ def main() -> None:
     batches = {name: [name] * args.rows for name in args.only}
     batches |= {f"half {name}": ["free", name] * half for name in args.only[:1]}
     run(llm, ["free", *args.only], 20)
-    free = run(llm, ["free"] * args.rows, args.tokens)
-    print(f"{Path(args.model).name}, {args.rows} rows | ms a step: median, mean | masks, advance, draw")
-    print(f"free | {median(free):.3f}, {mean(free):.3f} |")
-    for name, kinds in batches.items():
+    free, free_cpu = run(llm, ["free"] * args.rows, args.tokens)
+    print(f"{Path(args.model).name}, {args.rows} rows: ms a step, of a processor; masks, advance, draw")
+    print(f"free | {median(free):.3f} | {free_cpu:.3f} |")
+    for name, kinds in [*batches.items(), ("free again", ["free"] * args.rows)]:
         for clock in clocks:
             clock.take_ms()
-        steps = run(llm, kinds, args.tokens)
+        steps, cpu = run(llm, kinds, args.tokens)
         parts = ", ".join(f"{clock.take_ms():.3f}" for clock in clocks)
-        more = [f"{100 * (which(steps) / which(free) - 1):+.1f} %" for which in (median, mean)]
-        print(f"{name} | {median(steps):.3f}, {mean(steps):.3f} ({', '.join(more)}) | {parts}")
-    again = run(llm, ["free"] * args.rows, args.tokens)
-    print(f"free again | {median(again):.3f}, {mean(again):.3f} |")
+        more, more_cpu = (100 * (each - 1) for each in (median(steps) / median(free), cpu / free_cpu))
+        print(f"{name} | {median(steps):.3f} {more:+.1f} % | {cpu:.3f} {more_cpu:+.1f} % | {parts}")
 
 
 if __name__ == "__main__":

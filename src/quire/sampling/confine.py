@@ -29,9 +29,16 @@ def apply_masks(logits: Tensor, packed: Tensor) -> None:
     never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
     rows = logits.view(kind).numpy()
     for place, octets in zip(packed[:, 0].tolist(), packed[:, 1:].numpy().view(np.uint8), strict=True):
-        bits = np.unpackbits(octets, count=min(vocab, len(octets) * 8), bitorder="little")
-        np.copyto(rows[place, : len(bits)], never, where=bits == 0)
-        rows[place, len(bits) :] = never
+        row, count = rows[place], min(vocab, len(octets) * 8)
+        allowed = np.unpackbits(octets, count=count, bitorder="little").view(np.bool_)
+        if np.count_nonzero(allowed) < vocab // 2:
+            few = np.flatnonzero(allowed)
+            kept = row[few]
+            row[:] = never
+            row[few] = kept
+        else:
+            row[np.flatnonzero(~allowed)] = never
+            row[count:] = never
 
 
 class HostConfiner:
