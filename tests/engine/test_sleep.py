@@ -12,7 +12,9 @@ from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, RequestError
+from quire.executor.calls import open_methods
 from quire.worker.sleep import Stowed
+from quire.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5 + i, 6, 7 * i % 50 + 5, *range(20, 20 + i)] for i in range(4)]
@@ -81,6 +83,11 @@ def test_methods_of_all_workers(llm: LLM) -> None:
         with pytest.raises(RequestError, match=problem):
             llm.collective_rpc(method, args=given)
     said(llm)
+
+
+def test_only_what_is_meant_to_be_called_is_open() -> None:
+    """A method that was made for the engine alone, and anybody can call it."""
+    assert open_methods(Worker.__new__(Worker)) == ["check_health", "memory_stats"]
 
 
 def test_level_2_drops_the_model(alone: LLM) -> None:

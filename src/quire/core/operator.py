@@ -27,12 +27,12 @@ the answer; None: it waits for another turn of the core."""
 def done(work: Work) -> Any:
     """The answer, of work that waits for nothing but the workers, who do it here and now."""
     try:
-        while True:
-            asked = next(work)
-            while asked is not None:
-                asked = work.send(asked())
+        asked = next(work)
+        while asked is not None:
+            asked = work.send(asked())
     except StopIteration as end:
         return end.value
+    raise RequestError("steps are under way: take them first")
 
 
 class Operator:
@@ -127,12 +127,18 @@ class Operator:
         """What a method returns on every worker."""
         if isinstance(method, str):
             check_open(method)
+        yield from self._until_drawn()
         return (yield partial(self.core.executor.call, method, args, kwargs, timeout))
 
     def profile(self, start: bool, prefix: str | None = None) -> Work:
         """In this thread, of which it records what it does."""
-        yield from ()
+        yield from self._until_drawn()
         self.core.executor.call("profile", [start, prefix])
+
+    def _until_drawn(self) -> Work:
+        """Workers hear masks right behind their plan, and nothing in between."""
+        while self.core.pipeline.undrawn:
+            yield None
 
     def abort(self, names: Iterable[str]) -> dict[str, Finish]:
         """End the requests with these ids, as users know them."""

@@ -7,7 +7,19 @@ from typing import Any
 from quire.errors import RequestError, nearest
 
 ENGINES_OWN = frozenset(
-    ("start", "load", "measure", "allocate", "warm_up", "submit", "close", "sleep", "wake_up", "profile")
+    [
+        "start",
+        "load",
+        "measure",
+        "allocate",
+        "warm_up",
+        "submit",
+        "draw",
+        "close",
+        "sleep",
+        "wake_up",
+        "profile",
+    ]
 )
 """Methods that only the engine calls: it has to know what state its workers are in."""
 
