@@ -1,0 +1,101 @@
+"""Keys on a real server of two API processes: a flood, an answer beside it, limits, counters, hang-ups."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from serve_process import PATIENCE_S, SHARED_FLAGS, ServeProcess, eventually, greedy
+from tiny_text import TextModel
+
+KEYS = [
+    {"name": "greedy", "key": "sk-greedy"},
+    {"name": "light", "key": "sk-light"},
+    {"name": "single", "key": "sk-single", "max_concurrency": 1},
+    {"name": "poor", "key": "sk-poor", "tokens_per_minute": 20},
+]
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys.json").write_text(json.dumps({"keys": KEYS}))
+    flags = ("--max-num-seqs", "4", "--api-server-count", "2", "--api-key", str(folder / "keys.json"))
+    with ServeProcess(str(tiny.path), *SHARED_FLAGS, *flags, log=folder / "log") as started:
+        started.until_healthy(num_api=2)
+        yield started
+        started.end_cleanly()
+        assert "sk-" not in started.text()
+
+
+def post(server: ServeProcess, key: str, **body: Any) -> httpx.Response:
+    """On a connection of its own, so that any of the API processes may answer."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as fresh:
+        return fresh.post(
+            "/v1/completions", json=greedy(**body), headers={"authorization": f"Bearer sk-{key}"}
+        )
+
+
+def running(server: ServeProcess, key: str) -> float:
+    return server.metrics()[f"quire:key_running:{key}"]
+
+
+def open_stream(stack: ExitStack, server: ServeProcess, key: str, **body: Any) -> httpx.Response:
+    client = stack.enter_context(httpx.Client(base_url=server.url, timeout=PATIENCE_S))
+    headers = {"authorization": f"Bearer sk-{key}"}
+    asked = greedy(stream=True, **body)
+    return stack.enter_context(client.stream("POST", "/v1/completions", json=asked, headers=headers))
+
+
+def test_a_flood_delays_nobody_else(keyed: ServeProcess) -> None:
+    """All four rows are taken by answers of 8,000 tokens, with twenty more of them in the line."""
+    with ExitStack() as stack:
+        for number in range(24):
+            open_stream(stack, keyed, "greedy", prompt=[number + 5] * 9, max_tokens=8000)
+        eventually("the flood is there", lambda: running(keyed, "greedy") == 24)
+        eventually("rows are taken", lambda: keyed.metrics()["num_requests_running"] == 4)
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda _: post(keyed, "light", max_tokens=5), range(6)))
+        assert [reply.json()["usage"]["completion_tokens"] for reply in found] == [5] * 6
+        assert running(keyed, "greedy") > 12, "answered in turn, not at the end of the line"
+    eventually("those who hung up are gone", lambda: running(keyed, "greedy") == 0)
+    eventually("and so are their rows", lambda: keyed.metrics()["num_requests_running"] == 0)
+    seen = keyed.metrics()
+    prompt = found[0].json()["usage"]["prompt_tokens"]
+    counted = [
+        seen[f"quire:key_{what}_total:light"] for what in ("requests", "prompt_tokens", "generation_tokens")
+    ]
+    assert counted == [6, 6 * prompt, 30] and seen["quire:key_requests_total:greedy"] == 24
+    assert seen["num_preemptions_total"] >= 1 and seen["quire:key_running:light"] == 0
+
+
+def test_the_processes_keep_one_limit_together(keyed: ServeProcess) -> None:
+    before = keyed.metrics()["quire:key_rejected_total:single:concurrency"]
+    with ExitStack() as stack:
+        open_stream(stack, keyed, "single", max_tokens=8000)
+        eventually("it is there", lambda: running(keyed, "single") == 1)
+        found = [post(keyed, "single", max_tokens=1) for _ in range(4)]
+        assert [reply.status_code for reply in found] == [429] * 4
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in found)
+        assert found[0].json()["error"]["type"] == "RateLimitError"
+    eventually("its place is free", lambda: running(keyed, "single") == 0)
+    assert post(keyed, "single", max_tokens=1).status_code == 200
+    assert keyed.metrics()["quire:key_rejected_total:single:concurrency"] == before + 4
+
+
+def test_tokens_run_out_for_all_processes(keyed: ServeProcess) -> None:
+    assert post(keyed, "poor", prompt=[5] * 2000, max_tokens=1).status_code == 200
+    found = [post(keyed, "poor", max_tokens=1) for _ in range(4)]
+    assert [reply.status_code for reply in found] == [429] * 4
+    assert int(found[0].headers["retry-after"]) > 60 and "tokens_per_minute is 20" in found[0].text
+    assert keyed.metrics()["quire:key_rejected_total:poor:tokens"] == 4
+
+
+def test_who_has_no_key_is_told_nothing(keyed: ServeProcess) -> None:
+    assert post(keyed, "nobody").status_code == 401
+    assert (
+        keyed.client.get("/v1/models").status_code == 401 and keyed.client.get("/health").status_code == 200
+    )
