@@ -47,14 +47,18 @@ class TaggedCalls(ToolParser):
         super().__init__(schemas=schemas, make_id=make_id)
 
     def script(self) -> Wait[None]:
+        while (yield from self.until((*self.tags.opens, self.tags.call), self.text)):
+            yield from self.section()
+
+    def section(self) -> Wait[None]:
+        """What may stand before a call, and the call."""
         tags = self.tags
-        while (yield from self.until((*tags.opens, tags.call), self.text)):
-            self.hold()
-            yield from self.closing(mark for mark in tags.opens if mark != tags.call)
-            if (yield from self.take(tags.call)) and (yield from self._call()):
-                yield from self.closing(tags.closes)
-            else:
-                self.give_back()
+        self.hold()
+        yield from self.closing(mark for mark in tags.opens if mark != tags.call)
+        if (yield from self.take(tags.call)) and (yield from self._call()):
+            yield from self.closing(tags.closes)
+        else:
+            self.give_back()
 
     def _call(self) -> Wait[bool]:
         tags = self.tags
