@@ -166,6 +166,23 @@ def test_harmony_goes_on_where_the_prompt_ends() -> None:
     assert pieces == [ToolStart(0, "0", "f"), ToolArguments(0, '{"a": 1}')]
 
 
+def test_muse_glimmer_has_recipients() -> None:
+    text = (
+        " to=self<|message|>Think.<|eom|><|start|>assistant to=f<|message|><atem:function_calls>\n"
+        '<atem:invoke name="f"><atem:parameter name="i">3</atem:parameter></atem:invoke>\n'
+        "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.<|eot|>"
+    )
+    call: list[Piece] = [ToolStart(0, "x", "f"), ToolArguments(0, '{"i": 3}')]
+    names = {"reasoning": "muse_glimmer", "tools": "muse_glimmer"}
+    for step in (1, 2, 3, len(text)):
+        whole = answer_parser(**names, schemas=SCHEMA, make_id=lambda index, name: "x")
+        parts = [text[at : at + step] for at in range(0, len(text), step)]
+        pieces = join([piece for part in parts for piece in whole.feed(part)] + whole.end())
+        assert pieces == [ReasoningPiece("Think."), *call, TextPiece("Done.")]
+    alone = answer_parser(reasoning="muse_glimmer").parse(text)
+    assert alone[0] == ReasoningPiece("Think.") and "<atem:invoke" in alone[1].text
+
+
 def test_inkling_has_thinking_calls_and_text() -> None:
     text = (
         "<|content_thinking|>Think.<|end_message|><|message_model|>f<|content_invoke_tool_json|>"

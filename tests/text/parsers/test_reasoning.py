@@ -36,7 +36,7 @@ MARKS = {
     "step3": ("<think>", "</think>", True),
     "step3p5": ("<think>", "</think>", True),
 }
-OTHERS = {"identity", "inkling", "minimax_m2_append_think", "openai_gptoss"}
+OTHERS = {"identity", "inkling", "minimax_m2_append_think", "muse_glimmer", "openai_gptoss"}
 each_parser = pytest.mark.parametrize("name", sorted(MARKS))
 
 

@@ -240,6 +240,7 @@ WRITERS: list[tuple[str, Writer]] = [
     ("mimo", QWEN),
     ("step3p5", QWEN),
     ("seed_oss", function_tags("<seed:tool_call>", "</seed:tool_call>")),
+    ("muse_glimmer", invoke_tags("<atem:function_calls>", "</atem:function_calls>", "atem:")),
     ("minimax_m2", invoke_tags("<minimax:tool_call>", "</minimax:tool_call>")),
     (
         "deepseek_v32",

@@ -1,0 +1,69 @@
+"""Muse Glimmer's answers: messages with a recipient, in which calls are tags."""
+
+import re
+from functools import partial
+from typing import Any
+
+from quire.text.parsers.engine import Wait
+from quire.text.parsers.tagged_calls import TaggedCalls, Tags
+
+_STARTS = ("<|start|>", "<|message|>")
+_ENDS = ("<|eom|>", "<|eot|>")
+_TO_SELF = re.compile(r"to=self\b")
+_TAGS = Tags(
+    opens=("<atem:function_calls>",),
+    call='<atem:invoke name="',
+    name_ends=('">',),
+    parameter='<atem:parameter name="',
+    key_end='">',
+    value_end="</atem:parameter>",
+    ends=("</atem:invoke>",),
+    closes=("</atem:function_calls>",),
+    lines=False,
+    special=True,
+)
+
+
+class MuseGlimmer(TaggedCalls):
+    """A message to itself is reasoning; in any other, tags are calls and the rest is text."""
+
+    reads_all = True
+    reasoning_marks = ("", " to=user<|message|>")
+    opened = True
+
+    def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:
+        self.calls = calls
+        super().__init__(_TAGS, **more)
+
+    def script(self) -> Wait[None]:
+        # The prompt ends with `<|start|>assistant`: a header may go on with the recipient.
+        self.hold()
+        yield from self.space()
+        goes_on = yield from self.take("to=")
+        self.go_back()
+        if goes_on:
+            yield from self._message()
+        written = (*_TAGS.opens, _TAGS.call) if self.calls else ()
+        while mark := (yield from self.until((*_STARTS, *_ENDS, *written), self.text)):
+            if mark in written:
+                yield from self.section()
+            elif mark in _ENDS:
+                yield from self.take(mark)
+            else:
+                yield from self._message()
+
+    def _message(self) -> Wait[None]:
+        """The header of a message, and all of it if it is reasoning."""
+        self.hold()
+        header = yield from self.header("<|message|>")
+        if header is None:
+            yield from self.take(*_STARTS)
+            self.give_back()
+            return
+        yield from self.take("<|message|>")
+        self.release()
+        if _TO_SELF.search(header):
+            yield from self.until((*_ENDS, "<|start|>"), self.reasoning)
+
+
+REASONING = partial(MuseGlimmer, calls=False)
