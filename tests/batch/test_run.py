@@ -153,6 +153,8 @@ def test_a_run_that_only_lacks_its_output_needs_no_server(tmp_path: Path) -> Non
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--url", "nonsense"], "'nonsense'"),
         (["--max-model-len", "5"], "--max-model-len has no meaning with --url"),
+        (["--reasoning-parser", "qwen3"], "--reasoning-parser has no meaning with --url"),
+        (["--tool-call-parser", "hermis"], "did you mean 'hermes'"),
         (["-i", "/nowhere/in.jsonl"], "/nowhere/in.jsonl"),
         (["-o", "/nowhere/out.jsonl"], "/nowhere/out.jsonl.part cannot be written"),
     ],

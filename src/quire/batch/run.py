@@ -22,7 +22,7 @@ from quire.private import private_engine
 from quire.remote.http import HttpClient, ServerGone
 from quire.remote.openai import bearer
 from quire.server.app import Application
-from quire.server.settings import ServerSettings
+from quire.server.settings import add_api_flags, server_settings, settings_given
 
 FIRST_WAIT_S = 0.25
 _PASSING = (429, 500, 502, 503, 504)
@@ -52,6 +52,7 @@ def add_flags(parser: FlagParser) -> None:
         metavar="N",
         help="More tries, ever later, for what a busy or broken server refused. Default: 5.",
     )
+    add_api_flags(parser)
     add_engine_flags(parser)
 
 
@@ -79,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
 @asynccontextmanager
 async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     """The way to whoever answers, open as long as the batch runs."""
-    given = given_from(args)
+    given, settings = given_from(args), server_settings(args)
     if args.url is None:
         async with private_engine(configure(given, usage="server")) as engine:
-            yield AsgiTransport(Application(engine, ServerSettings()).asgi)
+            yield AsgiTransport(Application(engine, settings).asgi)
         return
+    given |= settings_given(args)
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise ConfigError(f"{flag} has no meaning with --url: the server has its own settings")

@@ -215,14 +215,20 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         add_foreign_flag(hidden, name, switch=switch, several=name in LISTS, prefix=_PREFIX)
 
 
+def add_api_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of what is answered, for commands that ask themselves. As above, before the engine's."""
+    add_section_flags(parser, {"api": ApiSection}, prefix=_PREFIX)
+
+
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
     """The settings out of the flags that were given."""
-    taken = {
-        name.removeprefix(_PREFIX): value
-        for name, value in vars(namespace).items()
-        if name.startswith(_PREFIX)
-    }
-    return make_settings(taken, env=env)
+    return make_settings(settings_given(namespace), env=env)
+
+
+def settings_given(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the server that were given."""
+    given = vars(namespace).items()
+    return {name.removeprefix(_PREFIX): value for name, value in given if name.startswith(_PREFIX)}
 
 
 def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> ServerSettings:
