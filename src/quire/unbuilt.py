@@ -62,6 +62,7 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "body field": {
         "ec_transfer_params": (),
+        "features": (),
         "function_call": ("none",),
         "functions": (),
         "kv_transfer_params": (),

@@ -59,7 +59,11 @@ def test_document_is_complete_and_says_400_not_422() -> None:
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/tokenize",
         "/detokenize", *POOLING_ROUTES, "/health", "/ping", "/version", "/load", "/metrics",
         "/reset_prefix_cache",
-        "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/messages", "/v1/messages/count_tokens", "/invocations", "/inference/v1/generate",
+        "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/chat/completions/batch",
+        "/v1/completions/render", "/v1/completions/derender",
+        "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
     }  # fmt: skip
     assert set(document["paths"]) == expected
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", *POOLING_ROUTES):

@@ -3,7 +3,7 @@
 import functools
 import json
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.openapi.utils import get_openapi
@@ -59,6 +59,7 @@ from quire.server.pooling_bodies import (
     ScoreReply,
     TalkBody,
 )
+from quire.server.render import derender_chat, derender_completion, render_chat, render_completion
 from quire.server.replies import ErrorReply
 from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
 from quire.server.responses.bodies import ResponseBody
@@ -66,7 +67,17 @@ from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseRep
 from quire.server.responses.routes import Responses
 from quire.server.scores import answer_rerank, answer_score
 from quire.server.settings import ServerSettings, paths
+from quire.server.several import answer_any, answer_chats, shapes
+from quire.server.token_bodies import (
+    ChatBatchBody,
+    DerenderChatBody,
+    DerenderCompletionBody,
+    RenderedReply,
+    TokensBody,
+    TokensReply,
+)
 from quire.server.tokenize import detokenize, tokenize
+from quire.server.tokens import answer_tokens
 
 
 class Application:
@@ -88,6 +99,7 @@ class Application:
         add_generate_routes(self.routes, self.api)
         add_response_routes(self.routes, Responses(self.api))
         add_message_routes(self.routes, self.api)
+        add_token_routes(self.routes, self.api)
         add_pooling_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_operator_routes(self.routes, self.api)
@@ -216,7 +228,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
 
 def add_message_routes(app: FastAPI, api: Api) -> None:
-    codes = (400, 404, 413, 500, 503)
+    codes = (400, 404, 413, 429, 500, 503)
 
     @app.post("/v1/messages", **_replies(MessageReply, *codes, stream=True, error=MessageErrorReply), **_BODY)
     async def create_message(body: MessagesBody, request: Request) -> Response:
@@ -227,6 +239,48 @@ def add_message_routes(app: FastAPI, api: Api) -> None:
     async def count_message_tokens(body: CountBody) -> Response:
         """How many tokens the prompt of a conversation has."""
         return await count_tokens(api, body)
+
+
+def add_token_routes(app: FastAPI, api: Api) -> None:
+    codes = (400, 404, 413, 429, 500, 503)
+    chat, completion = "/v1/chat/completions", "/v1/completions"
+
+    @app.post("/inference/v1/generate", **_replies(TokensReply, *codes, stream=True), **_BODY)
+    async def create_tokens_of_tokens(body: TokensBody, request: Request) -> Response:
+        """Continue token ids, whole or as a stream of events."""
+        return await answer_tokens(api, body, request)
+
+    @app.post(f"{chat}/render", **_replies(RenderedReply, *codes), **_BODY)
+    async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
+        """What would go to the engine for a chat."""
+        return await render_chat(api, body, request)
+
+    @app.post(f"{completion}/render", **_replies(list[RenderedReply], *codes), **_BODY)
+    async def show_completion_prompts(body: CompletionBody, request: Request) -> Response:
+        """What would go to the engine for each prompt."""
+        return await render_completion(api, body, request)
+
+    @app.post(f"{chat}/derender", **_replies(replies.ChatReply, *codes), **_BODY)
+    async def show_chat_answer(body: DerenderChatBody, request: Request) -> Response:
+        """The answer to a chat that tokens are."""
+        return await derender_chat(api, body, request)
+
+    @app.post(f"{completion}/derender", **_replies(replies.CompletionReply, *codes), **_BODY)
+    async def show_completion_answer(body: DerenderCompletionBody, request: Request) -> Response:
+        """The completions that tokens are."""
+        return await derender_completion(api, body, request)
+
+    @app.post(f"{chat}/batch", **_replies(replies.ChatReply, *codes), **_BODY)
+    async def create_chat_batch(body: ChatBatchBody, request: Request) -> Response:
+        """Answer conversations, each as one choice."""
+        return await answer_chats(api, body, request)
+
+    async def invoke(body: Any, request: Request) -> Response:
+        """What the body is made for: a chat or a completion, or one of the routes of a pooling model."""
+        return await answer_any(api, body, request)
+
+    invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
+    app.post("/invocations", **_replies(dict[str, Any], *codes, stream=True), **_BODY)(invoke)
 
 
 def add_pooling_routes(app: FastAPI, api: Api) -> None:

@@ -27,14 +27,19 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 async def answer_completion(api: Api, body: CompletionBody, request: Request) -> Response:
+    job = await begin_completion(api, body, request)
+    return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
+
+
+async def begin_completion(api: Api, body: CompletionBody, request: Request) -> Job:
+    """All prompts of a body, checked and with parameters."""
     api.check_model(body.model, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")
     prompts = await api.reader.of_completion(body, max_sequences=api.settings.max_sequences)
     params = [_params(api, body, len(prompt.token_ids)) for prompt in prompts]
-    job = api.job("cmpl", body, request, prompts, params)
-    return await api.answer(job, CompletionEncoder(api, body, job), request, stream=bool(body.stream))
+    return api.job("cmpl", body, request, prompts, params)
 
 
 def _only_prompt(body: CompletionBody) -> bool:

@@ -16,6 +16,7 @@ FREE_PATHS = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/reset_prefix_cache"),
         *("/v1/chat/completions/render", "/v1/completions/render", "/collective_rpc", "/abort_requests"),
+        *("/v1/chat/completions/derender", "/v1/completions/derender"),
         *("/sleep", "/wake_up", "/pause", "/resume"),
     }
 )
@@ -118,6 +119,11 @@ def account_of(scope: Scope) -> Account | None:
     """Whose request it is; None where keys have no names."""
     account: Account | None = scope.get(_ACCOUNT)
     return account
+
+
+def without_account(scope: Scope) -> Scope:
+    """The same, of a request that costs nobody anything."""
+    return {**scope, _ACCOUNT: None}
 
 
 def _path(scope: Scope) -> str:

@@ -196,6 +196,10 @@ class TokenizeChat(Conversation):
     """The body of /tokenize for a conversation."""
 
     model: str | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
+        "`none`: the tools may not be shown, as in a chat."
+    )
+    reasoning_effort: str | None = _doc("Passed to the chat template.")
     return_token_strs: bool | None = False
 
 

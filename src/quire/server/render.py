@@ -1,0 +1,169 @@
+"""Chats and completions become tokens, and tokens become answers, without the model between: the routes that
+end in /render and /derender."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.params import SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.server.chat import ChatEncoder
+from quire.server.completions import CompletionEncoder, begin_completion
+from quire.server.errors import json_response
+from quire.server.gate import without_account
+from quire.server.generate import Api, Job
+from quire.server.prompts import off_loop
+from quire.server.requests import ChatBody, CompletionBody, GenerateBody
+from quire.server.talk import Talk, begin_talk
+from quire.server.token_bodies import DerenderChatBody, DerenderCompletionBody, GivenChoice, GivenTokens
+from quire.server.tokens import told_params
+
+
+async def render_chat(api: Api, body: ChatBody, request: Request) -> Response:
+    talk = await begin_talk(api, body, _free(request))
+    return json_response(_rendered(body, talk.job)[0])
+
+
+async def render_completion(api: Api, body: CompletionBody, request: Request) -> Response:
+    return json_response(_rendered(body, await begin_completion(api, body, _free(request))))
+
+
+def _free(request: Request) -> Request:
+    """Nothing is asked of the engine: nobody's account is charged."""
+    return Request(without_account(request.scope))
+
+
+def _rendered(body: GenerateBody, job: Job) -> list[dict[str, Any]]:
+    if any(prompt.embeds is not None for prompt in job.prompts):
+        raise RequestError("`prompt_embeds` are no tokens and cannot be rendered", param="prompt_embeds")
+    return [
+        {
+            "request_id": id,
+            "token_ids": prompt.token_ids,
+            "prompt": prompt.text,
+            "sampling_params": told_params(_sampled(params)),
+            "model": job.model,
+            "stream": bool(body.stream),
+            "stream_options": body.stream_options and body.stream_options.model_dump(),
+            "cache_salt": prompt.cache_salt,
+            "priority": job.priority,
+            "features": None,
+            "kv_transfer_params": None,
+        }
+        for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
+    ]
+
+
+def _sampled(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            "a beam search is not one request and cannot be rendered; leave use_beam_search out",
+            param="use_beam_search",
+        )
+    return params
+
+
+# ---- and back
+
+
+async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> Response:
+    _check(api, body)
+    asked, request = body.chat_request, _free(request)
+    if asked is not None:
+        talk = await begin_talk(api, asked.model_copy(update={"stream": False}), request)
+    else:
+        asked = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
+        job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
+        talk = Talk(asked, job, api.settings.api.response_role, "")
+    given = body.generate_response
+    _check_choices([given], asked.n or 1)
+    output = await _read(api, given, _sampled(talk.job.params[0]))
+    found = ChatEncoder(api, talk).whole([output])
+    for choice, tokens in zip(found["choices"], given.choices, strict=True):
+        choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
+    return json_response(_counted(found, body.prompt_tokens or 0))
+
+
+async def derender_completion(api: Api, body: DerenderCompletionBody, request: Request) -> Response:
+    _check(api, body)
+    given, asked, request = body.generate_responses, body.completion_request, _free(request)
+    if body.prompt_tokens is not None and len(body.prompt_tokens) != len(given):
+        raise RequestError(
+            f"prompt_tokens length ({len(body.prompt_tokens)}) must equal generate_responses length "
+            f"({len(given)})",
+            param="prompt_tokens",
+        )
+    if asked is not None:
+        # Logprobs have come in the words of a chat, if at all.
+        asked = asked.model_copy(update={"stream": False, "logprobs": None})
+        job = await begin_completion(api, asked, request)
+    else:
+        asked = CompletionBody(prompt="")  # type: ignore[call-arg]
+        prompts = [Prompt([]) for _ in given]
+        job = api.job("cmpl", body, request, prompts, [SamplingParams()] * len(prompts))
+    if len(job.prompts) != len(given):
+        raise RequestError(
+            f"{len(given)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
+        )
+    _check_choices(given, asked.n or 1)
+    read = [await _read(api, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)]
+    found = CompletionEncoder(api, asked, job).whole(read)
+    return json_response(_counted(found, sum(body.prompt_tokens or ())))
+
+
+def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody) -> None:
+    api.check_model(body.model, pools=False)
+    if body.stream:
+        raise RequestError("parts of a stream cannot be derendered; send the whole answer", param="stream")
+
+
+def _check_choices(given: list[GivenTokens], num_choices: int) -> None:
+    wrong = [each.index for reply in given for each in reply.choices if each.index >= num_choices]
+    if wrong:
+        raise RequestError(f"there is a choice {wrong[0]}, and {num_choices} asked for", param="choices")
+
+
+async def _read(api: Api, given: GivenTokens, params: SamplingParams) -> RequestOutput:
+    """The answer that the engine gave, with its text."""
+    size = sum(len(choice.token_ids or ()) for choice in given.choices)
+    outputs = await off_loop(size, lambda: [_choice(api, each, params) for each in given.choices])
+    return RequestOutput("", None, [], None, outputs, finished=True)
+
+
+def _choice(api: Api, given: GivenChoice, params: SamplingParams) -> CompletionOutput:
+    tokenizer, ids, vocab = api.engine.inputs.tokenizer, given.token_ids or [], api.engine.facts.vocab
+    if tokenizer is None:
+        raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
+    if ids and max(ids) >= vocab:
+        raise RequestError(
+            f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
+            param="token_ids",
+        )
+    stops = {*api.engine.inputs.eos_ids, *(params.stop_token_ids or ())}
+    stopped = given.finish_reason == "stop"
+    shown = ids[:-1] if stopped and ids and ids[-1] in stops else ids
+    text = tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+    stop_reason = None
+    for stop in params.stop or () if stopped else ():
+        before, found, _ = text.partition(stop)
+        if found:
+            stop_reason = stop
+            text = before + stop if params.include_stop_str_in_output else before
+    return CompletionOutput(
+        given.index,
+        text,
+        ids,
+        None,
+        None,
+        finish_reason=given.finish_reason or "stop",
+        stop_reason=stop_reason,
+    )
+
+
+def _counted(found: dict[str, Any], num_prompt: int) -> dict[str, Any]:
+    usage = found["usage"]
+    usage |= {"prompt_tokens": num_prompt, "total_tokens": num_prompt + usage["completion_tokens"]}
+    return found

@@ -1,0 +1,84 @@
+"""/v1/chat/completions/batch: conversations that are answered together, and /invocations: the one route that
+some hosts know, for every body."""
+
+import dataclasses
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import RequestError
+from quire.server.chat import ChatEncoder, answer_chat
+from quire.server.completions import answer_completion
+from quire.server.embeddings import answer_classify, answer_embeddings, answer_pooling
+from quire.server.errors import json_response
+from quire.server.generate import Api
+from quire.server.pooling_bodies import (
+    EmbeddingInput,
+    EmbeddingTalk,
+    InputBody,
+    PoolingInputBody,
+    PoolingTalk,
+    RerankBody,
+    ScoreBody,
+    TalkBody,
+)
+from quire.server.requests import ChatBody, CompletionBody
+from quire.server.scores import answer_rerank, answer_score
+from quire.server.talk import begin_talk
+from quire.server.token_bodies import ChatBatchBody
+
+_NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "tools": (None,),
+    "use_beam_search": (None, False),
+    "n": (None, 1),
+}
+"""Fields that a batch cannot have, each with the values that do without."""
+
+
+async def answer_chats(api: Api, body: ChatBatchBody, request: Request) -> Response:
+    for name, off in _NOT_IN_BATCHES.items():
+        if getattr(body, name) not in off:
+            raise RequestError(f"`{name}` is not supported in a batch of chats; leave it out", param=name)
+    if len(body.messages) > api.settings.max_sequences:
+        raise RequestError(
+            f"{len(body.messages)} conversations are more than one call may bring, which is "
+            f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
+            param="messages",
+        )
+    fields = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
+    chats = [ChatBody.model_construct(**fields, messages=messages) for messages in body.messages]
+    talks = [await begin_talk(api, each, request) for each in chats]
+    prompts = [prompt for talk in talks for prompt in talk.job.prompts]
+    params = [each for talk in talks for each in talk.job.params]
+    job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
+    outputs = await api.answering.until_gone(request.receive, api.finished(job))
+    answers = [ChatEncoder(api, talk).whole([output]) for talk, output in zip(talks, outputs, strict=True)]
+    choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
+    usage = api.usage(
+        sum(len(prompt.token_ids) for prompt in prompts),
+        sum(answer["usage"]["completion_tokens"] for answer in answers),
+        sum(output.num_cached_tokens or 0 for output in outputs),
+    )
+    return json_response(answers[0] | {"choices": choices, "usage": usage})
+
+
+Shapes = dict[Any, Any]
+
+
+def shapes(api: Api) -> Shapes:
+    """The classes of the bodies that this model can answer, and who does."""
+    pooling = api.engine.inputs.pooling
+    if pooling is None:
+        return {ChatBody: answer_chat, CompletionBody: answer_completion}
+    first: Shapes = {EmbeddingInput: answer_embeddings, EmbeddingTalk: answer_embeddings}
+    if pooling.task == "classify":
+        first = {InputBody: answer_classify, TalkBody: answer_classify}
+    rest: Shapes = {ScoreBody: answer_score, RerankBody: answer_rerank}
+    return first | rest | {PoolingInputBody: answer_pooling, PoolingTalk: answer_pooling}
+
+
+async def answer_any(api: Api, body: Any, request: Request) -> Response:
+    found: Response = await shapes(api)[type(body)](api, body, request)
+    return found

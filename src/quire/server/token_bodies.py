@@ -1,0 +1,150 @@
+"""The bodies of the routes that know tokens only, and of those that make them of chats and completions and
+back: what clients send and, for the document, what they get."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from quire.data.params import INT64_MAX
+from quire.server.replies import ChatLogprobs, FinishReason, PromptLogprobs, Usage
+from quire.server.requests import (
+    ChatBody,
+    CompletionBody,
+    EngineBody,
+    Message,
+    StreamOptions,
+    TokenId,
+    Unbuilt,
+)
+
+# ---- what clients send
+
+
+class TokensBody(EngineBody):
+    """The body of /inference/v1/generate."""
+
+    token_ids: list[TokenId] = Field(min_length=1, examples=[[1, 2, 3]])
+    sampling_params: dict[str, JsonValue] = Field(
+        description="The fields of SamplingParams. Default of max_tokens: what fits.",
+        examples=[{"max_tokens": 8}],
+    )
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    prompt: str | None = Field(None, description="The text of the tokens; has no effect.")
+    features: Unbuilt | None = Field(None, description="Not supported yet.")
+    kv_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
+    ec_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
+
+
+class Given(BaseModel):
+    """A part of what the server sent, as it comes back."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class GivenTopLogprob(Given):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None
+
+
+class GivenLogprob(GivenTopLogprob):
+    """The token that was chosen, and the likeliest beside it."""
+
+    top_logprobs: list[GivenTopLogprob]
+
+
+class GivenLogprobs(Given):
+    """Logprobs of an answer."""
+
+    content: list[GivenLogprob]
+
+
+class GivenChoice(Given):
+    """One answer, in tokens."""
+
+    index: int = Field(ge=0, le=INT64_MAX)
+    logprobs: GivenLogprobs | None = None
+    finish_reason: FinishReason | None = "stop"
+    token_ids: list[TokenId] | None = None
+
+
+class GivenTokens(Given):
+    """An answer of /inference/v1/generate."""
+
+    choices: list[GivenChoice]
+
+
+NumTokens = Annotated[int, Field(ge=0, le=INT64_MAX)]
+
+
+class DerenderChatBody(EngineBody):
+    """The body of /v1/chat/completions/derender."""
+
+    stream: bool | None = Field(False, description="Only whole answers can be derendered.")
+    generate_response: GivenTokens
+    prompt_tokens: NumTokens | None = Field(None, description="For the usage. Default: 0.")
+    chat_request: ChatBody | None = Field(
+        None, description="What was rendered: says how the answer is read. Without it all is text."
+    )
+
+
+class DerenderCompletionBody(EngineBody):
+    """The body of /v1/completions/derender."""
+
+    stream: bool | None = Field(False, description="Only whole answers can be derendered.")
+    generate_responses: list[GivenTokens] = Field(min_length=1, description="One for each prompt.")
+    prompt_tokens: list[NumTokens] | None = Field(None, description="Of each prompt. Default: 0.")
+    completion_request: CompletionBody | None = Field(None, description="What was rendered.")
+
+
+class ChatBatchBody(ChatBody):
+    """The body of /v1/chat/completions/batch: whole answers of one choice each."""
+
+    messages: list[Annotated[list[Message], Field(min_length=1)]] = Field(  # type: ignore[assignment]
+        min_length=1,
+        description="Conversations.",
+        examples=[[[{"role": "user", "content": "Hello!"}], [{"role": "user", "content": "Bye!"}]]],
+    )
+
+
+# ---- what they get
+
+
+class TokensChoice(BaseModel):
+    """One answer, in tokens."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int]
+
+
+class TokensReply(BaseModel):
+    """A whole answer of /inference/v1/generate."""
+
+    request_id: str = Field(examples=["generate-tokens-1f3b"])
+    model: str
+    created: int
+    choices: list[TokensChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+    kv_transfer_params: None = None
+
+
+class RenderedReply(BaseModel):
+    """A prompt and what is asked of it, as /inference/v1/generate takes them."""
+
+    request_id: str
+    token_ids: list[int]
+    prompt: str | None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: StreamOptions | None
+    cache_salt: str | None
+    priority: int
+    features: None
+    kv_transfer_params: None

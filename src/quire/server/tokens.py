@@ -1,0 +1,135 @@
+"""/inference/v1/generate: tokens in, tokens out."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.outputs import CompletionOutput, RequestOutput
+from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.server.asked import check_fields
+from quire.server.generate import Api, Job
+from quire.server.logprobs import Speller, chat_logprobs, prompt_logprobs
+from quire.server.requests import CompletionBody
+from quire.server.sse import DONE, event, failure
+from quire.server.token_bodies import TokensBody
+
+_OURS = frozenset({"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids"})
+"""Parameters that say how the server goes about it: neither told nor taken."""
+
+
+def told_params(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as a client gets them, and sends them back."""
+    told: dict[str, Any] = msgspec.to_builtins(params)
+    return {name: value for name, value in told.items() if name not in _OURS} | {
+        "max_tokens": params.max_tokens
+    }
+
+
+async def answer_tokens(api: Api, body: TokensBody, request: Request) -> Response:
+    api.check_model(body.model, pools=False)
+    check_fields(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
+    asked = body.sampling_params.get("max_tokens")
+    num_output = asked if isinstance(asked, int) else 1
+    as_prompt = CompletionBody(  # type: ignore[call-arg]
+        prompt=body.token_ids,
+        max_tokens=num_output,
+        cache_salt=body.cache_salt,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+    )
+    prompts = await api.reader.of_completion(as_prompt, max_sequences=api.settings.max_sequences)
+    params = _params(api, body, len(prompts[0].token_ids))
+    job = api.job("generate-tokens", body, request, prompts, [params])
+    return await api.answer(job, TokensEncoder(api, body, job), request, stream=bool(body.stream))
+
+
+def _params(api: Api, body: TokensBody, prompt_len: int) -> SamplingParams:
+    known = set(SamplingParams.__struct_fields__) - _OURS
+    given: dict[str, Any] = {name: body.sampling_params[name] for name in known & body.sampling_params.keys()}
+    if given.get("reasoning") is not None:
+        given["reasoning"] = _reasoning(given["reasoning"])
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams.from_optional(**{"max_tokens": None, **given, "output_kind": kind})
+    if params.n > api.settings.api.max_n:
+        raise RequestError(
+            f"n must be at most {api.settings.api.max_n} (--max-n), got {params.n}.", param="n"
+        )
+    if body.stream and params.prompt_logprobs is not None:
+        raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+    params.max_tokens = api.output_limit(params.max_tokens, prompt_len)
+    return params
+
+
+def _reasoning(given: Any) -> ReasoningIds:
+    try:
+        return msgspec.convert(given, ReasoningIds)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling_params.reasoning: {error}", param="sampling_params") from None
+
+
+class TokensEncoder:
+    """Tokens as they are."""
+
+    text_only = False
+
+    def __init__(self, api: Api, body: TokensBody, job: Job) -> None:
+        (params,) = job.params
+        assert isinstance(params, SamplingParams)
+        self._api, self._job, self._params = api, job, params
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._num_output = 0
+        self._num_cached: int | None = None
+
+    def encode(self, output: RequestOutput) -> bytes:
+        self._num_cached = output.num_cached_tokens
+        self._num_output += sum(len(each.token_ids) for each in output.outputs)
+        choices = [self._choice(each) for each in output.outputs if each.token_ids or each.finish_reason]
+        return event({"request_id": self._job.id, "choices": choices}) if choices else b""
+
+    def encode_text(self, text: str, num_tokens: int) -> bytes:
+        raise AssertionError("tokens cannot be told from their text")
+
+    def finish(self) -> bytes:
+        if not self._usage:
+            return DONE
+        usage = self._api.usage(self._num_prompt, self._num_output, self._num_cached)
+        return event({"request_id": self._job.id, "choices": [], "usage": usage}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return failure(error)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        num_output = sum(len(each.token_ids) for each in output.outputs)
+        return {
+            "request_id": self._job.id,
+            "model": self._job.model,
+            "created": self._job.created,
+            "choices": [self._choice(each) for each in output.outputs],
+            "usage": self._api.usage(self._num_prompt, num_output, output.num_cached_tokens),
+            "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+            "kv_transfer_params": None,
+        }
+
+    @property
+    def _num_prompt(self) -> int:
+        return len(self._job.prompts[0].token_ids)
+
+    def _choice(self, each: CompletionOutput) -> dict[str, Any]:
+        logprobs, num_top = None, self._params.logprobs
+        if each.logprobs is not None and num_top is not None:
+            num_top = -1 if self._params.logprob_token_ids is not None else num_top
+            as_ids = self._api.settings.api.return_tokens_as_token_ids
+            speller = Speller(self._api.engine.inputs.tokenizer, as_ids)
+            logprobs = chat_logprobs(each.token_ids, each.logprobs, num_top, speller)
+        return {
+            "index": each.index,
+            "logprobs": logprobs,
+            "finish_reason": each.finish_reason,
+            "token_ids": list(each.token_ids),
+        }

@@ -1,0 +1,161 @@
+"""Chats and completions as tokens, tokens as answers, and the routes for many bodies."""
+
+from typing import Any
+
+import pytest
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, complete, events, refused
+from fake_engine import ANSWER, FakeEngine
+from test_tools import HERMES, THOUGHT, TOOLS, TWO
+
+GENERATE = "/inference/v1/generate"
+SETTINGS = HERMES | {"reasoning_parser": "qwen3"}
+
+
+def post(path: str, engine: FakeEngine | None = None, settings: Any = None, **body: Any) -> Any:
+    response = ask("POST", path, engine=engine, settings=settings, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_what_is_rendered_is_what_a_chat_asks_of_the_engine() -> None:
+    body = {"messages": MESSAGES, "temperature": 0.5, "stop": "x", "max_tokens": 7, "cache_salt": "s"}
+    found = post(f"{CHAT}/render", **body)
+    engine = FakeEngine()
+    chat(engine, **body)
+    _, prompt, params, _ = engine.seen[0]
+    assert (found["token_ids"], found["prompt"]) == (prompt.token_ids, "user:hi\nassistant:")
+    told = found["sampling_params"]
+    assert (told["temperature"], told["stop"], told["max_tokens"]) == (0.5, ["x"], 7)
+    again = FakeEngine()
+    post(GENERATE, again, **found)
+    assert again.seen[0][1].token_ids == prompt.token_ids and again.seen[0][1].cache_salt == "s"
+    assert again.seen[0][2] == params
+
+
+def test_every_prompt_is_rendered() -> None:
+    found = post(f"{COMPLETIONS}/render", prompt=["ab", "c"])
+    assert [each["prompt"] for each in found] == ["ab", "c"]
+    assert len({each["request_id"] for each in found}) == 2
+    assert refused(ask("POST", f"{COMPLETIONS}/render", json={"prompt": "a", "use_beam_search": True}))[
+        "param"
+    ]
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "object"}])
+def test_a_chat_in_three_steps_is_a_chat_in_one(schema: Any) -> None:
+    answer = THOUGHT + (TWO if schema is None else "{}")
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 400}
+    if schema is None:
+        body["tools"] = TOOLS
+    else:
+        body["structured_outputs"] = {"json": schema}
+    asked = post(f"{CHAT}/render", settings=SETTINGS, **body)
+    tokens = post(GENERATE, FakeEngine(answer), **asked)
+    found = post(
+        f"{CHAT}/derender",
+        settings=SETTINGS,
+        generate_response=tokens,
+        chat_request=body,
+        prompt_tokens=len(asked["token_ids"]),
+    )
+    whole = chat(FakeEngine(answer), SETTINGS, **body).json()
+    for each in (found, whole):
+        for call in each["choices"][0]["message"].get("tool_calls", ()):
+            del call["id"]
+    assert found["choices"] == whole["choices"] and found["usage"] == whole["usage"]
+
+
+def test_a_completion_in_three_steps_is_a_completion_in_one() -> None:
+    body = {"prompt": ["ab", "c"], "stop": ["wor"], "echo": True, "max_tokens": 30}
+    asked = post(f"{COMPLETIONS}/render", **body)
+    tokens = [post(GENERATE, **each) for each in asked]
+    given = {"generate_responses": tokens, "prompt_tokens": [2, 1]}
+    found = post(f"{COMPLETIONS}/derender", completion_request=body, **given)
+    whole = post(COMPLETIONS, **body)
+    assert found["choices"] == whole["choices"] and found["usage"] == whole["usage"]
+    plain = post(f"{COMPLETIONS}/derender", **given)
+    assert [choice["text"] for choice in plain["choices"]] == ["Hello, wor", "Hello, wor"]
+
+
+def test_what_cannot_be_derendered_is_refused() -> None:
+    reply = {"choices": [{"index": 0, "token_ids": [1]}]}
+    for path, body in (
+        (CHAT, {"generate_response": {"choices": [{"index": 0, "token_ids": [999]}]}}),
+        (CHAT, {"generate_response": {"choices": [{"index": 1, "token_ids": [1]}]}}),
+        (CHAT, {"generate_response": reply, "stream": True}),
+        (COMPLETIONS, {"generate_responses": [reply], "prompt_tokens": [1, 2]}),
+        (COMPLETIONS, {"generate_responses": [reply], "completion_request": {"prompt": ["a", "b"]}}),
+    ):
+        refused(ask("POST", f"{path}/derender", json=body))
+
+
+def test_tokens_in_tokens_out() -> None:
+    engine = FakeEngine()
+    body = {"token_ids": [65, 66], "sampling_params": {"n": 2, "logprobs": 1, "max_tokens": 3}}
+    found = post(GENERATE, engine, **body)
+    text = engine.tokenizer.encode(ANSWER, add_special_tokens=False)[:3]
+    assert [choice["token_ids"] for choice in found["choices"]] == [text, text]
+    assert found["choices"][0]["finish_reason"] == "length" and found["usage"]["completion_tokens"] == 6
+    assert [each["token"] for each in found["choices"][1]["logprobs"]["content"]] == ["H", "e", "l"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(ask("POST", GENERATE, json=body | options))
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        streamed[choice["index"]] += choice["token_ids"]
+    assert streamed == {0: text, 1: text} and last["usage"]["completion_tokens"] == 6
+
+
+def test_tokens_that_cannot_be_had_are_refused() -> None:
+    for body in (
+        {"token_ids": [], "sampling_params": {}},
+        {"token_ids": [999], "sampling_params": {}},
+        {"token_ids": [1], "sampling_params": {"temperature": "hot"}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 10**6}},
+        {"token_ids": [1], "sampling_params": {"reasoning": {"start": 1}}},
+        {"token_ids": [1], "sampling_params": {"thinking_token_budget": 3}},
+        {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {}}},
+        {"token_ids": [1], "sampling_params": {}, "stream_options": {}},
+    ):
+        refused(ask("POST", GENERATE, json=body))
+
+
+def test_a_batch_of_chats() -> None:
+    engine = FakeEngine()
+    other = [{"role": "user", "content": "bye"}]
+    body = {"messages": [MESSAGES, other], "max_tokens": 5, "repetition_detection": {}}
+    found = post(f"{CHAT}/batch", engine, **body)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert {prompt.text for _, prompt, _, _ in engine.seen} == {
+        "user:hi\nassistant:", "user:bye\nassistant:"
+    }  # fmt: skip
+    assert found["usage"]["prompt_tokens"] == len("user:hi\nassistant:user:bye\nassistant:")
+    for extra in ({"n": 2}, {"stream": True}, {"tools": TOOLS}, {"messages": MESSAGES}):
+        refused(ask("POST", f"{CHAT}/batch", json=body | extra))
+
+
+def test_invocations_go_where_their_body_fits() -> None:
+    assert post("/invocations", messages=MESSAGES)["object"] == "chat.completion"
+    assert post("/invocations", prompt="a")["object"] == "text_completion"
+    embedder = FakeEngine(pooling=EMBEDDER)
+    assert post("/invocations", embedder, input="a")["data"][0]["object"] == "embedding"
+    assert post("/invocations", embedder, text_1="a", text_2="b")["data"][0]["object"] == "score"
+    assert "results" in post("/invocations", embedder, query="a", documents=["b"])
+    refused(ask("POST", "/invocations", json={"x": 1}))
+
+
+@pytest.mark.parametrize("body", [
+    {},
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "none"},
+    {"chat_template_kwargs": {"mood": "x"}, "documents": [{"text": "d"}], "add_special_tokens": True},
+    {"messages": [*MESSAGES, {"role": "assistant", "content": "so"}], "add_generation_prompt": False,
+     "continue_final_message": True},
+])  # fmt: skip
+def test_a_chat_has_as_many_tokens_as_are_counted(body: dict[str, Any]) -> None:
+    settings = SETTINGS | {"exclude_tools_when_tool_choice_none": True}
+    given = {"messages": MESSAGES, **body}
+    counted = post("/tokenize", settings=settings, **given)
+    used = post(CHAT, settings=settings, max_tokens=4, **given)["usage"]["prompt_tokens"]
+    assert counted["count"] == used == len(counted["tokens"])
+    assert complete(prompt=counted["tokens"]).json()["usage"]["prompt_tokens"] == used
