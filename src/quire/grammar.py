@@ -27,6 +27,8 @@ MAX_KEPT_TEXTS = 4096
 """Whose tokens are remembered: what grammars force."""
 MAX_LEXER_STATES = 50_000
 """Of one sequence, 1 to 2 KiB each."""
+WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
+"""Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
 MAX_REASON_CHARS = 500
 COMPILING_THREADS = 2
 FEW = 4
@@ -208,11 +210,12 @@ def _from_schema(schema: Any, asked: StructuredOutputsParams) -> str:
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
     if asked.disable_additional_properties:
         schema = _closed(schema)
+    spaces = None if asked.disable_any_whitespace else WHITESPACE
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema),
         overrides={
             "whitespace_flexible": not asked.disable_any_whitespace,
-            "whitespace_pattern": asked.whitespace_pattern,
+            "whitespace_pattern": asked.whitespace_pattern or spaces,
             "lenient": False,
         },
     )

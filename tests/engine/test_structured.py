@@ -122,6 +122,16 @@ def test_every_finished_answer_is_what_was_asked_for(llm: LLM) -> None:
             assert is_right(each.text), f"{name}: {each.text!r}"
 
 
+def test_whitespace_comes_to_an_end(llm: LLM) -> None:
+    """A model that would rather write newlines for ever."""
+    newline = llm.get_tokenizer().encode("\n", False)[0]
+    (answer,) = ask(llm, {"json": PERSON}, logit_bias={newline: 100}, temperature=0, max_tokens=400)
+    assert "\n" in answer.text and answer.finish_reason == "stop"
+    tight = {"json": PERSON, "disable_any_whitespace": True}
+    (answer,) = ask(llm, tight, logit_bias={newline: 100}, temperature=0, max_tokens=400)
+    assert "\n" not in answer.text
+
+
 def test_a_neighbour_says_what_it_says_alone(llm: LLM) -> None:
     free = params(max_tokens=30, ignore_eos=True)
     alone = llm.generate([PROMPT], free, use_tqdm=False)[0].outputs[0].token_ids
