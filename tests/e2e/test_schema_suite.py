@@ -10,12 +10,13 @@ import httpx
 import pytest
 from schema_suite import KNOWN, cases, groups, validator
 from serve_process import PATIENCE_S, ServeProcess
-from tiny_text import EOS, TextModel
-from tokenizers import Tokenizer
+from tiny_text import EOS, VOCAB, TextModel
 
 from quire.data.params import StructuredOutputsParams
 from quire.errors import RequestError
-from quire.grammar import Grammars, Vocabulary
+from quire.grammar import Grammars
+from quire.prepare import vocabulary_of
+from quire.text.tokenizer import load_tokenizer
 
 NUM_AT_ONCE = 16
 NUM_ANSWERS = 3
@@ -25,8 +26,8 @@ TOWARDS_THE_END = 5.0
 
 def test_no_grammar_lets_a_wrong_instance_pass(tiny: TextModel) -> None:
     """But for those that are known. Nothing is sampled: the grammar itself is asked."""
-    tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
-    grammars = Grammars(lambda: Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,)))
+    tokenizer = load_tokenizer(tiny.path, "hf")
+    grammars = Grammars(lambda: vocabulary_of(tokenizer, VOCAB, (EOS,)))
     compiled, wrong = 0, set()
     for group in groups():
         if not isinstance(group.schema, dict):
@@ -40,7 +41,7 @@ def test_no_grammar_lets_a_wrong_instance_pass(tiny: TextModel) -> None:
         for instance, valid in group.instances:
             matcher = grammars.compile(asked).inner
             text = json.dumps(instance, ensure_ascii=False)
-            token_ids = tokenizer.encode(text, add_special_tokens=False).ids
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
             passes = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
             if passes and not valid:
                 wrong.add(group.name)
@@ -84,8 +85,8 @@ def validate(name: str, schema: Any, text: str) -> str:
 
 
 def ask_all(server: ServeProcess, tiny: TextModel, asked: dict[str, Any]) -> Counter[str]:
-    tokenizer = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
-    ends = [EOS, *(tokenizer.encode(text, add_special_tokens=False).ids[0] for text in '"]}')]
+    tokenizer = load_tokenizer(tiny.path, "hf")
+    ends = [EOS, *(tokenizer.encode(text, add_special_tokens=False)[0] for text in '"]}')]
     bias = {str(token_id): TOWARDS_THE_END for token_id in ends}
     with (
         httpx.Client(base_url=server.url, timeout=2 * PATIENCE_S) as client,
