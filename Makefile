@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: serve test lint types unit slow clean
+.PHONY: serve test lint types unit slow clients clean
 
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
@@ -23,6 +23,10 @@ unit: .venv/ready-test
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# Real clients have needs of their own, so they have a place of their own.
+clients: .venv-clients/ready
+	.venv-clients/bin/python -m pytest -m slow tests/clients $(ARGS)
+
 # A stamp is newer than what it was made from: a second call installs nothing.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -35,5 +39,10 @@ slow: .venv/ready-test
 	$(PIP) -e '.[test]'
 	@touch $@
 
+.venv-clients/ready: pyproject.toml constraints.txt tests/clients/requirements.txt
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e . -r tests/clients/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,33 @@
+"""What every client asks for."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France? Answer in one word."
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+
+WEATHER: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+"""Of few values, so that a small model comes to an end."""
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER, "strict": True}}
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+class Place(BaseModel):
+    """A place and whether one has been there."""
+
+    model_config = ConfigDict(extra="forbid")  # a small model would go on and on with more properties
+
+    city: Literal["Paris", "Rome"]
+    visited: bool

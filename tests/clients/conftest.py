@@ -1,0 +1,34 @@
+"""One server on the default model for all clients: `make clients` installs them and runs this folder."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from serve_process import ServeProcess
+
+from quire.config.env import Env
+from quire.errors import QuireError
+from quire.hub import locate
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
+FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    try:
+        locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
+    except QuireError as error:
+        pytest.skip(f"the default model cannot be fetched: {error}")
+    with ServeProcess(None, *FLAGS, log=tmp_path_factory.mktemp("clients") / "log") as server:
+        server.until_healthy()
+        yield server
+        gauges = server.metrics()
+        assert gauges["num_requests_running"] == gauges["num_requests_waiting"] == 0
+        server.end_cleanly()
+
+
+@pytest.fixture
+def url(served: ServeProcess) -> str:
+    """Where OpenAI's routes begin."""
+    return f"{served.url}/v1"

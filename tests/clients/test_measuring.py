@@ -1,0 +1,86 @@
+"""lm-eval and guidellm: programs that measure a server, run as their users run them."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client_cases import MODEL
+from serve_process import ServeProcess
+
+pytestmark = pytest.mark.slow
+
+TASKS = Path(__file__).parent / "tasks"
+PATIENCE_S = 240
+
+
+def run(*words: str, cwd: Path) -> str:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, timeout=PATIENCE_S
+    )
+    text = (done.stdout + done.stderr).decode(errors="replace")
+    assert done.returncode == 0, text[-4000:]
+    return text
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """The default model's own, as files that transformers reads."""
+    from quire.config.env import Env
+    from quire.hub import locate
+    from quire.text.tokenizer import load_tokenizer
+
+    place = tmp_path / "tokenizer"
+    place.mkdir()
+    found = locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
+    known = load_tokenizer(found.path, "gguf")
+    known.backend.save(str(place / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.eos_token}
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    return place
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_lm_eval_asks_for_likelihoods_and_texts(url: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Likelihoods are of `echo` with logprobs; a wrong offset in them would choose at random."""
+    for task in TASKS.glob("*.yaml"):
+        text = task.read_text().replace("CAPITALS", str(TASKS / "capitals.jsonl"))
+        (tmp_path / task.name).write_text(text)
+    asked = f"model={MODEL},base_url={url}/completions,tokenizer={tokenizer},num_concurrent=2,max_length=512"
+    run(
+        *("lm_eval", "--model", "local-completions", "--model_args", asked, "--include_path", str(tmp_path)),
+        *("--tasks", "capitals_choice,capitals_text", "--output_path", str(tmp_path / "out")),
+        cwd=tmp_path,
+    )
+    (report,) = (tmp_path / "out").rglob("results*.json")
+    results: dict[str, Any] = json.loads(report.read_text())["results"]
+    assert results["capitals_choice"]["acc,none"] == 1.0
+    assert results["capitals_text"]["exact_match,none"] >= 0.6
+
+
+@pytest.mark.skipif(find_spec("guidellm") is None, reason="guidellm is not installed")
+def test_guidellm_measures_ten_seconds(served: ServeProcess, tokenizer: Path, tmp_path: Path) -> None:
+    run(
+        *(
+            "guidellm",
+            "benchmark",
+            "run",
+            "--target",
+            served.url,
+            "--model",
+            MODEL,
+            "--profile",
+            "concurrent",
+        ),
+        *("--rate", "2", "--max-seconds", "10", "--data", "prompt_tokens=32,output_tokens=16"),
+        *("--processor", str(tokenizer), "--output-path", str(tmp_path / "report.json")),
+        cwd=tmp_path,
+    )
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert totals["successful"] > 0 and totals["errored"] == 0
