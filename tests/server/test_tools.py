@@ -7,6 +7,8 @@ import pytest
 from ask import chat, events, refused
 from fake_engine import FakeEngine
 
+from quire.errors import ConfigError
+from quire.server.settings import make_settings
 from quire.text.parsers import TOOLS as TOOL_PARSERS
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -268,6 +270,13 @@ def test_ids_of_calls_are_in_the_way_of_the_model() -> None:
     body = {"tools": TOOLS, "tool_choice": "required", "messages": messages}
     (call,) = message('[{"name": "now", "parameters": {}}]', settings, **body)["tool_calls"]
     assert call["id"] == "functions.now:1"
+
+
+def test_a_plugin_that_fails_is_an_error_at_start(tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text("import nothing_of_this_name")
+    with pytest.raises(ConfigError, match="broken.py failed: ModuleNotFoundError: .*nothing_of_this_name"):
+        make_settings({"reasoning_parser_plugin": str(plugin)})
 
 
 def test_a_plugin_brings_its_parsers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,4 +188,7 @@ def load_plugin(path: str | Path) -> None:
     if spec is None or spec.loader is None:
         raise ConfigError(f"parser plugin {path} is no Python file")
     sys.modules[module] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[module])
+    try:
+        spec.loader.exec_module(sys.modules[module])
+    except Exception as error:  # whatever the user's code does
+        raise ConfigError(f"parser plugin {path} failed: {type(error).__name__}: {error}") from error
