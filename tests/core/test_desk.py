@@ -135,6 +135,21 @@ def test_kept_requests_start_again_after_sleep(room: Room, level: int) -> None:
     assert all(room.is_right(id) for id in ("a", "bb", "ccc", "dddd"))
 
 
+def test_prefixes_are_forgotten_under_running_requests(room: Room) -> None:
+    """Catches requests that end or repeat themselves by it, and one that was paused and runs again."""
+    for id in ("a", "bb"):
+        room.add(id)
+    room.until(lambda: len(room.tokens.get("a", [])) == 5)
+    assert room.answer("reset_prefix_cache").value is False
+    assert room.answer("reset_running").value is True and room.core.gate.is_open
+    room.until(lambda: len(room.tokens["a"]) == 9)
+    room.answer("pause", mode="keep")
+    assert room.answer("reset_running").value is True and room.core.gate.is_shut
+    room.answer("resume")
+    room.until(lambda: len(room.ended) == 2)
+    assert room.is_right("a") and room.is_right("bb")
+
+
 def test_a_failure_to_wake_up_leaves_it_asleep(room: Room) -> None:
     room.answer("pause", mode="abort")
     room.answer("sleep", level=1)

@@ -152,6 +152,7 @@ class FakeEngine:
         self.num_in_flight = 0
         self.dead: str | None = None
         self.num_resets = 0
+        self.resets_running = False
         self.exchanges: list[Exchange] = []
 
     def count_exchange(self, exchange: Exchange) -> None:
@@ -279,8 +280,9 @@ class FakeEngine:
             if not finished:
                 self.aborted.append(request.id)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, running: bool = False) -> bool:
         self.num_resets += 1
+        self.resets_running = running
         return True
 
     def metrics_text(self) -> str:

@@ -59,6 +59,14 @@ def test_sleep_and_wake_up_are_handed_on() -> None:
     assert ask("GET", "/is_sleeping", engine).json() == {"is_sleeping": False}
 
 
+def test_running_requests_start_again_if_that_is_asked() -> None:
+    engine = FakeEngine()
+    for query, running in (("", False), ("?reset_running_requests=true", True)):
+        assert ask("POST", f"/reset_prefix_cache{query}", engine, env=None).json() == {"success": True}
+        assert engine.resets_running is running
+    refused(ask("POST", "/reset_prefix_cache?reset_running_requests=x", engine))
+
+
 def test_pause_and_resume_are_handed_on() -> None:
     engine = FakeEngine()
     assert ask("POST", "/pause", engine).json() == {"status": "paused"}

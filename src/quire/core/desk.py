@@ -61,6 +61,7 @@ class Desk:
         self._open: list[tuple[bytes, int, Work]] = []
         self._answers: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
+            "reset_running": self.operator.reset_running,
             "block_map": core.block_map,
             "sleep_level": lambda: core.gate.level,
             "is_paused": lambda: self.operator.is_at_rest,

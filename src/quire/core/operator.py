@@ -70,6 +70,20 @@ class Operator:
         for request in outside.values():
             self.core.add(request)
 
+    def reset_running(self) -> Work:
+        """Forget all prefixes; requests that hold some start from the beginning, as after a preemption."""
+        gate, core = self.core.gate, self.core
+        was_open = gate.is_open
+        if was_open:
+            self.pause("keep")
+        while len(core.pipeline):
+            yield None
+        core.scheduler.send_back()
+        is_empty = core.reset_prefix_cache()
+        if was_open and not gate.asleep:
+            self.resume()
+        return is_empty
+
     # ---- sleep
 
     def sleep(self, level: int = 1) -> Work:

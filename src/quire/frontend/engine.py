@@ -366,9 +366,9 @@ class AsyncEngine:
 
     # ---- what is going on
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, running: bool = False) -> bool:
         self._router.forget_prefixes()
-        return all(await self._call("reset_prefix_cache"))
+        return all(await self._call("reset_running" if running else "reset_prefix_cache"))
 
     async def _call(self, method: str) -> list[Any]:
         """The answers of all cores that are up, in their order."""

@@ -13,6 +13,11 @@ POOLING_ROUTES = (
     *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
     *("/rerank", "/v1/rerank", "/v2/rerank"),
 )
+OPERATE_ROUTES = {
+    "POST": "sleep wake_up pause resume collective_rpc abort_requests reset_mm_cache reset_encoder_cache"
+    " start_profile stop_profile",
+    "GET": "is_sleeping is_paused get_world_size tokenizer_info",
+}
 HANDLERS = {
     "/v1/chat/completions": ("POST",),
     "/v1/completions": ("POST",),
@@ -35,6 +40,7 @@ HANDLERS = {
     "/v1/models": ("GET",),
     "/v1/models/{name:path}": ("GET",),
     "/reset_prefix_cache": ("POST",),
+    **{f"/{name}": (method,) for method, names in OPERATE_ROUTES.items() for name in names.split()},
     "/openapi.json": ("GET",),
     "none": ("GET", "POST", "OTHER"),
 }

@@ -404,10 +404,10 @@ def add_operator_routes(app: FastAPI, api: Api) -> None:
         """Metrics over all processes, in Prometheus' format."""
         return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/reset_prefix_cache", **_replies(replies.ResetReply, 500, 503))
-    async def reset_prefix_cache() -> Response:
-        """Forget all cached prefixes; false while requests hold some."""
-        return json_response({"success": await api.engine.reset_prefix_cache()})
+    @app.post("/reset_prefix_cache", **_replies(replies.ResetReply, 400, 500, 503))
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        """Forget all cached prefixes; false while requests hold some, unless these are to start again."""
+        return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
