@@ -13,6 +13,17 @@ from quire.errors import EngineError
 
 pytestmark = pytest.mark.gpu
 CACHE_BYTES = 1 << 30
+SIZE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.05,
+}
 PROMPTS = [[7 * i % 900 + 5, 6, *range(20, 40 + 9 * i)] for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, presence_penalty=0.5)
@@ -26,8 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32_000, "num_hidden_layers": 8}
-    return make_tiny("qwen3", tmp_path_factory.mktemp("sleep"), **sizes, max_position_embeddings=1024)[0]
+    return make_tiny("qwen3", tmp_path_factory.mktemp("sleep"), **SIZE)[0]
 
 
 def free_bytes() -> int:
