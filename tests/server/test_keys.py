@@ -12,6 +12,7 @@ import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
 from fake_engine import FakeEngine
 
+from quire.config.env import Env
 from quire.errors import ConfigError
 from quire.metrics.keys import KeyPages
 from quire.server.app import Application
@@ -204,7 +205,7 @@ class Served:
     """An application with these keys, and a client of it."""
 
     def __init__(self, engine: FakeEngine, settings: dict[str, Any]) -> None:
-        made = make_settings(settings)
+        made = make_settings(settings, env=Env.read({"VLLM_ENABLE_RESPONSES_API_STORE": "1"}))
         self.engine = engine
         self.pages = KeyPages(key_names(made.keys))
         self.application = Application(engine, made, self.pages)
@@ -343,6 +344,47 @@ def test_a_client_that_hangs_up_gives_its_place_back(serve: Serve, stream: bool)
 
     asyncio.run(go())
     assert served.count("running") == 0 and served.engine.num_in_flight == 0
+
+
+def test_a_response_in_the_background_keeps_its_place_until_it_ends(serve: Serve) -> None:
+    """Catches a limit that answers in the background do not have, and one that forbids to cancel them."""
+    served = serve(
+        {"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine("x" * 400, step_s=0.05)
+    )
+
+    async def go() -> None:
+        async with served.client("sk-t") as client:
+            body = {"input": "x", "background": True, "max_output_tokens": 400}
+            first = await client.post("/v1/responses", json=body)
+            assert first.status_code == 200 and served.count("running") == 1
+            assert (await client.post("/v1/responses", json=body)).status_code == 429
+            cancelled = await client.post(f"/v1/responses/{first.json()['id']}/cancel")
+            assert cancelled.status_code == 200 and served.count("running") == 0
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MESSAGES}),
+        (COMPLETIONS, {"prompt": "ab"}),
+        ("/v1/responses", {"input": "ab"}),
+        ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 5}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5}}),
+        ("/invocations", {"prompt": "ab"}),
+    ],
+)
+def test_every_route_that_generates_counts_and_is_limited(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    served = serve({"name": "t", "key": "sk-t", "tokens_per_minute": 1})
+    first = ask(served, "sk-t", path, **body)
+    assert first.status_code == 200, first.text
+    counted = [served.count(what) for what in ("requests", "prompt_tokens", "generation_tokens")]
+    assert counted[0] == 1 and counted[1] >= 2 and counted[2] >= 5
+    second = ask(served, "sk-t", path, **body)
+    assert second.status_code == 429 and int(second.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """What every HTTP request passes before the routes: the key, the size and type of its body. Decided once per
 request; what is sent back goes through untouched."""
 
+import functools
+from collections.abc import Callable
+
 from fastapi import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,15 +15,19 @@ from quire.server.keys import Key, Ledger, Refusal
 DIRECT_SEND = "quire.send"
 """Where a scope holds the way to the connection, for responses that watch over their own errors."""
 _ACCOUNT = "quire.account"
+_PLACE = "quire.place"
 FREE_PATHS = frozenset(
     {
         *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/reset_prefix_cache"),
         *("/v1/chat/completions/render", "/v1/completions/render", "/collective_rpc", "/abort_requests"),
         *("/v1/chat/completions/derender", "/v1/completions/derender"),
-        *("/sleep", "/wake_up", "/pause", "/resume"),
+        *("/sleep", "/wake_up", "/pause", "/resume", "/start_profile", "/stop_profile"),
+        *("/reset_mm_cache", "/reset_encoder_cache"),
     }
 )
 """What is posted there costs no tokens: a key's limits do not count it."""
+_FREE_END = "/cancel"
+"""Nor what is posted to a path that ends so."""
 _NOT_JSON = "Unsupported Media Type: Only 'application/json' is allowed"
 
 
@@ -77,14 +84,15 @@ class Gate:
         """As far as the key's limits allow. Who is turned away was not read."""
         scope[_ACCOUNT] = self._ledger.account(key)
         path = _path(scope)
-        if scope.get("method") != "POST" or path in FREE_PATHS:
+        if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(_FREE_END):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key)) is not None:
             return await _too_many(path, refusal)(scope, receive, send)
+        place = scope[_PLACE] = _Place(functools.partial(self._ledger.leave, key))
         try:
             await self._app(scope, receive, send)
         finally:
-            self._ledger.leave(key)
+            place.release()
 
     def _is_guarded(self, scope: Scope) -> bool:
         return _path(scope) not in self._open_paths and scope.get("method") != "OPTIONS"
@@ -113,6 +121,31 @@ class Gate:
             return message
 
         return counted
+
+
+class _Place:
+    """One of the requests that a key may have open, while anybody works on it."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._num_users = 1
+
+    def stay(self) -> None:
+        self._num_users += 1
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            self._leave()
+
+
+def stay(scope: Scope) -> Callable[[], None]:
+    """The request counts as open until the call of what is returned, though it is answered before."""
+    place: _Place | None = scope.get(_PLACE)
+    if place is None:
+        return lambda: None
+    place.stay()
+    return place.release
 
 
 def account_of(scope: Scope) -> Account | None:

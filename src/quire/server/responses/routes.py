@@ -8,6 +8,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.errors import RequestError
 from quire.server.errors import NotFound, json_response
+from quire.server.gate import stay
 from quire.server.generate import Api
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.encoder import ResponseEncoder, frame_of
@@ -46,21 +47,27 @@ class Responses:
         keep = functools.partial(self._keep, stored) if keeps else _forget
         encoder = ResponseEncoder(self.api, talk, stored.response, keep)
         if body.background:
-            return await self._in_background(stored, encoder, talk, stream=bool(body.stream))
+            return await self._in_background(stored, encoder, talk, request, stream=bool(body.stream))
         if by_token and not body.stream:
             work = _whole(self.api, talk, encoder)
             return json_response(await self.api.answering.until_gone(request.receive, work))
         return await self.api.answer(talk.job, encoder, request, stream=bool(body.stream))
 
     async def _in_background(
-        self, stored: Stored, encoder: ResponseEncoder, talk: Talk, *, stream: bool
+        self, stored: Stored, encoder: ResponseEncoder, talk: Talk, request: Request, *, stream: bool
     ) -> Response:
-        assert self.store is not None
-        self.store.check_room()
+        store = self.store
+        assert store is not None
+        store.check_room()
         outputs = await self.api.streamed(talk.job)
-        on_end = functools.partial(self.store.put, stored)
+        leave = stay(request.scope)
+
+        def on_end() -> None:
+            store.put(stored)
+            leave()
+
         stored.run = Run(outputs, encoder, keeps_events=stream, on_end=on_end)
-        self.store.put(stored)
+        store.put(stored)
         stored.run.start(self.api.answering)
         return _followed(stored.run, -1) if stream else json_response(stored.shown())
 
