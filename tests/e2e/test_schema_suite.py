@@ -119,3 +119,19 @@ def test_all_schemas_over_http(server: ServeProcess, tiny: TextModel) -> None:
     counts = ask_all(server, tiny, every)
     assert len(every) - counts["refused"] >= 500
     assert counts["validated"] >= 3 * counts["cut"]
+
+
+def test_a_grammar_without_a_way_out_is_the_clients_fault(server: ServeProcess) -> None:
+    """Catches a schema that compiles, leads nowhere, and is answered as a failure of the engine."""
+    endless = {
+        "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}
+    }
+    schema = endless | {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
+    dead = r'start: "a" (/b/ & /c/)'
+    for asked in ({"json": schema}, {"grammar": dead}):
+        body = {"prompt": "x", "max_tokens": 60, "structured_outputs": asked}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert reply.status_code in (200, 400), reply.text
+        if reply.status_code == 200:
+            assert reply.json()["choices"][0]["finish_reason"] == "length"
+    assert server.health() == 200

@@ -134,6 +134,10 @@ class Pending(Protocol):
         """Blocks until the step is done; raises what the step raised."""
 
 
+DEAD_END = "grammar"
+"""The stop_reason of an error whose cause is the request's own grammar."""
+
+
 class Finish(msgspec.Struct):
     """Why a sequence ended."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.errors import EngineError
+from quire.errors import QuireError
 
 Out = TypeVar("Out", bound=Any)
 TextReader = Callable[[str, int], None]
@@ -41,7 +41,7 @@ class Answer(Generic[Out]):
         """Whether the engine has put anything here yet."""
         self._output: Out | None = None
         """What the reader has not seen yet, merged."""
-        self._error: EngineError | None = None
+        self._error: QuireError | None = None
         self._reader: Callable[[Out], None] | None = None
         self._text_reader: TextReader | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -74,7 +74,7 @@ class Answer(Generic[Out]):
         except Exception as error:
             self._wake_up(error)
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: QuireError) -> None:
         """No more will come. What came before can still be read."""
         self._error = error
         self._wake_up(error if self._reader is not None else None)

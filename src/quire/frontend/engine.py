@@ -11,12 +11,12 @@ from typing import Any
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import Finish, StepOutput
+from quire.data.plan import DEAD_END, Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.data.wire import Abort, Add
-from quire.errors import EngineDead, EngineError, RequestError
+from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
@@ -316,8 +316,8 @@ class AsyncEngine:
             flight = self._flights.get(output.request_id)
             if flight is None or (answer := flight.answer) is None:
                 continue
-            if output.request_id in processed.failed:
-                answer.fail(EngineError("the engine failed on this request; others are not affected"))
+            if (finish := processed.failed.get(output.request_id)) is not None:
+                answer.fail(_failure(finish))
                 continue
             if output.finished:
                 self._pop(output.request_id)
@@ -426,3 +426,14 @@ class AsyncEngine:
             "requests_finished": int(ended),
             "max_model_len": self.inputs.max_model_len,
         } | self._live.view(pages.value("prompt_tokens"), pages.value("generation_tokens"))
+
+
+def _failure(finish: Finish) -> QuireError:
+    """Of a request that ended as an error."""
+    if finish.stop_reason == DEAD_END:
+        return RequestError(
+            "structured_outputs: the text has come to a point where nothing fits the grammar any more; give "
+            "every part of it an end",
+            param="structured_outputs",
+        )
+    return EngineError("the engine failed on this request; others are not affected")

@@ -39,8 +39,8 @@ class Processed:
     outputs: list[AnyOutput]
     stopped: list[str]
     """Sequences that met a stop string: the core still runs them and has to be told."""
-    failed: set[str]
-    """Those of the requests that the core failed on, in one of their sequences."""
+    failed: dict[str, Finish]
+    """The requests that the core failed on, each with the end of one of its sequences."""
     stats: FrontStats
 
 
@@ -128,8 +128,8 @@ class _Parent:
     sequences: list[_Sequence] = field(default_factory=list)
     num_open: int = 0
     """Sequences that have not ended."""
-    failed: bool = False
-    """Whether one of them ended as an error."""
+    failed: Finish | None = None
+    """One that ended as an error."""
     put_text: Callable[[str, int], None] | None = None
     """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -299,7 +299,7 @@ class OutputProcessor:
             assert sequence.finish is not None
             self._stats.finished.append(_facts(sequence, sequence.finish))
             if sequence.finish.reason == "error":
-                sequence.parent.failed = True
+                sequence.parent.failed = sequence.finish
 
     def _add_logprobs(self, sequence: _Sequence, found: RowLogprobs) -> None:
         assert sequence.logprobs is not None
@@ -351,7 +351,7 @@ class OutputProcessor:
             self._pooled_output(parent) if parent.pools else self._request_output(parent, sequences)
             for parent, sequences in due.items()
         ]
-        failed = {parent.request_id for parent in due if parent.failed}
+        failed = {parent.request_id: parent.failed for parent in due if parent.failed is not None}
         processed = Processed(outputs, self._stopped, failed, self._stats)
         self._touched, self._stopped, self._stats = waiting, [], FrontStats()
         return processed

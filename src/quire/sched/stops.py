@@ -1,7 +1,7 @@
 """Why a sequence ends."""
 
 from quire.data.params import find_repetition
-from quire.data.plan import Ints, Verdict
+from quire.data.plan import DEAD_END, Ints, Verdict
 from quire.data.request import Request
 
 
@@ -10,7 +10,7 @@ def why_stopped(request: Request, tokens: Ints, verdict: Verdict = "") -> tuple[
     grammar, if it has one."""
     params, token_id = request.params, int(tokens[-1])
     if verdict == "error":
-        return "error", None
+        return "error", DEAD_END
     if token_id == request.eos_id:
         return "stop", None
     if params.stop_token_ids and token_id in params.stop_token_ids:
