@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -452,8 +453,32 @@ def test_no_more_run_in_the_background_than_the_store_holds() -> None:
     with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_responses=1))
 
 
+def test_a_key_sees_its_own_responses_and_those_in_the_background_count_for_it(tmp_path: Path) -> None:
+    keys = [{"name": "a", "key": "sk-a", "max_concurrency": 1}, {"name": "b", "key": "sk-b"}]
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": keys}))
+    ours, others = ({"authorization": f"Bearer sk-{name}"} for name in "ab")
+
+    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+        async def post(path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
+            return await raw.post(PATH + path, headers=headers, json={"input": "x", **body})
+
+        id = (await post("", ours, background=True)).json()["id"]
+        assert (await raw.get(f"{PATH}/{id}", headers=others)).status_code == 404
+        assert (await post(f"/{id}/cancel", others)).status_code == 404
+        assert (await post("", others, previous_response_id=id)).status_code == 404
+        assert (await post("", ours, max_output_tokens=1)).status_code == 429
+        assert (await post(f"/{id}/cancel", ours)).json()["status"] == "cancelled"
+        reply = (await post("", ours, max_output_tokens=1)).json()
+        item = [{"id": reply["output"][0]["id"]}]
+        assert (await post("", ours, input=item, max_output_tokens=1)).status_code == 200
+        assert (await post("", others, input=item, max_output_tokens=1)).status_code == 404
+
+    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(), {"api_key": [str(file)]})
+
+
 def stored(id: str, *turns: Turn, text: str = "") -> Stored:
-    return Stored({"id": id}, turns, Turn([{"id": f"msg_{id}", "text": text}]))
+    return Stored({"id": id}, turns or (Turn([]),), Turn([{"id": f"msg_{id}", "text": text}]))
 
 
 def test_the_store_forgets_what_is_too_old_or_too_much() -> None:

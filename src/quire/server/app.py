@@ -200,31 +200,33 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     @app.get("/v1/responses/{response_id}", **reply(*kept, stream=True))
     async def show_response(
         response_id: str,
+        request: Request,
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
     ) -> Response:
         """A response that is kept; of one in the background its events, from a number on."""
-        return responses.show(response_id, stream=stream, starting_after=starting_after)
+        return responses.show(response_id, request, stream=stream, starting_after=starting_after)
 
     @app.delete("/v1/responses/{response_id}", **_replies(DeletedReply, *kept))
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(response_id: str, request: Request) -> Response:
         """Forget a response; one that runs in the background ends."""
-        return await responses.delete(response_id)
+        return await responses.delete(response_id, request)
 
     @app.post("/v1/responses/{response_id}/cancel", **reply(*kept, 413))
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response in the background."""
-        return await responses.cancel(response_id)
+        return await responses.cancel(response_id, request)
 
     @app.get("/v1/responses/{response_id}/input_items", **_replies(ItemsReply, *kept))
     async def list_input_items(
         response_id: str,
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
         """The items that a response answers, those of earlier responses too."""
-        return responses.input_items(response_id, limit=limit, order=order, after=after)
+        return responses.input_items(response_id, request, limit=limit, order=order, after=after)
 
 
 def add_message_routes(app: FastAPI, api: Api) -> None:

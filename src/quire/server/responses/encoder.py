@@ -57,12 +57,15 @@ class ResponseEncoder:
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = len(self._talk.job.prompts[0].token_ids)
+        timeline = self._talk.job.timeline
+        told = {} if timeline is None or timeline.told is None else {"timeline": timeline.told}
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_output,
             "output_tokens_details": {"reasoning_tokens": self._listener.num_reasoning},
             "total_tokens": num_prompt + self._num_output,
+            **told,
         }
 
     # ---- a stream
@@ -129,6 +132,8 @@ class ResponseEncoder:
     def hear(self, output: RequestOutput) -> list[Event]:
         """What happens with it."""
         events = self._begun(output)
+        if self._talk.job.timeline is not None:
+            self._talk.job.timeline.note(output)
         (each,) = output.outputs
         self._num_output += len(each.token_ids)
         if not self._talk.parses:

@@ -8,7 +8,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.errors import RequestError
 from quire.server.errors import NotFound, json_response
-from quire.server.gate import stay
+from quire.server.gate import account_of, stay
 from quire.server.generate import Api
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.encoder import ResponseEncoder, frame_of
@@ -35,8 +35,10 @@ class Responses:
         keeps = self.store is not None and body.store is not False
         if body.background and not keeps:
             raise RequestError("`background` needs `store`; " + NO_STORE, param="background")
-        before = self._before(body.previous_response_id)
-        asked = (*before, Turn(read_items(body.input, self._item)))
+        owner = _owner(request)
+        before = self._before(body.previous_response_id, owner)
+        find = functools.partial(self._item, owner=owner)
+        asked = (*before, Turn(read_items(body.input, find), owner))
         id = new_id("resp")
         # Tokens are told apart by what they say only as they come.
         by_token = body.wants_logprobs or bool(body.background)
@@ -71,8 +73,8 @@ class Responses:
         stored.run.start(self.api.answering)
         return _followed(stored.run, -1) if stream else json_response(stored.shown())
 
-    def show(self, id: str, *, stream: bool, starting_after: int | None) -> Response:
-        stored = self._stored(id)
+    def show(self, id: str, request: Request, *, stream: bool, starting_after: int | None) -> Response:
+        stored = self._stored(id, request)
         if not stream:
             return json_response(stored.shown())
         if stored.run is None or not stored.run.keeps_events:
@@ -83,23 +85,25 @@ class Responses:
             )
         return _followed(stored.run, -1 if starting_after is None else starting_after)
 
-    async def cancel(self, id: str) -> Response:
-        stored = self._stored(id)
+    async def cancel(self, id: str, request: Request) -> Response:
+        stored = self._stored(id, request)
         if stored.run is None:
             raise RequestError("Cannot cancel a synchronous response.", param="response_id")
         await stored.run.cancel()
         return json_response(stored.shown())
 
-    async def delete(self, id: str) -> Response:
-        stored = self._stored(id)
+    async def delete(self, id: str, request: Request) -> Response:
+        stored = self._stored(id, request)
         if stored.run is not None:
             await stored.run.cancel()
         assert self.store is not None
         self.store.drop(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
-    def input_items(self, id: str, *, limit: int, order: str, after: str | None) -> Response:
-        items = [item for turn in self._stored(id).asked for item in turn.items]
+    def input_items(
+        self, id: str, request: Request, *, limit: int, order: str, after: str | None
+    ) -> Response:
+        items = [item for turn in self._stored(id, request).asked for item in turn.items]
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -118,21 +122,21 @@ class Responses:
             }
         )
 
-    def _stored(self, id: str) -> Stored:
+    def _stored(self, id: str, request: Request) -> Stored:
         if self.store is None:
             raise NotFound(f"Response with id {id!r:.80} not found: {NO_STORE}", param="response_id")
-        return self.store.get(id)
+        return self.store.get(id, _owner(request))
 
-    def _item(self, id: str) -> Item | None:
-        return None if self.store is None else self.store.item(id)
+    def _item(self, id: str, *, owner: int) -> Item | None:
+        return None if self.store is None else self.store.item(id, owner)
 
-    def _before(self, id: str | None) -> tuple[Turn, ...]:
+    def _before(self, id: str | None, owner: int) -> tuple[Turn, ...]:
         """What was said up to the end of a response."""
         if id is None:
             return ()
         if self.store is None:
             raise RequestError(NO_STORE, param="previous_response_id")
-        stored = self.store.get(id, param="previous_response_id")
+        stored = self.store.get(id, owner, param="previous_response_id")
         status = stored.shown()["status"]
         if status not in _CONTINUED:
             raise RequestError(
@@ -144,9 +148,15 @@ class Responses:
 
     def _keep(self, stored: Stored, response: dict[str, Any]) -> None:
         assert self.store is not None
-        stored.response, stored.said = response, Turn(response["output"])
+        stored.response, stored.said = response, Turn(response["output"], stored.owner)
         if stored.run is None:
             self.store.put(stored)
+
+
+def _owner(request: Request) -> int:
+    """Whose responses it may see: keys with names have their own, all others share."""
+    account = account_of(request.scope)
+    return 0 if account is None else account.tenant
 
 
 def _forget(response: dict[str, Any]) -> None:

@@ -28,8 +28,10 @@ class Full(RequestError):
 class Turn:
     """Items that came together. Later responses share those of the ones before."""
 
-    def __init__(self, items: list[Item]) -> None:
+    def __init__(self, items: list[Item], owner: int = 0) -> None:
+        """`owner`: the tenant who may ask for them."""
         self.items = items
+        self.owner = owner
         self.num_bytes = len(msgspec.json.encode(items))
 
 
@@ -54,6 +56,10 @@ class Stored:
         return self.asked if self.said is None else (*self.asked, self.said)
 
     @property
+    def owner(self) -> int:
+        return self.asked[-1].owner
+
+    @property
     def is_running(self) -> bool:
         return self.run is not None and not self.run.is_over
 
@@ -71,21 +77,22 @@ class Store:
     _kept: dict[str, Stored] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
     """How many responses have a turn, by the turn's identity."""
-    _items: dict[str, Item] = field(default_factory=dict)
+    _items: dict[tuple[int, str], Item] = field(default_factory=dict)
+    """By owner and id."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, id: str, param: str = "response_id") -> Stored:
+    def get(self, id: str, owner: int = 0, *, param: str = "response_id") -> Stored:
         """`param`: what named it."""
         self._expire()
-        if id not in self._kept:
+        if id not in self._kept or self._kept[id].owner != owner:
             raise NotFound(f"Response with id {id!r:.80} not found.", param=param)
         return self._kept[id]
 
-    def item(self, id: str) -> Item | None:
+    def item(self, id: str, owner: int = 0) -> Item | None:
         self._expire()
-        return self._items.get(id)
+        return self._items.get((owner, id))
 
     def put(self, stored: Stored) -> None:
         """Keep it, or what became of it. The oldest that are over go where there are too many."""
@@ -121,7 +128,7 @@ class Store:
         if not count:
             self.num_bytes += turn.num_bytes
             for item in turn.items:
-                self._items.setdefault(item["id"], item)
+                self._items.setdefault((turn.owner, item["id"]), item)
 
     def _leave(self, turn: Turn) -> None:
         count = self._users[id(turn)] - 1
@@ -131,8 +138,8 @@ class Store:
         del self._users[id(turn)]
         self.num_bytes -= turn.num_bytes
         for item in turn.items:
-            if self._items.get(item["id"]) is item:
-                del self._items[item["id"]]
+            if self._items.get((turn.owner, item["id"])) is item:
+                del self._items[turn.owner, item["id"]]
 
     def _expire(self) -> None:
         limits, now = self.limits, self.now()
