@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from symbolic import Engine, continuation
+from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Verdict
+from quire.data.plan import StepPlan, StepResult, Verdict
 from quire.errors import RequestError
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -96,3 +96,26 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     engine.run()
     assert engine.reasons == {"late": "error", "wrong": "error", "free": "length"}
     assert len(engine.outputs["wrong"]) == 2
+
+
+class Breaking(SymbolicWorker):
+    """The third step fails."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.step == 3:
+            raise RuntimeError("broken")
+        return super().run(plan)
+
+
+def test_a_step_that_fails_leaves_none_undrawn() -> None:
+    """The one behind it is launched and waits for masks, which then nobody can make."""
+    grammars, script = Waiting(), Script()
+    engine = Engine(grammars=grammars, depth=2, lazy=True)
+    engine.use(Breaking)
+    engine.add("a", PROMPT, count=6, params=bound(6))
+    engine.add("b", PROMPT, count=6)
+    grammars.begun[0].set_result(script)
+    engine.run()
+    assert engine.outputs["a"] == engine.outputs["b"] == continuation(PROMPT, 6) == script.seen
+    assert sum(len(plan.confined) > 0 for plan in engine.plans) == len(engine.masks)
+    assert sum(not len(masks.rows) for masks in engine.masks) == 1 and not engine.core.pipeline.undrawn
