@@ -7,12 +7,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
 from quire.errors import RequestError
+from quire.prepare import vocabulary_of
 
 PERSON = {
     "type": "object",
@@ -296,3 +298,19 @@ def test_the_grammar_starts_when_the_reasoning_ends(llm: LLM) -> None:
     assert re.fullmatch("[0-9]{4}", direct.text)
     with pytest.raises(RequestError, match="reasoning parser"):
         ask(llm, None, thinking_token_budget=3)
+
+
+def test_the_vocabulary_is_the_one_that_the_library_would_find(llm: LLM) -> None:
+    """Ours is built from bytes of tokens; theirs from tokenizer.json, which takes several times as long."""
+    tokenizer = llm.get_tokenizer()
+    ours = vocabulary_of(tokenizer, 0, (tokenizer.eos_token_id,)).open()
+    theirs = LLTokenizer(tokenizer.backend.to_str(), eos_token=[tokenizer.eos_token_id])
+    assert ours.vocab_size == theirs.vocab_size
+    for id in range(ours.vocab_size):
+        assert ours.decode_bytes([id]) == theirs.decode_bytes([id]), id
+        assert ours.is_special_token(id) == theirs.is_special_token(id), id
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(PERSON))
+    one, other = (LLMatcher(each, grammar, log_level=0) for each in (ours, theirs))
+    for id in tokenizer.encode('{"name": "naïve dog", "age": 3, "tags": ["é"]}', False):
+        assert one.compute_bitmask() == other.compute_bitmask()
+        one.consume_token(id), other.consume_token(id)
