@@ -159,6 +159,15 @@ def test_workers_are_asked_and_survive_what_cannot_be_answered(server: ServeProc
         {"method": "é\u0000"},
     ):
         assert server.client.post("/collective_rpc", json=body).status_code == 400, body
+    for path, raw in (
+        ("/collective_rpc", rb'{"method": "\ud800"}'),
+        ("/collective_rpc", rb'{"method": "memory_stats", "args": ["\ud800"]}'),
+        ("/abort_requests", rb'{"request_ids": ["\ud800"]}'),
+        ("/collective_rpc", b'{"method": "memory_stats", "args": ' + b"[" * 900 + b"]" * 900 + b"}"),
+        ("/abort_requests", b"\xff"),
+    ):
+        reply = server.client.post(path, content=raw, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, (path, raw[:50], reply.text)
     for path in ("/sleep?level=7", "/wake_up?tags=x", "/pause?mode=x", "/sleep?mode=x"):
         assert server.client.post(path).status_code == 400, path
     info = server.client.get("/server_info?config_format=json").json()

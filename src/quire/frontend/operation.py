@@ -65,10 +65,7 @@ class Operation:
     ) -> list[Any]:
         """What a method returns on every worker of every core."""
         given = {"method": method, "timeout": timeout, "args": args, "kwargs": kwargs}
-        try:
-            msgspec.msgpack.encode(given)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RequestError(f"{method}: its arguments cannot be sent: {error}", "args") from None
+        _check_sendable("args", given)
         try:
             found = await self._call_all("collective_rpc", given, timeout)
         except TimeoutError:
@@ -82,4 +79,13 @@ class Operation:
 
     async def abort(self, names: list[str]) -> int:
         """How many sequences were ended, of the requests with these ids."""
+        _check_sendable("request_ids", names)
         return sum(await self._call_all("abort", {"names": names}))
+
+
+def _check_sendable(param: str, given: Any) -> None:
+    """That it is text and numbers of a usual size."""
+    try:
+        msgspec.msgpack.encode(given)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"{param} cannot be sent to the engine: {error}", param) from None
