@@ -243,6 +243,7 @@ def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
         "[{'type': 'function', 'function': {'name': 'look', 'description': 'd', 'parameters': "
         "{'type': 'object'}}}]|False",
     ]
+    given |= {"max_tokens": 10**30, "temperature": "none of its business"}
     counted = ask("POST", PATH + "/count_tokens", engine=engine, json=given).json()
     assert counted == {"input_tokens": len(engine.seen[0][1].token_ids)}
 
@@ -287,6 +288,7 @@ def test_errors_have_this_apis_words() -> None:
     assert "max_tokens" in refused(send(max_tokens=None))
     refused(send(messages=[]))
     refused(send(temperature=3.0))
+    refused(send(seed=2**64))
     refused(send(messages=[{"role": "bot", "content": "x"}]))
     refused(send(model="other"), 404, "not_found_error")
     refused(ask("POST", PATH, content=b"{", headers={"content-type": "application/json"}))

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
-from quire.data.params import INT64_MAX
+from quire.data.params import INT64_MAX, INT64_MIN
 from quire.server.requests import Body, EngineBody, TokenId
 
 # ---- what clients send
@@ -160,7 +160,7 @@ class MessagesBody(CountBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     min_tokens: int | None = None
     ignore_eos: bool | None = False
     stop_token_ids: list[TokenId] | None = None

@@ -32,7 +32,8 @@ _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled":
 
 def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
     """`budgets`: whether the server can hold the model to a length of its thoughts."""
-    fields = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
+    known = type(body).model_fields.keys() & body.model_fields_set
+    fields = {name: getattr(body, name) for name in _SAME if name in known}
     messages = _messages(body)
     if messages[-1]["role"] == "assistant" and messages[-1].get("content"):
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
