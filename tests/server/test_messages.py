@@ -216,7 +216,7 @@ def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
         {"role": "user", "content": "c"},
     ]
     template = (
-        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.reasoning }}|{{ m.tool_call_id }}|"
+        "{% for m in messages %}{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|{{ m.tool_call_id }}|"
         "{{ m.is_error }}|{% for t in m.tool_calls or [] %}{{ t.function.name }}{{ t.function.arguments.at }}"
         "{% endfor %}{{ '\\n' }}{% endfor %}{{ tools }}|{{ enable_thinking }}"
     )

@@ -199,11 +199,13 @@ def each_of(given: Prompts) -> list[Any]:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A message as templates read it; `reasoning_content` is an older name of `reasoning`."""
+    """A message as templates read it; `reasoning_content` is an older name of `reasoning`, which most of them
+    know."""
     given = message.model_dump(exclude_unset=True)
     found = {name: value for name, value in given.items() if value is not None}
-    if "reasoning_content" in found:
-        found.setdefault("reasoning", found.pop("reasoning_content"))
+    thoughts = found.get("reasoning", found.get("reasoning_content"))
+    if thoughts is not None:
+        found["reasoning"] = found["reasoning_content"] = thoughts
     return found
 
 
