@@ -11,6 +11,7 @@ from quire.errors import QuireError
 from quire.hub import locate
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
+os.environ["QUIRE_ENABLE_RESPONSES_API_STORE"] = "1"
 FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 

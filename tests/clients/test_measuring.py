@@ -38,7 +38,7 @@ def tokenizer(tmp_path: Path) -> Path:
     place = tmp_path / "tokenizer"
     place.mkdir()
     found = locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
-    known = load_tokenizer(found.path, "gguf")
+    known = load_tokenizer(found, "gguf")
     known.backend.save(str(place / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.eos_token}
     (place / "tokenizer_config.json").write_text(json.dumps(config))
@@ -66,19 +66,11 @@ def test_lm_eval_asks_for_likelihoods_and_texts(url: str, tokenizer: Path, tmp_p
 @pytest.mark.skipif(find_spec("guidellm") is None, reason="guidellm is not installed")
 def test_guidellm_measures_ten_seconds(served: ServeProcess, tokenizer: Path, tmp_path: Path) -> None:
     run(
-        *(
-            "guidellm",
-            "benchmark",
-            "run",
-            "--target",
-            served.url,
-            "--model",
-            MODEL,
-            "--profile",
-            "concurrent",
-        ),
-        *("--rate", "2", "--max-seconds", "10", "--data", "prompt_tokens=32,output_tokens=16"),
-        *("--processor", str(tokenizer), "--output-path", str(tmp_path / "report.json")),
+        *("guidellm", "run", "--backend", f"kind=openai_http,target={served.url},model={MODEL}"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_duration,seconds=10"),
+        *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--disable-console"),
+        *("--tokenizer", f"kind=hf_auto,model={tokenizer}"),
+        *("--output", f"kind=json,path={tmp_path / 'report.json'}"),
         cwd=tmp_path,
     )
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
