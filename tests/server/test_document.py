@@ -1,6 +1,7 @@
 """The document is true: what is made from it, right or wrong, never breaks the server, and every answer is
 as described."""
 
+import pytest
 import schemathesis
 from ask import CROSS_ENCODER, EMBEDDER
 from fake_engine import FakeEngine
@@ -14,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from quire.config.env import Env
 from quire.metrics.http import POOLING_ROUTES
 from quire.server.app import Application
 from quire.server.settings import make_settings
@@ -39,9 +41,47 @@ FEW = settings(
 )
 
 
-@schema.exclude(path=list(POOLING_ROUTES)).parametrize()
+OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)"
+"""Asked of a server with every door open."""
+
+
+@schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=OPEN).parametrize()
 @FEW
 def test_answers_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+# With every door open: parsers, kept responses, the routes for developers; what stops an engine has its own.
+opened = make_settings(
+    {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enable_tokenizer_info_endpoint": True},
+    env=Env.read({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}),
+)
+talker, stopped = FakeEngine("Hi"), FakeEngine("Hi")
+talking, stopping = (
+    schemathesis.openapi.from_asgi("/openapi.json", Application(each, opened).asgi)
+    for each in (talker, stopped)
+)
+for each in (talking, stopping):
+    each.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+STOPS = "^/(pause|resume|is_paused|abort_requests|sleep|wake_up|is_sleeping|collective_rpc|get_world_size)$"
+
+
+@talking.include(path_regex=OPEN).parametrize()
+@FEW
+def test_answers_are_as_described_with_every_door_open(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@stopping.include(path_regex=STOPS).parametrize()
+@FEW
+def test_stops_are_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@pytest.mark.slow
+@talking.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=STOPS).parametrize()
+@settings(FEW, max_examples=300)
+def test_many_answers_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
@@ -68,4 +108,4 @@ def test_vectors_are_as_described(case: schemathesis.Case) -> None:
 
 
 def test_nothing_is_left_running() -> None:
-    assert [each.num_in_flight for each in (engine, scorer, embedder)] == [0, 0, 0]
+    assert [each.num_in_flight for each in (engine, talker, stopped, scorer, embedder)] == [0] * 5
