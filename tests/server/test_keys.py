@@ -423,3 +423,9 @@ def test_a_key_may_come_as_anthropic_sends_it(serve: Serve) -> None:
             return (await client.post(CHAT, json={"messages": MESSAGES}, headers=headers)).status_code
 
     assert asyncio.run(go()) == 200 and served.count("requests", 1) == 1
+
+
+def test_what_is_only_rendered_costs_nothing(serve: Serve) -> None:
+    served = serve()
+    assert ask(served, "sk-guest", f"{CHAT}/render").json()["token_ids"]
+    assert (served.count("prompt_tokens", 1), served.count("requests", 1)) == (0, 0)
