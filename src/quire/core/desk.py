@@ -136,7 +136,7 @@ class Desk:
             self._core.reset_prefix_cache()
 
     def _by_workers(self, asked: Callable[[], Any]) -> Work:
-        while self._job is not None or self._core.pipeline.undrawn:  # masks come right behind their plan
+        while self._job is not None:
             yield None
         job = self._job = Job(asked)
         try:
