@@ -12,8 +12,8 @@ from ask import CLASSIFIER, EMBEDDER, MESSAGES, ask, chat, complete, pool, refus
 from fake_engine import FakeEngine, numbers
 
 from quire.server.app import Application
+from quire.server.pooling.vectors import packed
 from quire.server.settings import make_settings
-from quire.server.vectors import packed
 
 EMBEDDINGS = "/v1/embeddings"
 TEXTS = ["abc", "a much longer text", "de"]

@@ -10,10 +10,9 @@ from starlette.responses import Response
 from quire.errors import RequestError
 from quire.server.chat import ChatEncoder, answer_chat
 from quire.server.completions import answer_completion
-from quire.server.embeddings import answer_classify, answer_embeddings, answer_pooling
 from quire.server.errors import json_response
 from quire.server.generate import Api
-from quire.server.pooling_bodies import (
+from quire.server.pooling.bodies import (
     EmbeddingInput,
     EmbeddingTalk,
     InputBody,
@@ -23,10 +22,11 @@ from quire.server.pooling_bodies import (
     ScoreBody,
     TalkBody,
 )
+from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
+from quire.server.pooling.scores import answer_rerank, answer_score
 from quire.server.requests import ChatBody, CompletionBody
-from quire.server.scores import answer_rerank, answer_score
 from quire.server.talk import begin_talk
-from quire.server.token_bodies import ChatBatchBody
+from quire.server.tokens.bodies import ChatBatchBody
 
 _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "stream": (None, False),

@@ -1,18 +1,21 @@
 """/v1/responses, and the responses that are kept."""
 
 import functools
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from starlette.requests import Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from quire.data.params import INT64_MAX
 from quire.errors import RequestError
+from quire.server.document import BODY, CODES, replies_of
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of, stay
 from quire.server.generate import Api
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.encoder import ResponseEncoder, frame_of
 from quire.server.responses.items import Item, new_id, read_items
+from quire.server.responses.replies import DeletedReply, ItemsReply, ResponseReply
 from quire.server.responses.run import Run
 from quire.server.responses.store import NO_STORE, Store, Stored, Turn
 from quire.server.responses.translate import chat_of, check_body
@@ -177,3 +180,44 @@ async def _whole(api: Api, talk: Talk, encoder: ResponseEncoder) -> dict[str, An
 def _followed(run: Run, after: int) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(run.follow(after), headers=headers, media_type="text/event-stream")
+
+
+def add_response_routes(app: FastAPI, responses: Responses) -> None:
+    kept = (400, 404)
+    reply = functools.partial(replies_of, ResponseReply)
+
+    @app.post("/v1/responses", **reply(*CODES, stream=True), **BODY)
+    async def create_response(body: ResponseBody, request: Request) -> Response:
+        """Answer a conversation of items, whole or as a stream of events."""
+        return await responses.create(body, request)
+
+    @app.get("/v1/responses/{response_id}", **reply(*kept, stream=True))
+    async def show_response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=-1, le=INT64_MAX)] = None,
+    ) -> Response:
+        """A response that is kept; of one in the background its events, from a number on."""
+        return responses.show(response_id, request, stream=stream, starting_after=starting_after)
+
+    @app.delete("/v1/responses/{response_id}", **replies_of(DeletedReply, *kept))
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forget a response; one that runs in the background ends."""
+        return await responses.delete(response_id, request)
+
+    @app.post("/v1/responses/{response_id}/cancel", **reply(*kept, 413))
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """End a response in the background."""
+        return await responses.cancel(response_id, request)
+
+    @app.get("/v1/responses/{response_id}/input_items", **replies_of(ItemsReply, *kept))
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that a response answers, those of earlier responses too."""
+        return responses.input_items(response_id, request, limit=limit, order=order, after=after)

@@ -14,7 +14,7 @@ from quire.server.asked import check_fields, check_template
 from quire.server.engine import PooledOutputs
 from quire.server.generate import Api, Job
 from quire.server.merged import Pauses
-from quire.server.pooling_bodies import InputBody, PoolingBody, TalkBody
+from quire.server.pooling.bodies import InputBody, PoolingBody, TalkBody
 from quire.server.prompts import PoolingInput, each_of
 
 Pooled = PoolingRequestOutput[PoolingOutput]

@@ -14,7 +14,7 @@ from quire.server.generate import Api, Job
 from quire.server.logprobs import Speller, chat_logprobs, prompt_logprobs
 from quire.server.requests import CompletionBody
 from quire.server.sse import DONE, event, failure
-from quire.server.token_bodies import TokensBody
+from quire.server.tokens.bodies import TokensBody
 
 _OURS = frozenset({"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids"})
 """Parameters that say how the server goes about it: neither told nor taken."""

@@ -18,8 +18,8 @@ from quire.server.generate import Api, Job
 from quire.server.prompts import off_loop
 from quire.server.requests import ChatBody, CompletionBody, GenerateBody
 from quire.server.talk import Talk, begin_talk
-from quire.server.token_bodies import DerenderChatBody, DerenderCompletionBody, GivenChoice, GivenTokens
-from quire.server.tokens import told_params
+from quire.server.tokens.answer import told_params
+from quire.server.tokens.bodies import DerenderChatBody, DerenderCompletionBody, GivenChoice, GivenTokens
 
 
 async def render_chat(api: Api, body: ChatBody, request: Request) -> Response:

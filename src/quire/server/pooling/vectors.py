@@ -11,8 +11,8 @@ from starlette.responses import Response
 from quire.data.pooling import Floats
 from quire.server.errors import json_response
 from quire.server.generate import Api, Job
-from quire.server.pooling import Pooled, listing
-from quire.server.pooling_bodies import Vectors
+from quire.server.pooling.bodies import Vectors
+from quire.server.pooling.jobs import Pooled, listing
 from quire.server.prompts import off_loop
 
 _ORDERS = {"native": "=", "little": "<", "big": ">"}

@@ -6,8 +6,7 @@ from starlette.responses import Response
 
 from quire.server.errors import json_response
 from quire.server.generate import Api
-from quire.server.pooling import check_pooling, listing, pool, read_inputs
-from quire.server.pooling_bodies import (
+from quire.server.pooling.bodies import (
     EmbeddingInput,
     EmbeddingTalk,
     InputBody,
@@ -15,7 +14,8 @@ from quire.server.pooling_bodies import (
     PoolingTalk,
     TalkBody,
 )
-from quire.server.vectors import answer_vectors
+from quire.server.pooling.jobs import check_pooling, listing, pool, read_inputs
+from quire.server.pooling.vectors import answer_vectors
 
 
 async def answer_embeddings(api: Api, body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:

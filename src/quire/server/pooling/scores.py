@@ -8,8 +8,8 @@ from starlette.responses import Response
 from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
 from quire.server.errors import json_response
 from quire.server.generate import Api, Job
-from quire.server.pooling import Pooled, check_count, check_pooling, listing, named, pool, usage
-from quire.server.pooling_bodies import PoolingBody, RerankBody, ScoreBody, Texts
+from quire.server.pooling.bodies import PoolingBody, RerankBody, ScoreBody, Texts
+from quire.server.pooling.jobs import Pooled, check_count, check_pooling, listing, named, pool, usage
 from quire.server.prompts import off_loop
 
 

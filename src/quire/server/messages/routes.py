@@ -1,0 +1,30 @@
+"""The routes of Anthropic's API."""
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from quire.server.document import BODY, CODES, replies_of
+from quire.server.generate import Api
+from quire.server.messages.answer import answer_messages, count_tokens
+from quire.server.messages.bodies import (
+    CountBody,
+    CountReply,
+    MessageErrorReply,
+    MessageReply,
+    MessagesBody,
+)
+
+
+def add_message_routes(app: FastAPI, api: Api) -> None:
+
+    @app.post(
+        "/v1/messages", **replies_of(MessageReply, *CODES, stream=True, error=MessageErrorReply), **BODY
+    )
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation of Anthropic's API, whole or as a stream of events."""
+        return await answer_messages(api, body, request)
+
+    @app.post("/v1/messages/count_tokens", **replies_of(CountReply, *CODES, error=MessageErrorReply), **BODY)
+    async def count_message_tokens(body: CountBody) -> Response:
+        """How many tokens the prompt of a conversation has."""
+        return await count_tokens(api, body)

@@ -1,0 +1,1 @@
+"""The routes of pooling models: vectors, classes, scores."""

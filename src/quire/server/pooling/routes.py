@@ -1,0 +1,61 @@
+"""The routes of pooling models."""
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from quire.server.document import BODY, CODES, replies_of
+from quire.server.generate import Api
+from quire.server.pooling.bodies import (
+    ClassifyReply,
+    EmbeddingInput,
+    EmbeddingReply,
+    EmbeddingTalk,
+    InputBody,
+    PoolingInputBody,
+    PoolingReply,
+    PoolingTalk,
+    RerankBody,
+    RerankReply,
+    ScoreBody,
+    ScoreReply,
+    TalkBody,
+)
+from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
+from quire.server.pooling.scores import answer_rerank, answer_score
+
+
+def add_pooling_routes(app: FastAPI, api: Api) -> None:
+    octets = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+    async def create_embeddings(body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
+        """A vector for each input."""
+        return await answer_embeddings(api, body, request)
+
+    async def create_pooling(body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
+        """What the model is for, or vectors or classes of every token."""
+        return await answer_pooling(api, body, request)
+
+    async def create_classes(body: InputBody | TalkBody, request: Request) -> Response:
+        """How likely each class is, for each input."""
+        return await answer_classify(api, body, request)
+
+    async def create_score(body: ScoreBody, request: Request) -> Response:
+        """How well texts fit, one to one or one to many."""
+        return await answer_score(api, body, request)
+
+    async def create_rerank(body: RerankBody, request: Request) -> Response:
+        """Documents in the order in which they fit a query."""
+        return await answer_rerank(api, body, request)
+
+    for answer, reply, *places in (
+        (create_embeddings, EmbeddingReply, "/v1/embeddings"),
+        (create_pooling, PoolingReply, "/pooling"),
+        (create_classes, ClassifyReply, "/classify"),
+        (create_score, ScoreReply, "/score", "/v1/score"),
+        (create_rerank, RerankReply, "/rerank", "/v1/rerank", "/v2/rerank"),
+    ):
+        described = replies_of(reply, *CODES)
+        if reply in (EmbeddingReply, PoolingReply):
+            described["responses"][200]["content"] = octets
+        for place in places:
+            app.add_api_route(place, answer, methods=["POST"], **described, **BODY)

@@ -1,0 +1,103 @@
+"""What a server says of itself: its models, health, version, load and metrics."""
+
+import uuid
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from quire.errors import EngineError
+from quire.server import replies
+from quire.server.document import replies_of
+from quire.server.errors import NotFound, error_info, error_response, json_response
+from quire.server.generate import Api
+from quire.server.replies import ErrorReply
+
+
+def add_model_routes(app: FastAPI, api: Api) -> None:
+    created = int(api.engine.facts.start_time)
+
+    def card(name: str) -> dict[str, Any]:
+        facts = api.engine.facts
+        permission = {
+            "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "quire",
+            "root": facts.root,
+            "parent": None,
+            "max_model_len": api.engine.inputs.max_model_len,
+            "permission": [permission],
+        }
+
+    @app.get("/v1/models", **replies_of(replies.ModelList, 503))
+    async def list_models() -> Response:
+        """Every name that the model is served under, once it can be asked: clients wait for this answer."""
+        api.engine.check()
+        return json_response(
+            {"object": "list", "data": [card(name) for name in api.engine.facts.model_names]}
+        )
+
+    @app.get("/v1/models/{name:path}", **replies_of(replies.ModelCard, 404))
+    async def show_model(name: str) -> Response:
+        """One of the served names."""
+        if name not in api.engine.facts.model_names:
+            raise NotFound(f"The model `{name}` does not exist.", param="model")
+        return json_response(card(name))
+
+
+def add_status_routes(app: FastAPI, api: Api) -> None:
+    healthy: dict[str, Any] = {
+        "responses": {
+            200: {"description": "The engine makes progress.", "content": {}},
+            503: {"model": ErrorReply},
+        },
+        "response_class": Response,
+    }
+
+    async def health() -> Response:
+        """Whether the engine makes progress: 200 without a body, or 503 with the cause."""
+        try:
+            api.engine.check()
+        except EngineError as error:
+            return error_response(error_info(str(error), 503, "ServiceUnavailableError"))
+        return Response(status_code=200)
+
+    app.add_api_route("/health", health, methods=["GET"], **healthy)
+    app.add_api_route("/ping", health, methods=["GET"], operation_id="ping", **healthy)
+    app.add_api_route("/ping", health, methods=["POST"], operation_id="ping_post", **healthy)
+
+    @app.get("/version", **replies_of(replies.VersionReply))
+    async def show_version() -> Response:
+        return json_response({"version": api.engine.facts.version})
+
+    @app.get("/load", **replies_of(replies.LoadReply))
+    async def show_load() -> Response:
+        """Requests being answered by this process."""
+        return json_response({"server_load": api.engine.num_in_flight})
+
+    text = {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @app.get("/metrics", responses={200: text}, response_class=Response)
+    async def metrics() -> Response:
+        """Metrics over all processes, in Prometheus' format."""
+        return Response(api.engine.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/reset_prefix_cache", **replies_of(replies.ResetReply, 400, 500, 503))
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        """Forget all cached prefixes; false while requests hold some, unless these are to start again."""
+        return json_response({"success": await api.engine.reset_prefix_cache(reset_running_requests)})

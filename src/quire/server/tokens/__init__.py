@@ -1,0 +1,1 @@
+"""Texts and conversations as tokens, and tokens as answers."""

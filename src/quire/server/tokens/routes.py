@@ -1,0 +1,74 @@
+"""The routes of tokens: rendering, tokens in and out, many in one, and what one route for all is asked."""
+
+from typing import Any, Union
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from quire.server import replies
+from quire.server.document import BODY, CODES, replies_of
+from quire.server.generate import Api
+from quire.server.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeChat, TokenizeText
+from quire.server.several import answer_any, answer_chats, shapes
+from quire.server.tokens.answer import answer_tokens
+from quire.server.tokens.bodies import (
+    ChatBatchBody,
+    DerenderChatBody,
+    DerenderCompletionBody,
+    RenderedReply,
+    TokensBody,
+    TokensReply,
+)
+from quire.server.tokens.render import derender_chat, derender_completion, render_chat, render_completion
+from quire.server.tokens.tokenize import detokenize, tokenize
+
+
+def add_token_routes(app: FastAPI, api: Api) -> None:
+    chat, completion = "/v1/chat/completions", "/v1/completions"
+
+    @app.post("/inference/v1/generate", **replies_of(TokensReply, *CODES, stream=True), **BODY)
+    async def create_tokens_of_tokens(body: TokensBody, request: Request) -> Response:
+        """Continue token ids, whole or as a stream of events."""
+        return await answer_tokens(api, body, request)
+
+    @app.post(f"{chat}/render", **replies_of(RenderedReply, *CODES), **BODY)
+    async def show_chat_prompt(body: ChatBody, request: Request) -> Response:
+        """What would go to the engine for a chat."""
+        return await render_chat(api, body, request)
+
+    @app.post(f"{completion}/render", **replies_of(list[RenderedReply], *CODES), **BODY)
+    async def show_completion_prompts(body: CompletionBody, request: Request) -> Response:
+        """What would go to the engine for each prompt."""
+        return await render_completion(api, body, request)
+
+    @app.post(f"{chat}/derender", **replies_of(replies.ChatReply, *CODES), **BODY)
+    async def show_chat_answer(body: DerenderChatBody, request: Request) -> Response:
+        """The answer to a chat that tokens are."""
+        return await derender_chat(api, body, request)
+
+    @app.post(f"{completion}/derender", **replies_of(replies.CompletionReply, *CODES), **BODY)
+    async def show_completion_answer(body: DerenderCompletionBody, request: Request) -> Response:
+        """The completions that tokens are."""
+        return await derender_completion(api, body, request)
+
+    @app.post(f"{chat}/batch", **replies_of(replies.ChatReply, *CODES), **BODY)
+    async def create_chat_batch(body: ChatBatchBody, request: Request) -> Response:
+        """Answer conversations, each as one choice."""
+        return await answer_chats(api, body, request)
+
+    async def invoke(body: Any, request: Request) -> Response:
+        """What the body is made for: a chat or a completion, or one of the routes of a pooling model."""
+        return await answer_any(api, body, request)
+
+    invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
+    app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
+
+    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413), **BODY)
+    async def create_tokens(body: TokenizeChat | TokenizeText) -> Response:
+        """The token ids of a text or of a conversation."""
+        return await tokenize(api, body)
+
+    @app.post("/detokenize", **replies_of(replies.DetokenizeReply, 400, 404, 413), **BODY)
+    async def create_text(body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        return await detokenize(api, body)
