@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.core.pipeline import Pipeline
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import Masks, StepPlan, StepResult
 from quire.errors import EngineDead
 
 
@@ -110,3 +110,27 @@ def test_nobody_waits_after_clear() -> None:
     pipeline.clear()
     assert len(pipeline) == 0 and pipeline.has_room
     assert not any(step.waited for step in executor.steps.values())
+
+
+def test_workers_that_died_before_a_draw_are_closed_all_the_same() -> None:
+    """Catches an error of the dead that keeps the executor open, or requests from being forgotten."""
+
+    class Dead(Scripted):
+        closed = False
+
+        def draw(self, masks: Masks) -> None:
+            raise EngineDead("the device")
+
+        def close(self) -> None:
+            self.closed = True
+
+    executor = Dead()
+    for leave in ("clear", "close"):
+        pipeline = Pipeline(executor, depth=2)
+        confined = plan(0)
+        confined.confined = np.array([0], np.int32)
+        pipeline.submit(confined)
+        assert pipeline.undrawn
+        getattr(pipeline, leave)()
+        assert len(pipeline) == 0 and not pipeline.undrawn
+    assert executor.closed

@@ -47,6 +47,7 @@ REJECTED: list[tuple[str, Any]] = [
     *(("allowed_token_ids", value) for value in ([], [-1], ["1"])),
     *(("bad_words", value) for value in ("", ["a", ""], [1], ["w"] * 129)),
     ("extra_args", [1]),
+    ("extra_args", {"a": 10**30}),
     ("skip_reading_prefix_cache", "no"),
     *(("thinking_token_budget", value) for value in (-2, "1", True)),
     *(("repetition_detection", value) for value in ({"max_pattern_size": 4}, {"pattern": 1}, 3)),

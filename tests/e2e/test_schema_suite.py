@@ -128,7 +128,8 @@ def test_a_grammar_without_a_way_out_is_the_clients_fault(server: ServeProcess) 
     }
     schema = endless | {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
     dead = r'start: "a" (/b/ & /c/)'
-    for asked in ({"json": schema}, {"grammar": dead}):
+    large = {"type": "integer", "minimum": 0, "maximum": 10**20}  # more than the wire has a number for
+    for asked in ({"json": schema}, {"grammar": dead}, {"json": large}):
         body = {"prompt": "x", "max_tokens": 60, "structured_outputs": asked}
         reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert reply.status_code in (200, 400), reply.text

@@ -1,5 +1,6 @@
 """The steps on their way to and from the executor."""
 
+import contextlib
 from collections import deque
 
 from quire.core.lockstep import Lockstep
@@ -117,12 +118,14 @@ class Pipeline:
     def clear(self) -> None:
         """Nobody waits for what is on its way."""
         if self.undrawn:
-            self.draw(Masks())
+            with contextlib.suppress(EngineDead):
+                self.draw(Masks())
         self._steps.clear()
 
     def close(self) -> None:
         """End the workers, and leave those who take each step, too."""
         if self.lockstep is not None:
             self.lockstep.close()
-        self.clear()
+        self.undrawn = False
+        self._steps.clear()
         self.executor.close()

@@ -286,6 +286,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             _fail("output_kind", "must be a RequestOutputKind", self.output_kind)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             _fail("extra_args", "must be an object", self.extra_args)
+        try:
+            msgspec.msgpack.encode(self.extra_args)
+        except Exception as error:  # whatever is in it
+            _fail("extra_args", f"cannot be sent to the engine: {error}")
         if self.structured_outputs is not None:
             self.structured_outputs = _struct(
                 "structured_outputs", self.structured_outputs, StructuredOutputsParams

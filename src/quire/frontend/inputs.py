@@ -1,10 +1,13 @@
 """Inputs: whatever a user may pass as a prompt becomes checked Requests. Nothing wrong gets past here."""
 
+import json
 import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
+
+import msgspec
 
 from quire.config.pooling import PoolingFacts
 from quire.data.embeds import Embeds
@@ -309,8 +312,10 @@ class InputProcessor:
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
         params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
-        if params.structured_outputs is not None:
-            self.check_grammar(params.structured_outputs)
+        if (asked := params.structured_outputs) is not None:
+            self.check_grammar(asked)
+            if isinstance(asked.json, dict):  # as a text, which may have numbers of any size, it can be sent
+                params.structured_outputs = msgspec.structs.replace(asked, json=json.dumps(asked.json))
         if len(self.eos_ids) > 1 and not params.ignore_eos:
             params.stop_token_ids = list(dict.fromkeys([*(params.stop_token_ids or ()), *self.eos_ids[1:]]))
         if self.tokenizer is None:

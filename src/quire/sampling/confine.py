@@ -11,8 +11,8 @@ from quire.data.plan import Masks
 from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
-_IN_FLIGHT = 3
-"""Host buffers: one more than there are steps under way."""
+_NUM_BUFFERS = 3
+"""Host buffers: enough that the oldest has been read when its turn comes again, mostly."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
@@ -58,16 +58,18 @@ class CudaConfiner:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._buffers = cycle([_Pinned() for _ in range(_IN_FLIGHT)])
+        self._buffers = cycle([_Pinned() for _ in range(_NUM_BUFFERS)])
 
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
         from quire.kernels.triton.masks import apply_masks
 
-        memory = next(self._buffers).take(len(masks.rows), 1 + masks.bits.shape[1])
+        buffer = next(self._buffers)
+        memory = buffer.take(len(masks.rows), 1 + masks.bits.shape[1])
         pack(masks, places, memory.numpy())
         here = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
             packed = memory.to(self._device, non_blocking=True)
+            buffer.read.record()
         here.wait_stream(self._stream)
         packed.record_stream(here)
         apply_masks(logits, packed)
@@ -79,8 +81,11 @@ class _Pinned:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.int32)
+        self.read = torch.cuda.Event()
+        """When the device is done with it."""
 
     def take(self, rows: int, width: int) -> Tensor:
+        self.read.synchronize()
         if len(self._memory) < rows * width:
             self._memory = torch.empty(2 * rows * width, dtype=torch.int32, pin_memory=True)
         return self._memory[: rows * width].view(rows, width)

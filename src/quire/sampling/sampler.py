@@ -114,8 +114,10 @@ class Sampler:
         """Everything that rows may ask for, for as many of them as go together."""
         num_tokens = history[1]
         logits = logits.float()
-        reduced = np.flatnonzero(np.isin(rows, confined) & ((state.flags[rows] & REMOVING) != 0))
-        kept = Kept(logits, reduced) if len(reduced) else None
+        kept = None
+        if len(confined):
+            reduced = np.flatnonzero(np.isin(rows, confined) & ((state.flags[rows] & REMOVING) != 0))
+            kept = Kept(logits, reduced) if len(reduced) else None
         asking = np.flatnonzero(state.flags[rows] & LOGPROBS)
         index = to_device(asking, self.device)
         raw = logits.index_select(0, index) if self.raw and len(asking) else None

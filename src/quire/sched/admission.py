@@ -58,6 +58,8 @@ class Admitter:
         if self.trial or not len(self.waiting) or len(self.running) >= self.limits.max_rows:
             return None
         request = self.waiting.peek()
+        if self.constraints.holds(request):
+            return None
         num_tokens = min(len(request.tokens), self.limits.max_chunk)
         if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
             return None
