@@ -11,7 +11,6 @@ from quire.errors import QuireError
 from quire.hub import locate
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the network for prices
-os.environ["QUIRE_ENABLE_RESPONSES_API_STORE"] = "1"
 FLAGS = ("--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -21,7 +20,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
         locate(None, cache_root=Env.read(os.environ).cache_root, progress=False)
     except QuireError as error:
         pytest.skip(f"the default model cannot be fetched: {error}")
-    with ServeProcess(None, *FLAGS, log=tmp_path_factory.mktemp("clients") / "log") as server:
+    log = tmp_path_factory.mktemp("clients") / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_ENABLE_RESPONSES_API_STORE", "1")
+        started = ServeProcess(None, *FLAGS, log=log)
+    with started as server:
         server.until_healthy()
         yield server
         gauges = server.metrics()
