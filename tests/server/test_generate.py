@@ -16,6 +16,15 @@ def test_ids_from_header_and_body() -> None:
     assert chat().json()["id"] != chat().json()["id"]
 
 
+def test_a_long_id_is_400_wherever_it_stands() -> None:
+    """Each sequence of a call carries its id: a long one, many times over, fills the memory."""
+    assert chat(request_id="x" * 256).status_code == 200
+    assert refused(chat(request_id="x" * 257))["param"] == "request_id"
+    assert refused(complete(prompt=["a", "b"], request_id="x" * 10**6))["param"] == "request_id"
+    long = {"x-request-id": "x" * 257}
+    assert refused(ask("POST", CHAT, json={"messages": MESSAGES}, headers=long))["param"] == "request_id"
+
+
 def test_priority_header_overrides_the_body() -> None:
     engine = FakeEngine()
     ask(

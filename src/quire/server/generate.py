@@ -1,4 +1,4 @@
-"""What chat and completions share: ids, model names, starting requests and merging their outputs."""
+"""What the generating routes share: ids, model names, a job and its answer."""
 
 import asyncio
 import hashlib
@@ -39,6 +39,8 @@ logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | PoolingParams
 COMPILE_S = 5.0
 """For a grammar."""
+_MAX_ID = 256
+"""Characters of an id that a client chooses: each of its sequences carries a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Api:
         params: Sequence[Params],
     ) -> Job:
         base = request.headers.get("x-request-id") or body.request_id or uuid.uuid4().hex
+        if len(base) > _MAX_ID:
+            raise RequestError(
+                f"the request id has {len(base)} characters, and may have {_MAX_ID}; send a shorter one",
+                param="request_id",
+            )
         urgent = _header_int(request, "x-vllm-priority")
         job = Job(
             id=f"{kind}-{base}",

@@ -62,7 +62,7 @@ class EngineBody(Body):
     priority: int = _doc(
         "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
     )
-    request_id: str | None = _doc("Becomes a part of the id; the header X-Request-Id wins.")
+    request_id: str | None = _doc("At most 256 characters, a part of the id; the header X-Request-Id wins.")
     cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
     user: str | None = _doc("Has no effect.")
 
