@@ -55,12 +55,22 @@ def test_a_large_body_is_413_whether_its_length_is_told_or_not() -> None:
         in refused(ask("POST", CHAT, settings=small, json={"x": "y" * 200}), 413)["message"]
     )
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
         for _ in range(10):
-            yield b'{"messages": "' + b" " * 50
+            yield b'{"messages": "' + b" " * num_bytes
 
     headers = {"content-type": "application/json"}
-    assert refused(ask("POST", CHAT, settings=small, content=pieces(), headers=headers), 413)["code"] == 413
+    for num_bytes in (50, 200):  # of the first piece, too
+        response = ask("POST", CHAT, settings=small, content=pieces(num_bytes), headers=headers)
+        assert "larger than 100 bytes" in refused(response, 413)["message"]
+
+
+@pytest.mark.parametrize("length", ["0" * 20 + "200", "0" * 17 + "200", "9" * 30, "-1", "1_0", ""])
+def test_a_length_is_read_to_its_end(length: str) -> None:
+    """Zeros before it, or no number, must not carry a large body through."""
+    headers = {"content-type": "application/json", "content-length": length}
+    body = b'{"messages": "' + b" " * 200
+    refused(ask("POST", CHAT, settings={"max_request_body_bytes": 100}, content=body, headers=headers), 413)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data; boundary=x", ""])

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.errors import QuireError
 from quire.logs import get_logger
 from quire.server.answering import ClientGone
-from quire.server.errors import describe, error_response, nobody, quire_error
+from quire.server.errors import describe, error_response, http_error, nobody, quire_error
 
 logger = get_logger(__name__)
 
@@ -39,7 +40,10 @@ class Direct:
         route = self._routes.get(scope["path"]) if scope.get("method") == "POST" else None
         if route is None:
             return await self._app(scope, receive, send)
-        first = await receive()
+        try:
+            first = await receive()
+        except HTTPException as error:  # the body is too long
+            return await http_error(error)(scope, receive, send)
         raw = first.get("body", b"")
         if first["type"] == "http.request" and not first.get("more_body") and not MAYBE_SURROGATE.search(raw):
             adapter, respond = route

@@ -71,7 +71,7 @@ def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
     handlers: dict[type[Exception], Callable[[Request, Exception], Response]] = {
         QuireError: known,
         RequestValidationError: _validation_error,
-        HTTPException: _http_error,
+        HTTPException: lambda _, error: http_error(error),
         Exception: lambda _, error: error_response(describe(error)),
     }
     for kind, handler in handlers.items():
@@ -89,7 +89,7 @@ def _validation_error(_: Request, error: Exception) -> Response:
     return error_response(error_info(message, 400, "Bad Request", param))
 
 
-def _http_error(_: Request, error: Exception) -> Response:
+def http_error(error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     if status in (404, 405):  # no such route or method: as every FastAPI server says it

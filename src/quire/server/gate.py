@@ -106,7 +106,7 @@ class Gate:
         return found if kind.lower() == b"bearer" else None
 
     def _fits(self, length: bytes) -> bool:
-        return length.isdigit() and int(length[:20]) <= self._max_body_bytes
+        return length.isdigit() and len(length) < 20 and int(length) <= self._max_body_bytes
 
     def _counted(self, receive: Receive) -> Receive:
         """A body of unknown length is cut off as soon as it is too long."""
