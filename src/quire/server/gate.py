@@ -87,7 +87,7 @@ class Gate:
         if scope.get("method") != "POST" or path in FREE_PATHS or path.endswith(_FREE_END):
             return await self._app(scope, receive, send)
         if (refusal := self._ledger.enter(key)) is not None:
-            return await _too_many(path, refusal)(scope, receive, send)
+            return await _too_many(refusal)(scope, receive, send)
         place = scope[_PLACE] = _Place(functools.partial(self._ledger.leave, key))
         try:
             await self._app(scope, receive, send)
@@ -164,13 +164,8 @@ def _path(scope: Scope) -> str:
     return path
 
 
-def _too_many(path: str, refusal: Refusal) -> Response:
-    body = error_info(refusal.message, 429, "RateLimitError")
-    if path.startswith("/v1/messages"):  # Anthropic's clients read errors in a form of their own
-        error = {"type": "rate_limit_error", "message": refusal.message}
-        response = json_response({"type": "error", "error": error}, 429)
-    else:
-        response = error_response(body)
+def _too_many(refusal: Refusal) -> Response:
+    response = error_response(error_info(refusal.message, 429, "RateLimitError"))
     response.headers["retry-after"] = str(refusal.retry_after_s)
     return response
 
