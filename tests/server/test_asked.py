@@ -84,6 +84,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template is not set"),
         ({"continue_final_message": True}, None, "Cannot set both `continue_final_message`"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "may not hold messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "may not hold self"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

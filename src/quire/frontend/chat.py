@@ -9,7 +9,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.patience import limited
 from quire.text.chat_template import choose_template, content_format, normalise, shipped_templates
 
-_OWN = ("messages", "tokenize", "chat_template")
+_OWN = ("self", "messages", "tokenize", "chat_template")
 """What `chat_template_kwargs` may not replace."""
 CONTENT_FORMATS = ("auto", "string", "openai")
 
