@@ -1,6 +1,7 @@
 """From bodies to prompts: templates, truncation, special tokens."""
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -13,6 +14,9 @@ from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
 from quire.server.app import Application
 from quire.server.settings import make_settings
+
+
+CALL = {"function": {"name": "f", "arguments": json.dumps({"x": "y" * 20_000})}}
 
 
 def prompt_of(settings: dict[str, Any] | None = None, **body: Any) -> str:
@@ -99,6 +103,8 @@ def test_a_long_prompt_is_read_off_the_loop() -> None:
         {"chat_template_kwargs": {"mood": ["y" * 20_000]}},
         {"chat_template_kwargs": {"mood": {"k": list(range(20_000))}}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "y" * 20_000}]}]},
+        {"messages": [{"role": "user", "content": "a", "reasoning": "y" * 20_000}]},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
         {"chat_template": "{{ messages[0].content }}"},
     ],
 )

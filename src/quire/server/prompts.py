@@ -214,13 +214,20 @@ def _size(body: Conversation) -> int:
     what it does with the rest nobody knows."""
     if body.chat_template is not None:
         return _LONG
-    given = (body.tools, body.documents, body.chat_template_kwargs)
-    return sum(map(_num_chars, given)) + sum(_num_chars(message.content) for message in body.messages)
+    given: list[Any] = [body.tools, body.documents, body.chat_template_kwargs]
+    for message in body.messages:
+        given += (vars(message), message.model_extra)
+    return _num_chars(given)
 
 
 def _num_chars(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(len(key) + _num_chars(each) for key, each in value.items())
-    return 1 + sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 1
+    """Of all that the value holds, however deep; nobody asks how much more than `_LONG` it is."""
+    found, waiting = 0, [value]
+    while waiting and found < _LONG:
+        each = waiting.pop()
+        found += len(each) if isinstance(each, str) else 1
+        if isinstance(each, dict):
+            waiting += (*each, *each.values())
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return found
