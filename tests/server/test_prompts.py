@@ -15,7 +15,6 @@ from quire.frontend.inputs import Prompt
 from quire.server.app import Application
 from quire.server.settings import make_settings
 
-
 CALL = {"function": {"name": "f", "arguments": json.dumps({"x": "y" * 20_000})}}
 
 

@@ -1,11 +1,17 @@
 """Chats and completions as tokens, tokens as answers, and the routes for many bodies."""
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, ask, chat, complete, events, refused
 from fake_engine import ANSWER, FakeEngine
 from test_tools import HERMES, THOUGHT, TOOLS, TWO
+
+from quire.server import merged, several
+from quire.server.app import Application
+from quire.server.settings import make_settings
 
 GENERATE = "/inference/v1/generate"
 SETTINGS = HERMES | {"reasoning_parser": "qwen3"}
@@ -132,6 +138,41 @@ def test_a_batch_of_chats() -> None:
     assert found["usage"]["prompt_tokens"] == len("user:hi\nassistant:user:bye\nassistant:")
     for extra in ({"n": 2}, {"stream": True}, {"tools": TOOLS}, {"messages": MESSAGES}):
         refused(ask("POST", f"{CHAT}/batch", json=body | extra))
+    post(f"{CHAT}/batch", **body, cls=1, _fields_set=[], self=2)  # no names of ours
+
+
+def test_a_batch_of_chats_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_turns, seen = 0, list[int]()
+    begin, whole = several.begin_talk, several.ChatEncoder.whole
+
+    async def turning() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def beginning(*given: Any) -> Any:
+        seen.append(num_turns)
+        return await begin(*given)
+
+    def telling(*given: Any) -> Any:
+        seen.append(num_turns)
+        return whole(*given)
+
+    async def go() -> None:
+        others = asyncio.create_task(turning())
+        await asyncio.sleep(0)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answered = await client.post(f"{CHAT}/batch", json={"messages": [MESSAGES] * 3})
+        others.cancel()
+        assert answered.status_code == 200
+
+    monkeypatch.setattr(merged, "PIECE", 1)
+    monkeypatch.setattr(several, "begin_talk", beginning)
+    monkeypatch.setattr(several.ChatEncoder, "whole", telling)
+    transport = httpx.ASGITransport(Application(FakeEngine(), make_settings({})).asgi)
+    asyncio.run(go())
+    assert len(seen) == len(set(seen)) == 6
 
 
 def test_invocations_go_where_their_body_fits() -> None:

@@ -12,6 +12,7 @@ from quire.server.chat import ChatEncoder, answer_chat
 from quire.server.completions import answer_completion
 from quire.server.errors import json_response
 from quire.server.generate import Api
+from quire.server.merged import Pauses
 from quire.server.pooling.bodies import (
     EmbeddingInput,
     EmbeddingTalk,
@@ -25,7 +26,7 @@ from quire.server.pooling.bodies import (
 from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
 from quire.server.pooling.scores import answer_rerank, answer_score
 from quire.server.requests import ChatBody, CompletionBody
-from quire.server.talk import begin_talk
+from quire.server.talk import Talk, begin_talk
 from quire.server.tokens.bodies import ChatBatchBody
 
 _NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
@@ -47,14 +48,17 @@ async def answer_chats(api: Api, body: ChatBatchBody, request: Request) -> Respo
             f"{api.settings.max_sequences} (VLLM_MAX_N_SEQUENCES); send fewer at once",
             param="messages",
         )
-    fields = {name: getattr(body, name) for name in body.model_fields_set - {"messages"}}
-    chats = [ChatBody.model_construct(**fields, messages=messages) for messages in body.messages]
-    talks = [await begin_talk(api, each, request) for each in chats]
+    talks, answers, pause = list[Talk](), list[dict[str, Any]](), Pauses()
+    for messages in body.messages:
+        talks.append(await begin_talk(api, body.model_copy(update={"messages": messages}), request))
+        await pause.after(1)
     prompts = [prompt for talk in talks for prompt in talk.job.prompts]
     params = [each for talk in talks for each in talk.job.params]
     job = dataclasses.replace(talks[0].job, prompts=prompts, params=params)
     outputs = await api.answering.until_gone(request.receive, api.finished(job))
-    answers = [ChatEncoder(api, talk).whole([output]) for talk, output in zip(talks, outputs, strict=True)]
+    for talk, output in zip(talks, outputs, strict=True):
+        answers.append(ChatEncoder(api, talk).whole([output]))
+        await pause.after(1)
     choices = [answer["choices"][0] | {"index": place} for place, answer in enumerate(answers)]
     usage = api.usage(
         sum(len(prompt.token_ids) for prompt in prompts),
