@@ -7,6 +7,7 @@ from ask import CHAT, COMPLETIONS, ask, chat, refused
 from fake_engine import FakeEngine
 
 JSON = {"content-type": "application/json"}
+HI = '{"messages": [{"role": "user", "content": "a"}]'
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ JSON = {"content-type": "application/json"}
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
         b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\udfff"}',
+        (HI + ', "request_id": "\ud800"}').encode("utf-16-le", "surrogatepass"),
+        (HI + ', "stop": "\ud800"}').encode("utf-32", "surrogatepass"),
     ],
 )
 def test_bad_bodies_are_400(content: bytes) -> None:

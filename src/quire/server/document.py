@@ -13,6 +13,8 @@ from quire.server.replies import ErrorReply
 
 async def _valid_text(request: Request) -> None:
     raw = await request.body()
+    if b"\0" in raw[:4]:  # two or four bytes a character: `json` would read it, half surrogates and all
+        raise RequestError("the body is not in UTF-8; send it so")
     if MAYBE_SURROGATE.search(raw):
         try:
             json.dumps(json.loads(raw), ensure_ascii=False).encode()
