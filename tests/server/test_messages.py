@@ -124,6 +124,7 @@ def test_why_it_ended(stream: bool) -> None:
     assert ending() == ("end_turn", None)
     assert ending(max_tokens=3) == ("max_tokens", None)
     assert ending(stop_sequences=["world", "x"]) == ("stop_sequence", "world")
+    assert ending(stop_sequences=[*"123456", "world"]) == ("stop_sequence", "world")
 
 
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "run")]

@@ -117,6 +117,7 @@ def test_tokens_that_cannot_be_had_are_refused() -> None:
         {"token_ids": [999], "sampling_params": {}},
         {"token_ids": [1], "sampling_params": {"temperature": "hot"}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
+        {"token_ids": [1], "sampling_params": {"stop": list("abcde")}},
         {"token_ids": [1], "sampling_params": {"max_tokens": 10**6}},
         {"token_ids": [1], "sampling_params": {"reasoning": {"start": 1}}},
         {"token_ids": [1], "sampling_params": {"thinking_token_budget": 3}},

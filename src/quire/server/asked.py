@@ -32,7 +32,7 @@ def check_fields(body: Body) -> None:
         logger.debug("fields without effect: %s", ", ".join(sorted(map(repr, extra))))
 
 
-def check_generate(body: GenerateBody, *, max_n: int) -> None:
+def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_STRINGS) -> None:
     """The rules of the API about fields that do not go together, or are more than HTTP allows."""
     check_fields(body)
     if body.stream_options is not None and not body.stream:
@@ -49,10 +49,13 @@ def check_generate(body: GenerateBody, *, max_n: int) -> None:
             f"`best_of` is gone: it may be 1 or n ({body.n or 1}), not {best_of!r:.80}; leave it out",
             param="best_of",
         )
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOP_STRINGS:
-        raise RequestError(
-            f"stop may be at most {MAX_STOP_STRINGS} strings, got {len(body.stop)}.", param="stop"
-        )
+    check_stops(body.stop, max_stops)
+
+
+def check_stops(stop: object, most: int = MAX_STOP_STRINGS) -> None:
+    """Every token of an answer is held against each of them."""
+    if isinstance(stop, list) and len(stop) > most:
+        raise RequestError(f"stop may be at most {most} strings, got {len(stop)}.", param="stop")
 
 
 def check_chat(body: ChatBody, *, trust_template: bool) -> None:

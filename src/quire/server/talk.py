@@ -13,11 +13,13 @@ from quire.server.constraint import constraint_of
 from quire.server.generate import Api, Job
 from quire.server.listen import Listener
 from quire.server.parsing import Reading
-from quire.server.requests import ChatBody, Message
+from quire.server.requests import MAX_STOP_STRINGS, ChatBody, Message
 from quire.server.tools import ToolUse, tool_use
 
 _TAIL_TOKENS = 64
 """Of a prompt whose text is not known: enough to see whether it opens the reasoning."""
+_MAX_STOPS = {"msg": 64}
+"""Stop strings that an API may ask for, where that is more than usual, by what its ids begin with."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn reasoning on and off."""
 
@@ -53,7 +55,7 @@ async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "ch
     """`kind` begins the id."""
     settings = api.settings.api
     api.check_model(body.model, pools=False)
-    check_generate(body, max_n=settings.max_n)
+    check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     use = tool_use(body, auto=api.parsers.auto)
     constraint = _constraint(api, body, use)

@@ -148,7 +148,7 @@ class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(gt=0, le=INT64_MAX)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, description="At most 64 strings.")
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
-from quire.server.asked import check_fields
+from quire.server.asked import check_fields, check_stops
 from quire.server.generate import Api, Job
 from quire.server.logprobs import Speller, chat_logprobs, prompt_logprobs
 from quire.server.requests import CompletionBody
@@ -53,6 +53,7 @@ def _params(api: Api, body: TokensBody, prompt_len: int) -> SamplingParams:
     given: dict[str, Any] = {name: body.sampling_params[name] for name in known & body.sampling_params.keys()}
     if given.get("reasoning") is not None:
         given["reasoning"] = _reasoning(given["reasoning"])
+    check_stops(given.get("stop"))
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     params = SamplingParams.from_optional(**{"max_tokens": None, **given, "output_kind": kind})
     if params.n > api.settings.api.max_n:
