@@ -1,6 +1,7 @@
 """Chats and completions as tokens, tokens as answers, and the routes for many bodies."""
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from test_tools import HERMES, THOUGHT, TOOLS, TWO
 
 from quire.server import merged, several
 from quire.server.app import Application
+from quire.server.chat import ChatEncoder
 from quire.server.settings import make_settings
 
 GENERATE = "/inference/v1/generate"
@@ -71,6 +73,33 @@ def test_a_chat_in_three_steps_is_a_chat_in_one(schema: Any) -> None:
     assert found["choices"] == whole["choices"] and found["usage"] == whole["usage"]
 
 
+def test_what_was_to_be_streamed_is_derendered_whole() -> None:
+    reply = {"choices": [{"index": 0, "token_ids": [39, 72]}]}
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    found = post(f"{CHAT}/derender", generate_response=reply, chat_request={"messages": MESSAGES, **asked})
+    assert found["choices"][0]["message"]["content"] == "Hi"
+    found = post(
+        f"{COMPLETIONS}/derender", generate_responses=[reply], completion_request={"prompt": "a", **asked}
+    )
+    assert found["choices"][0]["text"] == "Hi"
+
+
+def test_long_answers_are_derendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    whole = ChatEncoder.whole
+
+    def telling(*given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return whole(*given)
+
+    monkeypatch.setattr(ChatEncoder, "whole", telling)
+    for num_tokens in (20_000, 1):
+        reply = {"choices": [{"index": 0, "token_ids": [39] * num_tokens}]}
+        found = post(f"{CHAT}/derender", FakeEngine(max_model_len=20_000), generate_response=reply)
+        assert found["choices"][0]["message"]["content"] == "H" * num_tokens
+    assert threads == [False, True]
+
+
 def test_a_completion_in_three_steps_is_a_completion_in_one() -> None:
     body = {"prompt": ["ab", "c"], "stop": ["wor"], "echo": True, "max_tokens": 30}
     asked = post(f"{COMPLETIONS}/render", **body)
@@ -89,6 +118,9 @@ def test_what_cannot_be_derendered_is_refused() -> None:
         (CHAT, {"generate_response": {"choices": [{"index": 0, "token_ids": [999]}]}}),
         (CHAT, {"generate_response": {"choices": [{"index": 1, "token_ids": [1]}]}}),
         (CHAT, {"generate_response": reply, "stream": True}),
+        (CHAT, {"generate_response": {"choices": reply["choices"] * 2}}),
+        (CHAT, {"generate_response": {"choices": [{"index": 0, "token_ids": [1] * 513}]}}),
+        (COMPLETIONS, {"generate_responses": [{"choices": [{"index": 0, "token_ids": [1] * 513}]}]}),
         (COMPLETIONS, {"generate_responses": [reply], "prompt_tokens": [1, 2]}),
         (COMPLETIONS, {"generate_responses": [reply], "completion_request": {"prompt": ["a", "b"]}}),
     ):

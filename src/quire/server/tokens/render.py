@@ -12,6 +12,7 @@ from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.server.chat import ChatEncoder
 from quire.server.completions import CompletionEncoder, begin_completion
+from quire.server.encoder import Encoder
 from quire.server.errors import json_response
 from quire.server.gate import without_account
 from quire.server.generate import Api, Job
@@ -68,28 +69,30 @@ def _sampled(params: Any) -> SamplingParams:
 
 # ---- and back
 
+_WHOLE = {"stream": False, "stream_options": None}
+"""However it was asked for, the answer is here."""
+
 
 async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> Response:
-    _check(api, body)
-    asked, request = body.chat_request, _free(request)
+    given, asked, request = body.generate_response, body.chat_request, _free(request)
+    _check(api, body, [given])
     if asked is not None:
-        talk = await begin_talk(api, asked.model_copy(update={"stream": False}), request)
+        talk = await begin_talk(api, asked.model_copy(update=_WHOLE), request)
     else:
         asked = ChatBody(messages=[{"role": "user", "content": ""}])  # type: ignore[list-item, call-arg]
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
         talk = Talk(asked, job, api.settings.api.response_role, "")
-    given = body.generate_response
     _check_choices([given], asked.n or 1)
     output = await _read(api, given, _sampled(talk.job.params[0]))
-    found = ChatEncoder(api, talk).whole([output])
+    found = await _told(ChatEncoder(api, talk), [output])
     for choice, tokens in zip(found["choices"], given.choices, strict=True):
         choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
     return json_response(_counted(found, body.prompt_tokens or 0))
 
 
 async def derender_completion(api: Api, body: DerenderCompletionBody, request: Request) -> Response:
-    _check(api, body)
     given, asked, request = body.generate_responses, body.completion_request, _free(request)
+    _check(api, body, given)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(given):
         raise RequestError(
             f"prompt_tokens length ({len(body.prompt_tokens)}) must equal generate_responses length "
@@ -98,7 +101,7 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
         )
     if asked is not None:
         # Logprobs have come in the words of a chat, if at all.
-        asked = asked.model_copy(update={"stream": False, "logprobs": None})
+        asked = asked.model_copy(update={**_WHOLE, "logprobs": None})
         job = await begin_completion(api, asked, request)
     else:
         asked = CompletionBody(prompt="")  # type: ignore[call-arg]
@@ -110,20 +113,33 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
         )
     _check_choices(given, asked.n or 1)
     read = [await _read(api, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)]
-    found = CompletionEncoder(api, asked, job).whole(read)
+    found = await _told(CompletionEncoder(api, asked, job), read)
     return json_response(_counted(found, sum(body.prompt_tokens or ())))
 
 
-def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody) -> None:
+def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, given: list[GivenTokens]) -> None:
     api.check_model(body.model, pools=False)
     if body.stream:
         raise RequestError("parts of a stream cannot be derendered; send the whole answer", param="stream")
+    size, limit = max(map(_longest, given)), api.engine.inputs.max_model_len
+    if size > limit:
+        raise RequestError(
+            f"an answer has {size} tokens, and this model's maximum context length is {limit} tokens",
+            param="token_ids",
+        )
+
+
+def _longest(given: GivenTokens) -> int:
+    return max((len(choice.token_ids or ()) for choice in given.choices), default=0)
 
 
 def _check_choices(given: list[GivenTokens], num_choices: int) -> None:
     wrong = [each.index for reply in given for each in reply.choices if each.index >= num_choices]
     if wrong:
         raise RequestError(f"there is a choice {wrong[0]}, and {num_choices} asked for", param="choices")
+    most = max(len(reply.choices) for reply in given)
+    if most > num_choices:
+        raise RequestError(f"there are {most} choices, and {num_choices} asked for", param="choices")
 
 
 async def _read(api: Api, given: GivenTokens, params: SamplingParams) -> RequestOutput:
@@ -131,6 +147,11 @@ async def _read(api: Api, given: GivenTokens, params: SamplingParams) -> Request
     size = sum(len(choice.token_ids or ()) for choice in given.choices)
     outputs = await off_loop(size, lambda: [_choice(api, each, params) for each in given.choices])
     return RequestOutput("", None, [], None, outputs, finished=True)
+
+
+async def _told(encoder: Encoder, outputs: list[RequestOutput]) -> dict[str, Any]:
+    size = sum(len(each.text) for output in outputs for each in output.outputs)
+    return await off_loop(size, lambda: encoder.whole(outputs))
 
 
 def _choice(api: Api, given: GivenChoice, params: SamplingParams) -> CompletionOutput:
