@@ -1,6 +1,7 @@
 """Bodies that are no requests at all: always 400, never 500."""
 
 import json
+from typing import Any
 
 import pytest
 from ask import CHAT, COMPLETIONS, ask, chat, refused
@@ -56,8 +57,42 @@ def test_a_validation_error_names_place_and_kind() -> None:
 
 
 def test_a_long_list_of_errors_is_cut() -> None:
-    error = refused(ask("POST", COMPLETIONS, json={"prompt": "a", "stop_token_ids": ["x"] * 1000}))
-    assert "and 992 more" in error["message"] and len(error["message"]) < 2000
+    names = "n seed top_k top_p min_p stream echo user model min_tokens"
+    error = refused(ask("POST", COMPLETIONS, json=dict.fromkeys(names.split(), []) | {"prompt": "a"}))
+    assert "and 2 more" in error["message"] and len(error["message"]) < 2000
+
+
+MANY = [1] * 1000
+TURN = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": MANY}),
+        (CHAT, {"messages": [TURN], "tools": MANY}),
+        (CHAT, {"messages": [TURN | {"tool_calls": MANY}]}),
+        (CHAT, {"messages": [TURN], "bad_words": MANY}),
+        (CHAT + "/batch", {"messages": [[TURN, *MANY]]}),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": ["x"] * 1000}),
+        ("/detokenize", {"tokens": ["x"] * 1000}),
+        ("/v1/responses", {"input": "a", "tools": MANY}),
+        ("/v1/responses", {"input": "a", "metadata": dict.fromkeys(map(str, range(1000)), 1)}),
+        ("/v1/messages", {"max_tokens": 1, "messages": MANY}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [TURN], "tools": MANY}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [TURN], "stop_sequences": MANY}),
+    ],
+)
+def test_of_many_wrong_items_one_is_told(path: str, body: dict[str, Any]) -> None:
+    """Errors take far more memory than what is wrong."""
+    found = ask("POST", path, json=body)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"].startswith("1 validation error:")
+
+
+def test_of_many_wrong_biases_one_is_told() -> None:
+    error = refused(chat(logit_bias=dict.fromkeys(map(str, range(1000)), "x")))
+    assert error["param"] == "logit_bias" and "must be a number" in error["message"]
 
 
 def test_characters_beyond_the_basic_plane_and_nul_are_text() -> None:

@@ -17,6 +17,7 @@ from quire.logs import get_logger
 from quire.server.errors import json_response
 from quire.server.generate import Api
 from quire.server.replies import ErrorReply, ResetReply
+from quire.server.requests import Many
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -31,7 +32,7 @@ class RpcBody(BaseModel):
     """A method of the workers, and what it is given."""
 
     method: str = Field(min_length=1, max_length=200)
-    args: list[Any] = []
+    args: Many[Any] = []
     kwargs: dict[str, Any] = {}
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
@@ -45,7 +46,7 @@ class RpcReply(BaseModel):
 class AbortBody(BaseModel):
     """Requests by their ids, as answers carry them."""
 
-    request_ids: list[str] = Field(max_length=_MOST_IDS)
+    request_ids: Many[str] = Field(max_length=_MOST_IDS)
 
 
 class AbortReply(BaseModel):

@@ -1,8 +1,8 @@
 """The bodies that clients send. Types are strict here; ranges are told here and checked by SamplingParams."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from quire.data.params import INT64_MAX, INT64_MIN
 
@@ -21,7 +21,15 @@ def _doc(text: str, default: Any = None, **rules: Any) -> Any:
     return Field(default=default, description=text, **rules)
 
 
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""Of many wrong items one is told: an error costs hundreds of times the bytes that it came in."""
+Some = Annotated[Many[T], Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+Biases = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
+]
+"""Checked by SamplingParams, which stops at the first that is wrong."""
 Unbuilt = JsonValue
 """A field of a feature that does not exist here: any value but null is answered with 400."""
 
@@ -79,19 +87,19 @@ class GenerateBody(EngineBody):
     frequency_penalty: float | None = _told(-2, 2)
     repetition_penalty: float | None = _told(0)
     length_penalty: float | None = _doc("How beam search weighs the length of beams.")
-    logit_bias: dict[str, float] | None = _doc("Token id to bias, from -100 to 100.")
+    logit_bias: Biases | None = _doc("Token id to bias, from -100 to 100.")
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
-    stop: str | list[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Many[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
+    stop_token_ids: Many[TokenId] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: int | None = _told(0)
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Many[TokenId] | None = None
+    bad_words: Many[str] | None = None
     prompt_logprobs: int | None = _told(-1, None, "Best tokens at each position of the prompt.")
-    logprob_token_ids: list[TokenId] | None = None
+    logprob_token_ids: Many[TokenId] | None = None
     repetition_detection: RepetitionDetection | None = None
     response_format: dict[str, JsonValue] | None = _doc(
         "What the answer must look like: type text, json_object, json_schema or structural_tag."
@@ -119,23 +127,23 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: str
-    content: str | list[dict[str, JsonValue]] | None = _doc("Text, or parts of type `text`.")
+    content: str | Many[dict[str, JsonValue]] | None = _doc("Text, or parts of type `text`.")
     name: str | None = None
-    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_calls: Many[dict[str, JsonValue]] | None = None
     tool_call_id: str | None = None
 
 
 class Conversation(Body):
     """How messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello!"}]])
+    messages: Some[Message] = Field(examples=[[{"role": "user", "content": "Hello!"}]])
     add_generation_prompt: bool = True
     continue_final_message: bool = _doc("Go on with the last message instead of answering it.", False)
     add_special_tokens: bool = _doc("Add the tokenizer's own tokens to those of the template.", False)
-    documents: list[dict[str, JsonValue]] | None = _doc("For templates that show documents.")
+    documents: Many[dict[str, JsonValue]] | None = _doc("For templates that show documents.")
     chat_template: str | None = _doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
-    tools: list[dict[str, JsonValue]] | None = _doc("Functions that the model is shown, and may call.")
+    tools: Many[dict[str, JsonValue]] | None = _doc("Functions that the model is shown, and may call.")
     mm_processor_kwargs: dict[str, Unbuilt] | None = _doc("Not supported yet.")
 
 
@@ -157,14 +165,7 @@ class ChatBody(GenerateBody, Conversation):
     return_prompt_text: bool | None = False
 
 
-_SOME = Field(min_length=1, fail_fast=True)
-"""Of many wrong items one is told."""
-Prompts = (
-    str
-    | Annotated[list[TokenId], _SOME]
-    | Annotated[list[str], _SOME]
-    | Annotated[list[Annotated[list[TokenId], _SOME]], _SOME]
-)
+Prompts = str | Some[TokenId] | Some[str] | Some[Some[TokenId]]
 
 
 class CompletionBody(GenerateBody):
@@ -177,7 +178,7 @@ class CompletionBody(GenerateBody):
     logprobs: int | None = _told(-1, None, "Best tokens at each position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
     suffix: str | None = _doc("Not supported.")
-    prompt_embeds: str | Annotated[list[str], _SOME] | None = _doc(
+    prompt_embeds: str | Some[str] | None = _doc(
         "Prompts as vectors: base64 of a tensor [tokens, hidden size] that torch.save has written, or"
         " several. Needs --enable-prompt-embeds. Their choices stand before those of `prompt`."
     )
@@ -207,4 +208,4 @@ class DetokenizeBody(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId] = Field(examples=[[1, 2, 3]])
+    tokens: Many[TokenId] = Field(examples=[[1, 2, 3]])

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag
 
 from quire.data.params import INT64_MAX, INT64_MIN
-from quire.server.requests import Body, EngineBody, TokenId
+from quire.server.requests import Body, EngineBody, Many, Some, TokenId
 
 # ---- what clients send
 
@@ -64,7 +64,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[ResultBlock] | None = None
+    content: str | Many[ResultBlock] | None = None
     is_error: bool | None = Field(None, description="Handed to the chat template with the message.")
 
 
@@ -83,7 +83,7 @@ class Turn(Body):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 class MessageTool(Body):
@@ -131,9 +131,9 @@ class OutputConfig(Body):
 class CountBody(EngineBody):
     """The body of /v1/messages/count_tokens."""
 
-    messages: list[Turn] = Field(min_length=1, examples=[[{"role": "user", "content": "Hello!"}]])
-    system: str | list[TextBlock] | None = None
-    tools: list[MessageTool] | None = None
+    messages: Some[Turn] = Field(examples=[[{"role": "user", "content": "Hello!"}]])
+    system: str | Many[TextBlock] | None = None
+    tools: Many[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -148,7 +148,7 @@ class MessagesBody(CountBody):
     """The body of /v1/messages."""
 
     max_tokens: int = Field(gt=0, le=INT64_MAX)
-    stop_sequences: list[str] | None = Field(None, description="At most 64 strings.")
+    stop_sequences: Many[str] | None = Field(None, description="At most 64 strings.")
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
@@ -163,7 +163,7 @@ class MessagesBody(CountBody):
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     min_tokens: int | None = None
     ignore_eos: bool | None = False
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
 
 

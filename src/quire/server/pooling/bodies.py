@@ -1,12 +1,12 @@
 """The bodies of the routes of pooling models: what clients send and, for the document, what they get."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from quire.data.params import INT64_MAX
 from quire.server.replies import Usage
-from quire.server.requests import Conversation, EngineBody, Prompts
+from quire.server.requests import Conversation, EngineBody, Prompts, Some
 
 _OLDER = "An older name of use_activation."
 
@@ -87,7 +87,7 @@ class PoolingTalk(TalkBody, Vectors):
     task: PoolingTask | None = Field(None, description="Default: what the model is for.")
 
 
-Texts = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+Texts = str | Some[str]
 
 
 class ScoreBody(PoolingBody):

@@ -1,10 +1,10 @@
 """The body of /v1/responses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema
 
-from quire.server.requests import Body, GenerateBody, Unbuilt
+from quire.server.requests import Body, GenerateBody, Many, Unbuilt
 
 LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
@@ -21,6 +21,21 @@ Included = Literal[
 
 def _field(text: str, default: Any = None, **rules: Any) -> Any:
     return Field(default, description=text, **rules)
+
+
+def _all_texts(given: dict[str, Any]) -> dict[str, Any]:
+    wrong = next((name for name, value in given.items() if not isinstance(value, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r:.80} should be a string")
+    return given
+
+
+Texts = Annotated[
+    dict[str, Any],
+    AfterValidator(_all_texts),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
+"""Of many wrong values one is told."""
 
 
 class TextConfig(Body):
@@ -46,7 +61,7 @@ class ReasoningConfig(Body):
 class ResponseBody(GenerateBody):
     """The body of /v1/responses. What it shares with chats means the same there."""
 
-    input: str | list[dict[str, JsonValue]] = Field(
+    input: str | Many[dict[str, JsonValue]] = Field(
         description="A text, or items: messages, function calls and their outputs, reasoning, references.",
         examples=["Hello!"],
     )
@@ -58,21 +73,21 @@ class ResponseBody(GenerateBody):
         "Reasoning counts, too. Default: what fits.", json_schema_extra={"minimum": 1}
     )
     max_tool_calls: int | None = _field("Has no effect: there are no built-in tools.")
-    tools: list[dict[str, JsonValue]] | None = _field("Functions: type, name, description, parameters.")
+    tools: Many[dict[str, JsonValue]] | None = _field("Functions: type, name, description, parameters.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _field(
         "Or an object of type function (`name`) or allowed_tools (`mode`, `tools`)."
     )
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[Included] | None = _field(f"Of these, {LOGPROBS} has an effect.")
+    include: Many[Included] | None = _field(f"Of these, {LOGPROBS} has an effect.")
     top_logprobs: int | None = _field(
         f"Best tokens at each position; needs {LOGPROBS} in `include`.", json_schema_extra={"minimum": 0}
     )
     truncation: Literal["auto", "disabled"] | None = _field(
         "auto: a prompt that is too long loses its beginning.", "disabled"
     )
-    metadata: dict[str, str] | None = _field("Comes back as it is.")
+    metadata: Texts | None = _field("Comes back as it is.")
     service_tier: str | None = _field("Has no effect.")
     safety_identifier: str | None = _field("Has no effect.")
     prompt_cache_key: str | None = _field("Has no effect.")

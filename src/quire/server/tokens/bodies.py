@@ -11,7 +11,9 @@ from quire.server.requests import (
     ChatBody,
     CompletionBody,
     EngineBody,
+    Many,
     Message,
+    Some,
     StreamOptions,
     TokenId,
     Unbuilt,
@@ -23,7 +25,7 @@ from quire.server.requests import (
 class TokensBody(EngineBody):
     """The body of /inference/v1/generate."""
 
-    token_ids: list[TokenId] = Field(min_length=1, examples=[[1, 2, 3]])
+    token_ids: Some[TokenId] = Field(examples=[[1, 2, 3]])
     sampling_params: dict[str, JsonValue] = Field(
         description="The fields of SamplingParams. Default of max_tokens: what fits.",
         examples=[{"max_tokens": 8}],
@@ -47,19 +49,19 @@ class GivenTopLogprob(Given):
 
     token: str
     logprob: float
-    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None
+    bytes: Many[Annotated[int, Field(ge=0, le=255)]] | None
 
 
 class GivenLogprob(GivenTopLogprob):
     """The token that was chosen, and the likeliest beside it."""
 
-    top_logprobs: list[GivenTopLogprob]
+    top_logprobs: Many[GivenTopLogprob]
 
 
 class GivenLogprobs(Given):
     """Logprobs of an answer."""
 
-    content: list[GivenLogprob]
+    content: Many[GivenLogprob]
 
 
 class GivenChoice(Given):
@@ -68,13 +70,13 @@ class GivenChoice(Given):
     index: int = Field(ge=0, le=INT64_MAX)
     logprobs: GivenLogprobs | None = None
     finish_reason: FinishReason | None = "stop"
-    token_ids: list[TokenId] | None = None
+    token_ids: Many[TokenId] | None = None
 
 
 class GivenTokens(Given):
     """An answer of /inference/v1/generate."""
 
-    choices: list[GivenChoice]
+    choices: Many[GivenChoice]
 
 
 NumTokens = Annotated[int, Field(ge=0, le=INT64_MAX)]
@@ -95,16 +97,15 @@ class DerenderCompletionBody(EngineBody):
     """The body of /v1/completions/derender."""
 
     stream: bool | None = Field(False, description="Only whole answers can be derendered.")
-    generate_responses: list[GivenTokens] = Field(min_length=1, description="One for each prompt.")
-    prompt_tokens: list[NumTokens] | None = Field(None, description="Of each prompt. Default: 0.")
+    generate_responses: Some[GivenTokens] = Field(description="One for each prompt.")
+    prompt_tokens: Many[NumTokens] | None = Field(None, description="Of each prompt. Default: 0.")
     completion_request: CompletionBody | None = Field(None, description="What was rendered.")
 
 
 class ChatBatchBody(ChatBody):
     """The body of /v1/chat/completions/batch: whole answers of one choice each."""
 
-    messages: list[Annotated[list[Message], Field(min_length=1)]] = Field(  # type: ignore[assignment]
-        min_length=1,
+    messages: Some[Some[Message]] = Field(  # type: ignore[assignment]
         description="Conversations.",
         examples=[[[{"role": "user", "content": "Hello!"}], [{"role": "user", "content": "Bye!"}]]],
     )
