@@ -445,7 +445,8 @@ def test_a_response_in_the_background_that_fails_says_why() -> None:
 def test_no_more_run_in_the_background_than_the_store_holds() -> None:
     async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
         running = await client.responses.create(model="fake", input="x", background=True)
-        refused(await raw.post(PATH, json={"input": "x", "background": True}), 429)
+        reply = await raw.post(PATH, json={"input": "x", "background": True})
+        assert refused(reply, 429)["type"] == "RateLimitError" and reply.headers["retry-after"] == "1"
         await client.responses.delete(running.id)
         running = await client.responses.create(model="fake", input="x", background=True)
         await client.responses.delete(running.id)

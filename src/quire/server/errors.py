@@ -26,16 +26,25 @@ class NotFound(RequestError):
     status = 404
 
 
+class TooMany(RequestError):
+    """The client asked for more than there is room for now."""
+
+    status = 429
+    retry_after_s = 1
+
+
+_KINDS = {404: "NotFoundError", 429: "RateLimitError"}
+"""What a request that is wrong is called, where not BadRequestError."""
+
+
 def error_info(message: str, status: int, kind: str, param: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def describe(error: Exception) -> dict[str, Any]:
     """The body for an error, from wherever it comes. What the client did not cause is not told to it."""
-    if isinstance(error, NotFound):
-        return error_info(str(error), error.status, "NotFoundError", error.param)
     if isinstance(error, RequestError):
-        return error_info(str(error), error.status, "BadRequestError", error.param)
+        return error_info(str(error), error.status, _KINDS.get(error.status, "BadRequestError"), error.param)
     if isinstance(error, EngineError):
         kind = "ServiceUnavailableError" if error.status == 503 else "InternalServerError"
         return error_info(str(error), error.status, kind)
@@ -55,7 +64,10 @@ def quire_error(error: QuireError, *, log_stack: bool) -> Response:
     """The answer to a request that cannot be had."""
     if log_stack and isinstance(error, EngineError):
         logger.error("answered with %d", error.status, exc_info=error)
-    return error_response(describe(error))
+    response = error_response(describe(error))
+    if isinstance(error, TooMany):
+        response.headers["retry-after"] = str(error.retry_after_s)
+    return response
 
 
 def nobody() -> Response:

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import RequestError
-from quire.server.errors import NotFound
+from quire.server.errors import NotFound, TooMany
 from quire.server.responses.items import Item
 from quire.server.responses.run import Run
 from quire.server.settings import StoreLimits
@@ -19,10 +18,8 @@ NO_STORE = (
 )
 
 
-class Full(RequestError):
+class Full(TooMany):
     """More responses run in the background than the store can hold."""
-
-    status = 429
 
 
 class Turn:
