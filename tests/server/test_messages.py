@@ -8,6 +8,9 @@ import pytest
 from ask import ask
 from fake_engine import ANSWER, FakeEngine
 
+from quire.data.plan import Finish, StepOutput
+from quire.data.request import Request
+
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
 
@@ -127,6 +130,33 @@ def test_why_it_ended(stream: bool) -> None:
     assert ending(stop_sequences=[*"123456", "world"]) == ("stop_sequence", "world")
 
 
+class Ending(FakeEngine):
+    """Ends its answers after three tokens."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__()
+        self.finish = finish
+
+    def _step(self, requests: list[Request], position: int) -> StepOutput:
+        step = super()._step(requests, position)
+        step.finished |= {request.id: self.finish for request in requests if position == 2}
+        return step
+
+
+def test_an_answer_that_went_round_in_circles_was_cut() -> None:
+    circles = Finish("repetition", "repetition_detected")
+    for found in (whole(Ending(circles)), folded(events(send(Ending(circles), stream=True)))):
+        assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_broken_off_is_an_error(reason: str) -> None:
+    refused(send(Ending(Finish(reason))), 500, "api_error")
+    found = events(send(Ending(Finish(reason)), stream=True))
+    assert found[0]["type"] == "message_start" and found[-1]["error"]["type"] == "api_error"
+    assert "message_stop" not in [each["type"] for each in found]
+
+
 TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "run")]
 PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
@@ -190,6 +220,15 @@ def test_a_call_that_breaks_off_has_an_object_still() -> None:
     given = {"settings": PARSERS, "tools": TOOLS, "max_tokens": SAID.index("Ż")}
     found = send(FakeEngine(SAID), **given).json()
     assert found["content"][-1]["input"] == {} and found["stop_reason"] == "max_tokens"
+
+
+def test_an_input_that_is_no_text_or_too_deep_is_answered_still() -> None:
+    must = {"tool_choice": {"type": "tool", "name": "look"}, "thinking": {"type": "disabled"}}
+    (call,) = parsed(r'{"\ude00": ["a\ud83db", "\ud83d\ude00"]}', **must)[0]["content"]
+    assert call["input"] == {"\ufffd": ["a\ufffdb", "\U0001f600"]}
+    deep = FakeEngine('{"a":' * 2000 + "1" + "}" * 2000, max_model_len=20_000)
+    found = send(deep, PARSERS, tools=TOOLS, max_tokens=15_000, **must)
+    assert found.json()["content"][0]["input"] == {}
 
 
 # ---- what the engine is asked
@@ -315,6 +354,18 @@ def test_tools_of_the_server_are_refused() -> None:
     assert "input_schema" in refused(send(tools=[{"name": "a"}]))
     assert "name" in refused(send(tools=[{"name": "a", "input_schema": {}}], tool_choice={"type": "tool"}))
     assert whole(tools=[], tool_choice={"type": "auto"})["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
+def test_a_schema_that_is_too_deep_is_refused(path: str) -> None:
+    """Here, and where only the conversation that is made of it is."""
+    schema: dict[str, Any] = {}
+    for depth in range(257):
+        if depth >= 254:
+            tools = [{"name": "f", "input_schema": schema}]
+            body = {"max_tokens": 5, "messages": [USER], "tools": tools}
+            assert "Recursion" in refused(ask("POST", path, settings=PARSERS, json=body))
+        schema = {"a": schema}
 
 
 def test_a_stream_that_fails_ends_in_an_error() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -18,6 +19,8 @@ logger = get_logger(__name__)
 
 _MAX_SHOWN = 8
 """Validation errors that one message lists."""
+_MAX_PLACE = 256
+"""Characters of the path to what is wrong."""
 
 
 class NotFound(RequestError):
@@ -49,6 +52,13 @@ def describe(error: Exception) -> dict[str, Any]:
         kind = "ServiceUnavailableError" if error.status == 503 else "InternalServerError"
         return error_info(str(error), error.status, kind)
     return error_info("internal error; the server's log says more", 500, "InternalServerError")
+
+
+def invalid(error: ValidationError) -> RequestError:
+    """What is wrong with a body that was made of another."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))[:_MAX_PLACE]
+    return RequestError(f"{place}: {first['msg']}", param=place)
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -1,11 +1,14 @@
 """Pieces of an answer as blocks of content: each is begun, grows and ends before the next."""
 
 import json
+import re
 from typing import Any
 
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 
 Event = dict[str, Any]
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+"""Of surrogates: no character, though JSON can spell it."""
 
 
 class Blocks:
@@ -86,9 +89,11 @@ def content_of(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a tool; of one that broke off nothing is left."""
+    """The input of a tool; of one that broke off, or that nobody could read, nothing is left."""
     try:
         found = json.loads(text)
-    except ValueError:
+        if "\\ud" in text.lower():
+            found = json.loads(_HALF_PAIR.sub("\ufffd", json.dumps(found, ensure_ascii=False)))
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,6 +4,7 @@ from typing import Any
 
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.pieces import Piece
+from quire.errors import EngineError
 from quire.server.errors import describe
 from quire.server.generate import Api
 from quire.server.messages.blocks import Blocks, Event, content_of
@@ -16,6 +17,10 @@ _TEXT_HEAD = (
     b'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":'
 )
 """Where nothing but text is heard there is one block."""
+_CUT = ("length", "repetition")
+"""Reasons of the engine to end an answer that was not at its end."""
+_BROKEN = {"abort": "the request was aborted", "error": "the engine could not go on"}
+"""Those of which this API tells as of an error."""
 
 
 class MessageEncoder:
@@ -30,6 +35,8 @@ class MessageEncoder:
         self._num_output = 0
         self._num_cached: int | None = None
         self._ending: dict[str, Any] = {}
+        self._broken = ""
+        """Why there is no answer, though it ended."""
         self._started = False
 
     # ---- a stream
@@ -52,6 +59,7 @@ class MessageEncoder:
         return b"".join(map(_named, self._told(self._listener.hear_text(text))))
 
     def finish(self) -> bytes:
+        self._check()
         usage = self._usage(self._num_output, self._num_cached)
         delta = {"type": "message_delta", "delta": self._ending, "usage": usage}
         return b"".join(map(_named, [*self._blocks.end(), delta, {"type": "message_stop"}]))
@@ -69,8 +77,13 @@ class MessageEncoder:
     def _heard(self, each: CompletionOutput) -> list[Event]:
         events = self._told(self._listener.hear(each))
         if each.finish_reason is not None:
+            self._broken = _BROKEN.get(each.finish_reason, "")
             self._ending = _ending(each, calls=self._blocks.calls)
         return events
+
+    def _check(self) -> None:
+        if self._broken:
+            raise EngineError(self._broken)
 
     def _told(self, pieces: list[Piece]) -> list[Event]:
         return [event for piece in pieces for event in self._blocks.add(piece)]
@@ -80,7 +93,9 @@ class MessageEncoder:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         (each,) = output.outputs
-        content = content_of([*self._heard(each), *self._blocks.end()])
+        heard = self._heard(each)
+        self._check()
+        content = content_of([*heard, *self._blocks.end()])
         usage = self._usage(len(each.token_ids), output.num_cached_tokens)
         return self._message(content, self._ending, usage)
 
@@ -114,8 +129,8 @@ def _named(body: Event) -> bytes:
 
 
 def _ending(output: CompletionOutput, *, calls: bool) -> dict[str, Any]:
+    if output.finish_reason in _CUT:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(output.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
-    if output.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
     return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}

@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from quire.errors import RequestError
+from quire.server.errors import invalid
 from quire.server.messages.bodies import (
     CountBody,
     MessagesBody,
@@ -46,7 +49,10 @@ def as_chat(body: MessagesBody | CountBody, *, budgets: bool) -> ChatBody:
         fields["include_reasoning"] = False
     if budgets and thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         fields["thinking_token_budget"] = thinking.budget_tokens
-    return ChatBody(**fields, **_tools(body), **_output(body), messages=messages)  # type: ignore[arg-type]
+    try:
+        return ChatBody.model_validate({**fields, **_tools(body), **_output(body), "messages": messages})
+    except ValidationError as error:
+        raise invalid(error) from None
 
 
 def _thinking(body: CountBody) -> dict[str, Any]:

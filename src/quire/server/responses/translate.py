@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from quire.errors import RequestError
+from quire.server.errors import invalid
 from quire.server.requests import ChatBody, GenerateBody
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.items import Item
@@ -62,9 +63,7 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
     try:
         return ChatBody.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{place}: {first['msg']}", param=place) from None
+        raise invalid(error) from None
 
 
 def _tools(body: ResponseBody) -> list[dict[str, Any]] | None:
