@@ -1,6 +1,7 @@
 """/v1/messages: what goes to the engine, and what comes back, whole and as events."""
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -10,6 +11,9 @@ from fake_engine import ANSWER, FakeEngine
 
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
+from quire.server.messages import answer
+from quire.server.messages.bodies import CountBody, ThinkingBlock, Turn
+from quire.server.messages.translate import as_chat, join_turns
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "hi"}
@@ -286,6 +290,50 @@ def test_a_conversation_with_tools_is_the_one_that_chat_knows() -> None:
     given |= {"max_tokens": 10**30, "temperature": "none of its business"}
     counted = ask("POST", PATH + "/count_tokens", engine=engine, json=given).json()
     assert counted == {"input_tokens": len(engine.seen[0][1].token_ids)}
+
+
+class Unglued(str):
+    """A text that is not copied into another with every step."""
+
+    def __add__(self, other: str) -> str:
+        raise AssertionError
+
+    __radd__ = __add__
+
+
+def test_turns_in_a_row_are_not_copied_for_each_that_follows() -> None:
+    message: dict[str, Any] = {"role": "assistant", "content": "a"}
+    more = {"role": "assistant", "content": "b", "reasoning": ["t"], "tool_calls": [{}]}
+    join_turns(message, more)
+    before = dict(message)
+    join_turns(message, more)
+    assert all(message[name] is value for name, value in before.items())
+    assert [part["text"] for part in message["content"]] == ["a", "b", "b"]
+    assert (message["reasoning"], message["tool_calls"]) == (["t", "t"], [{}, {}])
+
+    blocks = [ThinkingBlock(type="thinking", thinking=text) for text in "abc"]
+    for block in blocks:
+        block.thinking = Unglued(block.thinking)
+    turns = [Turn.model_construct(role="assistant", content=[*blocks]) for _ in range(2)]
+    body = CountBody(messages=[Turn(role="user", content="x")])
+    body.messages += turns
+    assert as_chat(body, budgets=False).messages[1].model_extra == {"reasoning": "abcabc"}
+
+
+@pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
+def test_long_bodies_are_translated_off_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return as_chat(*args, **kwargs)
+
+    monkeypatch.setattr(answer, "as_chat", noted)
+    for length in (1, 20_000):
+        turn = {"role": "user", "content": "x" * length}
+        body = {"max_tokens": 1, "messages": [turn]}
+        assert ask("POST", path, engine=FakeEngine(max_model_len=30_000), json=body).status_code == 200
+    assert on_loop == [True, False]
 
 
 def test_a_last_turn_of_the_assistant_is_gone_on_with() -> None:

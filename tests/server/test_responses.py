@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 from quire.launch import launch
 from quire.server.app import Application
+from quire.server.responses import routes
+from quire.server.responses.messages import Conversation
 from quire.server.responses.store import Store, Stored, Turn
+from quire.server.responses.translate import chat_of
 from quire.server.settings import StoreLimits, make_settings
 
 PATH = "/v1/responses"
@@ -179,6 +183,44 @@ def test_items_become_messages() -> None:
     ]
     assert respond(engine, input=items, instructions="I").status_code == 200
     assert prompt_of(engine) == ("[system|I\n\nD||][user|U||][assistant|A|R||f1|f1][tool|O||f][tool|P||f]")
+
+
+class Unread(list[Any]):
+    """Messages of which only the ends are looked at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+def test_items_are_put_together_once() -> None:
+    conversation = Conversation("I")
+    conversation.growing = Unread(conversation.growing)
+    said = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "s"}]}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    conversation.add([said, said, thought])
+    texts = [conversation.growing[0]["content"], conversation.growing[1]["reasoning"]]
+    conversation.add([thought, said])
+    assert texts == [["I", "s", "s"], ["t", "t"]]
+    assert texts[1] is conversation.growing[1]["reasoning"]
+    conversation.growing = list(conversation.growing[:])
+    assert conversation.messages() == [
+        {"role": "system", "content": "I\n\ns\n\ns"},
+        {"role": "assistant", "reasoning": "t\nt"},
+        {"role": "system", "content": "s"},
+    ]
+
+
+def test_long_bodies_are_translated_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return chat_of(*args, **kwargs)
+
+    monkeypatch.setattr(routes, "chat_of", noted)
+    for length in (1, 20_000):
+        assert respond(FakeEngine(max_model_len=30_000), input="x" * length).status_code == 200
+    assert on_loop == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -72,19 +72,16 @@ class Blocks:
 def content_of(events: list[Event]) -> list[dict[str, Any]]:
     """The blocks that a client makes of the events."""
     found: list[dict[str, Any]] = []
-    arguments: dict[int, str] = {}
+    texts: dict[tuple[int, str], list[str]] = {}
     for event in events:
-        index = event["index"]
         if event["type"] == "content_block_start":
             found.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
             (name, text) = list(event["delta"].items())[1]
-            if name == "partial_json":
-                arguments[index] = arguments.get(index, "") + text
-            else:
-                found[index][name] += text
-    for index, text in arguments.items():
-        found[index]["input"] = _object(text)
+            texts.setdefault((event["index"], name), []).append(text)
+    for (index, name), parts in texts.items():
+        text = "".join(parts)
+        found[index] |= {"input": _object(text)} if name == "partial_json" else {name: text}
     return found
 
 

@@ -25,6 +25,6 @@ def add_message_routes(app: FastAPI, api: Api) -> None:
         return await answer_messages(api, body, request)
 
     @app.post("/v1/messages/count_tokens", **replies_of(CountReply, *CODES, error=MessageErrorReply), **BODY)
-    async def count_message_tokens(body: CountBody) -> Response:
+    async def count_message_tokens(body: CountBody, request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
-        return await count_tokens(api, body)
+        return await count_tokens(api, body, request)

@@ -113,15 +113,19 @@ def _tool(place: int, tool: MessageTool) -> dict[str, Any]:
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
+    """Thoughts are gathered before they are put together: a conversation may have very many."""
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": _content(body.system)})
     for turn in body.messages:
         for message in _turn(turn):
             if found and message["role"] == found[-1]["role"] in ("user", "assistant"):
-                _join(found[-1], message)
+                join_turns(found[-1], message)
             else:
                 found.append(message)
+    for message in found:
+        if "reasoning" in message:
+            message["reasoning"] = "".join(message["reasoning"])
     return found
 
 
@@ -136,7 +140,7 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
             case TextBlock():
                 own["content"].append(_part(block))
             case ThinkingBlock():
-                own["reasoning"] = own.get("reasoning", "") + block.thinking
+                own.setdefault("reasoning", []).append(block.thinking)
             case ToolUseBlock():
                 own.setdefault("tool_calls", []).append(_call(block))
             case ToolResultBlock():
@@ -148,12 +152,14 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
     return [*found, own] if len(own) > 2 or own["content"] or not found else found
 
 
-def _join(message: dict[str, Any], more: dict[str, Any]) -> None:
-    """Turns of one role in a row are one turn."""
-    message["content"] = _parts(message["content"]) + _parts(more["content"])
-    for name, empty in (("reasoning", ""), ("tool_calls", [])):
+def join_turns(message: dict[str, Any], more: dict[str, Any]) -> None:
+    """Turns of one role in a row are one turn. What the first has is not copied."""
+    if isinstance(message["content"], str):
+        message["content"] = _parts(message["content"])
+    message["content"].extend(_parts(more["content"]))
+    for name in ("reasoning", "tool_calls"):
         if name in more:
-            message[name] = message.get(name, empty) + more[name]
+            message.setdefault(name, []).extend(more[name])
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

@@ -12,7 +12,8 @@ class Conversation:
     """The messages so far. Items of one answer, that chats have in one message, are put together."""
 
     def __init__(self, instructions: str | None) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.growing: list[dict[str, Any]] = []
+        """Of system messages and of reasoning the texts are lists, which nobody copies for every item."""
         self._names: dict[str, str] = {}
         """Of the tools that were called, by the id of the call."""
         if instructions:
@@ -22,6 +23,9 @@ class Conversation:
         for item in items:
             _ADDERS[item["type"]](self, item)
 
+    def messages(self) -> list[dict[str, Any]]:
+        return [_whole(message) for message in self.growing]
+
     def _add_message(self, item: Item) -> None:
         texts = [_text(part) for part in item["content"]]
         if item["role"] in _AS_SYSTEM:
@@ -29,21 +33,19 @@ class Conversation:
         elif item["role"] == "assistant":
             self._answer("content")["content"] = _content(texts)
         else:
-            self.messages.append({"role": "user", "content": _content(texts)})
+            self.growing.append({"role": "user", "content": _content(texts)})
 
     def _add_system(self, text: str) -> None:
         """Many templates know one system message, the first: those at the beginning are one."""
-        if [message["role"] for message in self.messages] == ["system"]:
-            self.messages[0]["content"] += "\n\n" + text
+        if len(self.growing) == 1 and self.growing[0]["role"] == "system":
+            self.growing[0]["content"].append(text)
         else:
-            self.messages.append({"role": "system", "content": text})
+            self.growing.append({"role": "system", "content": [text]})
 
     def _add_reasoning(self, item: Item) -> None:
         parts = item["content"] or item["summary"]
         if texts := [part["text"] for part in parts]:
-            answer = self._answer("content", "tool_calls")
-            before = [answer["reasoning"]] if "reasoning" in answer else []
-            answer["reasoning"] = "\n".join(before + texts)
+            self._answer("content", "tool_calls").setdefault("reasoning", []).extend(texts)
 
     def _add_call(self, item: Item) -> None:
         if item["status"] == "incomplete":  # cut off in its arguments, and never made
@@ -59,14 +61,14 @@ class Conversation:
         message = {"role": "tool", "tool_call_id": id, "content": content}
         if id in self._names:
             message["name"] = self._names[id]
-        self.messages.append(message)
+        self.growing.append(message)
 
     def _answer(self, *absent: str) -> dict[str, Any]:
         """The answer at the end, unless it has one of these already; then, or without one, a new one."""
-        last = self.messages[-1] if self.messages else {}
+        last = self.growing[-1] if self.growing else {}
         if last.get("role") != "assistant" or any(name in last for name in absent):
             last = {"role": "assistant"}
-            self.messages.append(last)
+            self.growing.append(last)
         return last
 
 
@@ -76,6 +78,15 @@ _ADDERS = {
     "function_call": Conversation._add_call,
     "function_call_output": Conversation._add_output,
 }
+
+
+def _whole(message: dict[str, Any]) -> dict[str, Any]:
+    whole = {}
+    if message["role"] == "system":
+        whole["content"] = "\n\n".join(message["content"])
+    if "reasoning" in message:
+        whole["reasoning"] = "\n".join(message["reasoning"])
+    return message | whole
 
 
 def _text(part: Item) -> str:

@@ -12,6 +12,7 @@ from quire.server.document import BODY, CODES, replies_of
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of, stay
 from quire.server.generate import Api
+from quire.server.prompts import off_loop
 from quire.server.responses.bodies import ResponseBody
 from quire.server.responses.encoder import ResponseEncoder, frame_of
 from quire.server.responses.items import Item, new_id, read_items
@@ -46,7 +47,10 @@ class Responses:
         # Tokens are told apart by what they say only as they come.
         by_token = body.wants_logprobs or bool(body.background)
         items = [item for turn in asked for item in turn.items]
-        chat = chat_of(body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_"))
+        made = functools.partial(
+            chat_of, body, items, stream=bool(body.stream) or by_token, request_id=id.removeprefix("resp_")
+        )
+        chat = await off_loop(sum(turn.num_bytes for turn in asked), made)
         talk = await begin_talk(self.api, chat, request, "resp")
         stored = Stored(frame_of(body, talk, id, stored=keeps), asked)
         keep = functools.partial(self._keep, stored) if keeps else _forget

@@ -39,13 +39,14 @@ def chat_of(body: ResponseBody, items: list[Item], *, stream: bool, request_id: 
     """The chat whose answer is the response. `stream`: its outputs come as they are made."""
     conversation = Conversation(body.instructions)
     conversation.add(items)
-    if not conversation.messages:
+    messages = conversation.messages()
+    if not messages:
         raise RequestError("`input` is empty: send a text or at least one item", param="input")
     given = {name: getattr(body, name) for name in _SHARED if name in body.model_fields_set}
     extra = {n: v for n, v in (body.model_extra or {}).items() if n not in ChatBody.model_fields}
     chosen = _tool_choice(body)
     given |= extra | {
-        "messages": conversation.messages,
+        "messages": messages,
         "stream": stream,
         "request_id": body.request_id or request_id,
         "max_completion_tokens": body.max_output_tokens,
