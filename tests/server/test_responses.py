@@ -550,6 +550,19 @@ def test_turns_that_responses_share_are_counted_once() -> None:
     assert store.item("u") is None and store.num_bytes == 0
 
 
+def test_an_item_is_there_as_long_as_any_turn_has_it() -> None:
+    """Another turn has it by reference, or was sent one of the same id."""
+    store = Store(StoreLimits())
+    first = {"id": "u", "text": "1"}
+    for id, item in (("a", first), ("b", first), ("c", {"id": "u", "text": "2"})):
+        store.put(stored(id, Turn([item, item])))
+    found = []
+    for id in "abc":
+        found.append((store.item("u") or {})["text"])
+        store.drop(id)
+    assert found == ["1", "1", "2"] and store.item("u") is None and store.num_bytes == 0
+
+
 def test_the_environment_turns_the_store_on() -> None:
     names = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "QUIRE_RESPONSES_STORE_TTL_S": "5"}
     limits = make_settings({}, env=Env.read(names)).responses

@@ -74,8 +74,8 @@ class Store:
     _kept: dict[str, Stored] = field(default_factory=dict)
     _users: dict[int, int] = field(default_factory=dict)
     """How many responses have a turn, by the turn's identity."""
-    _items: dict[tuple[int, str], Item] = field(default_factory=dict)
-    """By owner and id."""
+    _items: dict[tuple[int, str], dict[int, Item]] = field(default_factory=dict)
+    """By owner and id, then by the identity of the turn: several may have one of that id."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -89,7 +89,7 @@ class Store:
 
     def item(self, id: str, owner: int = 0) -> Item | None:
         self._expire()
-        return self._items.get((owner, id))
+        return next(iter(self._items.get((owner, id), {}).values()), None)
 
     def put(self, stored: Stored) -> None:
         """Keep it, or what became of it. The oldest that are over go where there are too many."""
@@ -125,7 +125,7 @@ class Store:
         if not count:
             self.num_bytes += turn.num_bytes
             for item in turn.items:
-                self._items.setdefault((turn.owner, item["id"]), item)
+                self._items.setdefault((turn.owner, item["id"]), {})[id(turn)] = item
 
     def _leave(self, turn: Turn) -> None:
         count = self._users[id(turn)] - 1
@@ -135,8 +135,10 @@ class Store:
         del self._users[id(turn)]
         self.num_bytes -= turn.num_bytes
         for item in turn.items:
-            if self._items.get((turn.owner, item["id"])) is item:
-                del self._items[turn.owner, item["id"]]
+            having = self._items.get(key := (turn.owner, item["id"]), {})
+            having.pop(id(turn), None)
+            if not having:
+                self._items.pop(key, None)
 
     def _expire(self) -> None:
         limits, now = self.limits, self.now()
