@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,12 @@ from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 from quire.launch import launch
 from quire.server.app import Application
+from quire.server.engine import Outputs
+from quire.server.generate import Api, Job
 from quire.server.responses import routes
+from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.messages import Conversation
-from quire.server.responses.store import Store, Stored, Turn
+from quire.server.responses.store import Full, Store, Stored, Turn
 from quire.server.responses.translate import chat_of
 from quire.server.settings import StoreLimits, make_settings
 
@@ -494,6 +498,102 @@ def test_no_more_run_in_the_background_than_the_store_holds() -> None:
         await client.responses.delete(running.id)
 
     with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_responses=1))
+
+
+def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has seen a place that was free, before any has taken it."""
+    engine, streamed = FakeEngine("x" * 400, step_s=0.05), Api.streamed
+
+    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+        both = asyncio.Barrier(2)
+
+        async def together(api: Api, job: Job) -> Outputs:
+            await both.wait()
+            return await streamed(api, job)
+
+        monkeypatch.setattr(Api, "streamed", together)
+        async with asyncio.timeout(PATIENCE_S):
+            asked = [raw.post(PATH, json={"input": "x", "background": True}) for _ in range(2)]
+            replies = sorted(await asyncio.gather(*asked), key=lambda reply: reply.status_code)
+        assert [reply.status_code for reply in replies] == [200, 429]
+        await raw.delete(f"{PATH}/{replies[0].json()['id']}")
+        assert engine.num_in_flight == 0
+
+    with_client(use, engine, StoreLimits(max_responses=1))
+
+
+def test_what_runs_in_the_background_counts_with_what_it_has_said() -> None:
+    store = Store(StoreLimits(max_bytes=5_000))
+    shared = Turn([{"id": "u", "text": "x" * 2_000}])
+    run: Any = SimpleNamespace(is_over=False, num_bytes=0)
+    for id in "ab":
+        each = stored(id, shared)
+        each.run = run
+        store.put(each)
+    store.check_room()
+    run.num_bytes = 1_500
+    with pytest.raises(Full, match="5000 bytes"):
+        store.check_room()
+    run.is_over = True
+    store.check_room()
+
+    async def use(client: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+        running = await client.responses.create(model="fake", input="x" * 400, background=True)
+        refused(await raw.post(PATH, json={"input": "x", "background": True}), 429)
+        await client.responses.delete(running.id)
+        await client.responses.create(model="fake", input="x", background=True)
+
+    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_bytes=1_000))
+
+
+@pytest.mark.parametrize(
+    ("broken", "last"),
+    [
+        ([(Store, "put", 0)], None),
+        ([(Store, "put", 1)], "completed"),
+        ([(ResponseEncoder, "last_events", 0)], "failed"),
+        ([(ResponseEncoder, "last_events", 0), (ResponseEncoder, "failed", 0)], "output_item.done"),
+    ],
+)
+def test_whatever_breaks_in_the_background_is_over_then(
+    broken: list[tuple[type, str, int]], last: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who follow get to an end, and the place of the key is free again."""
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "key": "sk-a", "max_concurrency": 1}]}))
+    for owner, name, nth in broken:
+        break_once(monkeypatch, owner, name, nth)
+    engine, headers = FakeEngine("Yes."), {"authorization": "Bearer sk-a"}
+
+    async def use(_: AsyncOpenAI, raw: httpx.AsyncClient) -> None:
+        body = {"input": "x", "background": True, "stream": True}
+        async with asyncio.timeout(PATIENCE_S):
+            reply = await raw.post(PATH, headers=headers, json=body)
+        if last is None:
+            refused(reply, 500)
+        else:
+            events = read_events(reply.text)
+            assert kinds(events)[-1] == last
+            id = events[0]["response"]["id"]
+            shown = (await raw.get(f"{PATH}/{id}", headers=headers)).json()
+            assert shown["output"][0]["content"][0]["text"] == "Yes."
+            assert last == "output_item.done" or shown["status"] == last
+        assert (await raw.post(PATH, headers=headers, json={"input": "x"})).status_code == 200
+        assert engine.num_in_flight == 0
+
+    with_client(use, engine, StoreLimits(), {"api_key": [str(file)]})
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
+    """Have the call with this number fail."""
+    works, num_calls = getattr(owner, name), count()
+
+    def breaking(*args: Any, **kwargs: Any) -> Any:
+        if next(num_calls) == nth:
+            raise ValueError("broken")
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, breaking)
 
 
 def test_a_key_sees_its_own_responses_and_those_in_the_background_count_for_it(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ class ResponseEncoder:
 
     def _written(self, body: Event) -> bytes:
         body["sequence_number"] = self._num_events
+        written = f"event: {body['type']}\n".encode() + event(body)
         self._num_events += 1
-        return f"event: {body['type']}\n".encode() + event(body)
+        return written
 
     # ---- a whole answer
 

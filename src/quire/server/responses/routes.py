@@ -72,11 +72,19 @@ class Responses:
         leave = stay(request.scope)
 
         def on_end() -> None:
-            store.put(stored)
-            leave()
+            try:
+                store.put(stored)
+            finally:
+                leave()
 
         stored.run = Run(outputs, encoder, keeps_events=stream, on_end=on_end)
-        store.put(stored)
+        try:
+            store.check_room()  # others may have come meanwhile
+            store.put(stored)
+        except BaseException:
+            leave()
+            await outputs.aclose()
+            raise
         stored.run.start(self.api.answering)
         return _followed(stored.run, -1) if stream else json_response(stored.shown())
 

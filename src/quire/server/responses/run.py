@@ -29,6 +29,8 @@ class Run:
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
         """The place of each is its sequence number."""
+        self.num_bytes = 0
+        """Of the events."""
         self.is_over = False
         self._outputs, self._on_end = outputs, on_end
         self._task: asyncio.Task[None] | None = None
@@ -46,21 +48,40 @@ class Run:
             if not isinstance(error, QuireError):
                 logger.exception("a response in the background failed")
             failed = error
-        await self._outputs.aclose()
-        self._end(self.encoder.last_events() if failed is None else self.encoder.failed(failed))
+        try:
+            await self._outputs.aclose()
+        finally:
+            self._end(failed)
 
     async def _read(self) -> None:
         async for output in self._outputs:
             self._add(self.encoder.events(output))
 
-    def _end(self, events: list[bytes]) -> None:
-        self.is_over = True
-        self._add(events)
-        self._on_end()
+    def _end(self, failed: Exception | None, status: str = "failed") -> None:
+        """Over for all who wait for it, even if its last words cannot be written."""
+        if self.is_over:
+            return
+        events: list[bytes] = []
+        try:
+            events = self._last(failed, status)
+        finally:
+            self.is_over = True
+            self._add(events)
+            self._on_end()
+
+    def _last(self, failed: Exception | None, status: str) -> list[bytes]:
+        if failed is None:
+            try:
+                return self.encoder.last_events()
+            except Exception as error:
+                logger.exception("the end of a response could not be written")
+                failed = error
+        return self.encoder.failed(failed, status)
 
     def _add(self, events: list[bytes]) -> None:
         if self.keeps_events:
             self.events += events
+            self.num_bytes += sum(map(len, events))
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -69,10 +90,11 @@ class Run:
         if self._task is None or self.is_over:
             return
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self._outputs.aclose()
-        if not self.is_over:
-            self._end(self.encoder.failed(EngineError("the response was cancelled"), "cancelled"))
+        try:
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._outputs.aclose()
+        finally:
+            self._end(EngineError("the response was cancelled"), "cancelled")
 
     async def follow(self, after: int) -> AsyncIterator[bytes]:
         """The events behind that number: those that were, and those to come."""

@@ -61,7 +61,11 @@ class Stored:
         return self.run is not None and not self.run.is_over
 
     def shown(self) -> dict[str, Any]:
-        return self.run.encoder.shown() if self.run is not None and self.is_running else self.response
+        """As it is now. One whose end could not be written was never handed over."""
+        run = self.run
+        if run is None or (run.is_over and self.said is not None):
+            return self.response
+        return run.encoder.shown()
 
 
 @dataclass(slots=True)
@@ -94,9 +98,9 @@ class Store:
     def put(self, stored: Stored) -> None:
         """Keep it, or what became of it. The oldest that are over go where there are too many."""
         id = stored.response["id"]
+        num_bytes = len(msgspec.json.encode(stored.response)) + (stored.run.num_bytes if stored.run else 0)
         self.drop(id)
-        events = stored.run.events if stored.run else ()
-        stored.num_bytes = len(msgspec.json.encode(stored.response)) + sum(map(len, events))
+        stored.num_bytes = num_bytes
         stored.kept_at = self.now()
         self._kept[id] = stored
         self.num_bytes += stored.num_bytes
@@ -108,8 +112,16 @@ class Store:
     def check_room(self) -> None:
         """For one more that runs in the background."""
         self._expire()
-        if sum(stored.is_running for stored in self._kept.values()) >= self.limits.max_responses:
+        running = [stored for stored in self._kept.values() if stored.is_running]
+        if len(running) >= self.limits.max_responses:
             raise Full(f"{self.limits.max_responses} responses run in the background, and no more may")
+        turns = {id(turn): turn.num_bytes for stored in running for turn in stored.held}
+        grown = sum(stored.num_bytes + stored.run.num_bytes for stored in running if stored.run)
+        if sum(turns.values()) + grown >= self.limits.max_bytes:
+            raise Full(
+                f"the responses that run in the background fill the store of {self.limits.max_bytes} bytes; "
+                "try again when one of them has ended"
+            )
 
     def drop(self, id: str) -> Stored | None:
         stored = self._kept.pop(id, None)
