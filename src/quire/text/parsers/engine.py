@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
+import msgspec
+
 from quire.data.pieces import Piece, ReasoningPiece, TextPiece, ToolArguments, ToolStart
 
 Result = TypeVar("Result")
@@ -34,6 +36,8 @@ class Parser:
         """How much of the buffer was read."""
         self._held: int | None = None
         """Since where it may yet have to be given back as text."""
+        self._kept: list[str] = []
+        """What is held and no longer in the buffer, so that a long hold does not make the buffer long."""
         self._ended = False
         self._out: list[Piece] = []
         self._running: Wait[None] = self.script()
@@ -44,10 +48,10 @@ class Parser:
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain now that this text came."""
-        start = self._at if self._held is None else self._held
-        self._buffer = self._buffer[start:] + text
-        self._at -= start
-        self._held = None if self._held is None else 0
+        if self._held is not None:
+            self._kept.append(self._buffer[self._held : self._at])
+            self._held = 0
+        self._buffer, self._at = self._buffer[self._at :] + text, 0
         return self._advance()
 
     def end(self) -> list[Piece]:
@@ -76,20 +80,24 @@ class Parser:
 
     def hold(self) -> None:
         """From here on, what is read may have to be given back."""
-        self._held = self._at
+        self._held, self._kept = self._at, []
 
     def release(self) -> None:
-        self._held = None
+        self._held, self._kept = None, []
 
     def give_back(self) -> None:
         """What was read since `hold` was no call: it is text."""
         if self._held is not None:
-            self.text(self._buffer[self._held : self._at])
-        self._held = None
+            self.text("".join(self._kept) + self._buffer[self._held : self._at])
+        self.release()
 
     def go_back(self) -> None:
         """Read again from where `hold` was."""
-        self._at, self._held = self._at if self._held is None else self._held, None
+        if self._held is not None:
+            self._at = self._held
+        if self._kept:
+            self._buffer, self._at = "".join(self._kept) + self._buffer[self._at :], 0
+        self.release()
 
     def more(self) -> Wait[bool]:
         """Wait for more text; False if there is none."""
@@ -145,7 +153,7 @@ class Parser:
     def header(self, *marks: str) -> Wait[str | None]:
         """The short text before a mark, which comes next then; None, and nothing read, if there is none."""
         while True:
-            start, mark = self._certain(marks)
+            start, mark = self._certain(marks, _MAX_HEADER)
             if start - self._at > _MAX_HEADER:
                 return None
             if mark:
@@ -155,49 +163,50 @@ class Parser:
             if not (yield from self.more()):
                 return None
 
-    def _certain(self, marks: tuple[str, ...]) -> tuple[int, str]:
-        """Where the first mark is, and which; if there is none, how far the text is certain to have none."""
-        found = _first(self._buffer, self._at, marks)
-        partial = len(self._buffer) if self._ended else _partial(self._buffer, self._at, marks)
-        return found if found is not None and found[0] < partial else (partial, "")
+    def _certain(self, marks: tuple[str, ...], within: int | None = None) -> tuple[int, str]:
+        """Where the first mark is, and which; if there is none, how far the text is certain to have none.
+
+        `within`: how many characters before a mark are of interest."""
+        longest, firsts, pattern = _shape(marks)
+        size = len(self._buffer)
+        end = size if within is None else self._at + within + longest
+        found = pattern.search(self._buffer, self._at, end)
+        tail = max(self._at, size - longest + 1)
+        partial = size if self._ended else _partial(self._buffer, tail, marks, firsts)
+        return (found.start(), found[0]) if found and found.start() < partial else (partial, "")
 
 
 def join(pieces: Iterable[Piece]) -> list[Piece]:
     """Pieces of one kind that follow each other, as one; none that is empty."""
     out: list[Piece] = []
+    parts: list[str] = []
     for piece in pieces:
-        if not isinstance(piece, ToolStart) and not piece.text:
-            continue
-        joined = _joined(out[-1], piece) if out else None
-        if joined is None:
+        if isinstance(piece, ToolStart):
+            _close(out, parts)
             out.append(piece)
-        else:
-            out[-1] = joined
+        elif piece.text:
+            if not parts or _kind(out[-1]) != _kind(piece):
+                _close(out, parts)
+                out.append(piece)
+            parts.append(piece.text)
+    _close(out, parts)
     return out
 
 
-def _joined(first: Piece, second: Piece) -> Piece | None:
-    match first, second:
-        case TextPiece(text=before), TextPiece(text=after):
-            return TextPiece(before + after)
-        case ReasoningPiece(text=before), ReasoningPiece(text=after):
-            return ReasoningPiece(before + after)
-        case ToolArguments(index=index, text=before), ToolArguments(index=other, text=after):
-            return ToolArguments(index, before + after) if index == other else None
-    return None
+def _close(out: list[Piece], parts: list[str]) -> None:
+    """The last piece gets all of its parts."""
+    if len(parts) > 1:
+        out[-1] = msgspec.structs.replace(out[-1], text="".join(parts))
+    parts.clear()
 
 
-def _first(text: str, at: int, marks: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the first mark is, and which; the longest of those that begin there."""
-    found = [(start, -len(mark), mark) for mark in marks if (start := text.find(mark, at)) >= 0]
-    start, _, mark = min(found, default=(-1, 0, ""))
-    return (start, mark) if found else None
+def _kind(piece: Piece) -> tuple[type[Piece], int]:
+    return type(piece), piece.index if isinstance(piece, ToolArguments) else 0
 
 
-def _partial(text: str, at: int, marks: tuple[str, ...]) -> int:
+def _partial(text: str, at: int, marks: tuple[str, ...], firsts: frozenset[str]) -> int:
     """Where an end of the text begins that may become a mark."""
-    longest, firsts = _shape(marks)
-    for start in range(max(at, len(text) - longest + 1), len(text)):
+    for start in range(at, len(text)):
         if text[start] in firsts:
             tail = text[start:]
             if any(len(tail) < len(mark) and mark.startswith(tail) for mark in marks):
@@ -206,6 +215,9 @@ def _partial(text: str, at: int, marks: tuple[str, ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _shape(marks: tuple[str, ...]) -> tuple[int, frozenset[str]]:
-    """The length of the longest mark, and what marks begin with."""
-    return max(map(len, marks), default=1), frozenset(mark[0] for mark in marks)
+def _shape(marks: tuple[str, ...]) -> tuple[int, frozenset[str], re.Pattern[str]]:
+    """The length of the longest mark, what marks begin with, and what finds the first of them: the longest of
+    those that begin there."""
+    by_length = sorted(marks, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+    return max(map(len, marks), default=1), frozenset(mark[0] for mark in marks), pattern
