@@ -47,31 +47,34 @@ class ToolParser(JsonParser):
     def __init__(self, *, schemas: Schemas | None = None, make_id: IdMaker | None = None) -> None:
         self.schemas = schemas or {}
         self.make_id = make_id or self.default_id
+        self._types: dict[int, frozenset[str]] = {}
+        """By the id of the schema, which may be long and is asked for with every parameter."""
         self._num_calls = 0
-        self._blank = ""
+        self._blank: list[str] = []
         """White space that may be next to a call."""
         self._after_call = False
         super().__init__()
 
     def text(self, text: str) -> None:
-        text = self._blank + text
         if self._after_call:
             text = text.lstrip()
         self._after_call = self._after_call and not text
         kept = text.rstrip()
-        self._blank = text[len(kept) :]
-        super().text(kept)
+        if kept:
+            super().text("".join(self._blank) + kept)
+            self._blank = []
+        self._blank.append(text[len(kept) :])
 
     def end(self) -> list[Any]:
         pieces = super().end()
-        super().text(self._blank)
-        self._blank = ""
+        super().text("".join(self._blank))
+        self._blank = []
         return pieces + self._advance()
 
     def start(self, name: str, id_: str | None = None) -> None:
         """A call begins; there is no way back."""
         self.release()
-        self._blank, self._after_call = "", True
+        self._blank, self._after_call = [], True
         self._num_calls += 1
         index = self._num_calls - 1
         self._out.append(ToolStart(index, id_ or self.make_id(index, name), name))
@@ -92,12 +95,13 @@ class ToolParser(JsonParser):
         """The types that the schema allows a parameter; none if it says nothing."""
         properties = self.schemas.get(function, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return types_of(schema)
+        return self.types_of(schema)
 
-
-def types_of(schema: Any) -> frozenset[str]:
-    """The types that a JSON schema allows; none if it says nothing."""
-    return frozenset(_types(schema))
+    def types_of(self, schema: Any) -> frozenset[str]:
+        """The types that a part of the schemas allows; none if it says nothing."""
+        if id(schema) not in self._types:
+            self._types[id(schema)] = frozenset(_types(schema))
+        return self._types[id(schema)]
 
 
 def is_name(text: str) -> bool:

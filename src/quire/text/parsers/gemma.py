@@ -5,10 +5,13 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name
+from quire.text.parsers.calls import IdMaker, Schemas, ToolParser, is_name, to_json
 from quire.text.parsers.engine import Wait
 
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'("(?:[^"\\]|\\.?)*"?)', re.DOTALL)
+"""A string, or all that follows a quote which none closes: so each character is looked at once."""
 
 
 @dataclass(frozen=True)
@@ -66,44 +69,42 @@ class Gemma(ToolParser):
 
     def _value(self) -> Wait[str | None]:
         """One value as JSON, up to the comma or bracket that ends it; None if it broke off."""
-        plain, depth = "", 0
-        parts: list[str] = []
+        plain: list[str] = []
+        depth = 0
         while True:
-            mark = yield from self.until((self.marks.quote, *"{}[],"), parts.append)
+            mark = yield from self.until((self.marks.quote, *"{}[],"), plain.append)
             if not mark:
                 return None
-            plain += "".join(parts)
-            parts.clear()
             if not depth and mark in "},":
-                return _scalar(plain)
+                return _scalar("".join(plain))
             yield from self.take(mark)
             if mark != self.marks.quote:
                 depth += (mark in "{[") - (mark in "}]")
-                plain += mark
+                plain.append(mark)
                 if depth < 0:
                     return None
                 continue
-            if not (yield from self.until((self.marks.quote,), parts.append)):
+            quoted: list[str] = []
+            if not (yield from self.until((self.marks.quote,), quoted.append)):
                 return None
             yield from self.take(self.marks.quote)
-            plain += json.dumps("".join(parts))
-            parts.clear()
+            plain.append(json.dumps("".join(quoted)))
 
 
 def _scalar(plain: str) -> str:
     """A value whose strings are in quotes already, as JSON; a string if it is none."""
     plain = plain.strip()
     try:
-        return json.dumps(json.loads(_quote_keys(plain)), ensure_ascii=False, allow_nan=False)
+        found = to_json(json.loads(_quote_keys(plain)))
     except (ValueError, RecursionError):
-        return json.dumps(plain, ensure_ascii=False)
+        found = None
+    return json.dumps(plain, ensure_ascii=False) if found is None else found
 
 
 def _quote_keys(plain: str) -> str:
     """Quotes around keys and words outside of strings."""
-    parts = re.split(r'("(?:[^"\\]|\\.)*")', plain)
-    parts[::2] = [_quote_words(part) for part in parts[::2]]
-    return "".join(parts)
+    parts = _QUOTED.split(plain)
+    return "".join(part if _STRING.fullmatch(part) else _quote_words(part) for part in parts)
 
 
 def _quote_words(part: str) -> str:

@@ -13,6 +13,8 @@ _BEGUN = re.compile(
     r"|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?"
 )
 _HEX = re.compile(r"[0-9a-fA-F]{0,4}")
+_MAX_SCALAR = 4300
+"""A number has no more characters: Python reads no more digits."""
 _CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -106,10 +108,12 @@ class JsonParser(Parser):
     def _json_scalar(self, emit: Emit) -> Wait[bool]:
         """A number or a word is certain when it is whole."""
         while True:
-            word = _WORD.match(self._buffer, self._at)
+            word = _WORD.match(self._buffer, self._at, self._at + _MAX_SCALAR + 1)
             assert word is not None
             if word.end() < len(self._buffer) or not (yield from self.more()):
                 break
+        if len(word[0]) > _MAX_SCALAR:
+            return False
         whole = _SCALAR.fullmatch(word[0]) is not None
         broken_off = self._ended and word.end() == len(self._buffer) and _BEGUN.fullmatch(word[0]) is not None
         if whole or broken_off:

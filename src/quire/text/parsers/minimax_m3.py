@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from quire.text.parsers.calls import ToolParser, is_name, quoted, typed, types_of
+from quire.text.parsers.calls import ToolParser, is_name, quoted, typed
 from quire.text.parsers.engine import Wait
 
 _MARK = "]<]minimax[>["
@@ -58,7 +58,7 @@ class MinimaxM3(ToolParser):
         schema = _inside(self.schemas.get(function), "properties", key)
         start = f"{before}{json.dumps(key, ensure_ascii=False)}: "
         end = f"{_MARK}</{key}>"
-        if types_of(schema) == {"string"}:
+        if self.types_of(schema) == {"string"}:
             self.arguments(f'{start}"')
             whole = yield from self.until((end,), lambda text: self.arguments(quoted(text)))
             yield from self.take(end)
@@ -74,11 +74,11 @@ class MinimaxM3(ToolParser):
         inner: list[tuple[str, str]] = []
         while (yield from self.until((_MARK,), text.append)):
             if (yield from self.take(f"{_MARK}</{tag}>")):
-                return _made("".join(text), inner, types_of(schema))
+                return _made("".join(text), inner, self.types_of(schema))
             key = yield from self._tag()
             if key is None or depth == _MAX_DEPTH:
                 return None
-            of_list = key == "item" and "object" not in types_of(schema)
+            of_list = key == "item" and "object" not in self.types_of(schema)
             child = _inside(schema, "items") if of_list else _inside(schema, "properties", key)
             value = yield from self._value(key, child, depth + 1)
             if value is None:
