@@ -237,3 +237,24 @@ def test_a_plugin_registers_its_parsers(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_miss_names_the_choices() -> None:
     with pytest.raises(ConfigError, match="unknown tool parser 'herpes'; known: apertus, "):
         TOOLS["herpes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": "\\ud800é"}, "name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800é\\"}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>'),
+        ("pythonic", '[f(a="\\ud800é")]'),
+        ("gemma4", '<|tool_call>call:f{a:"\\ud800é"}<tool_call|>'),
+        ("qwen3_coder", '<function=f><parameter=a>"\\ud800é"</parameter></function>'),
+    ],
+)
+def test_half_of_a_surrogate_pair_stays_escaped(name: str, text: str) -> None:
+    found = arguments(parsed(name, text))
+    assert json.loads(found.encode()) == {"a": "\ud800é"}
+
+
+def test_half_of_a_surrogate_pair_is_in_no_name() -> None:
+    text = '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'
+    assert parsed("hermes", text) == [TextPiece(text)]

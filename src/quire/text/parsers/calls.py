@@ -19,7 +19,8 @@ IdMaker = Callable[[int, str], str]
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a function -> the JSON schema of its parameters."""
 
-_NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;]+""")
+_NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;\ud800-\udfff]+""")
+_HALF = re.compile(r"[\ud800-\udfff]")
 _NULLS = ("null", "none")
 _BOOLEANS = {"true": True, "false": False}
 
@@ -110,9 +111,10 @@ def is_name(text: str) -> bool:
 
 
 def to_json(value: Any) -> str | None:
-    """A value as JSON; None if it is none."""
+    """A value as JSON; None if it is none. Half of a surrogate pair, which is no character, stays escaped."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value) if _HALF.search(text) else text
     except (TypeError, ValueError, RecursionError):
         return None
 
