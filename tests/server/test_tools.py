@@ -100,6 +100,29 @@ def test_reasoning_is_told_apart_counted_and_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reasoning", "tools", "thought", "call"),
+    [
+        ("qwen3", "hermes", "Hm.", ONE.removeprefix("Let me see.\n")),
+        (
+            "openai_gptoss",
+            "openai",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+            f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>",
+        ),
+        ("hunyuan_a13b", "hermes", "<think>\nHm.", f"</think>{ONE}"),
+    ],
+)
+def test_a_call_is_not_counted_as_reasoning(reasoning: str, tools: str, thought: str, call: str) -> None:
+    settings = {"enable_auto_tool_choice": True, "tool_call_parser": tools, "reasoning_parser": reasoning}
+    reply = chat(FakeEngine(thought + call), settings, tools=TOOLS).json()
+    assert (
+        reply["choices"][0]["message"]["tool_calls"] and reply["choices"][0]["message"]["reasoning"] == "Hm."
+    )
+    num_reasoning = len(thought.removeprefix("<think>\n"))
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {},

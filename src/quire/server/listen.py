@@ -18,12 +18,13 @@ class Listener:
         parser: Parser | Chain | None,
         *,
         reasoning: ReasoningIds | None = None,
+        breaks: Iterable[tuple[int, ...]] = (),
         leaves_out_reasoning: bool = False,
         one_call: bool = False,
     ) -> None:
-        """`reasoning`: how tokens mark it, so that they can be counted."""
+        """`reasoning`: how tokens mark it, so that they can be counted; `breaks`: what ends it too."""
         self._parser = parser
-        self._reasoning = reasoning
+        self._reasoning, self._breaks = reasoning, tuple(breaks)
         self._token_ids: list[int] = []
         self._filters = leaves_out_reasoning or one_call
         self._leaves_out_reasoning, self._one_call = leaves_out_reasoning, one_call
@@ -46,7 +47,9 @@ class Listener:
     @property
     def num_reasoning(self) -> int:
         """Tokens of reasoning so far."""
-        return 0 if self._reasoning is None else count_reasoning(self._token_ids, self._reasoning)
+        if self._reasoning is None:
+            return 0
+        return count_reasoning(self._token_ids, self._reasoning, self._breaks)
 
     def _kept(self, pieces: list[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)] if self._filters else pieces
@@ -60,8 +63,8 @@ class Listener:
         return True
 
 
-def count_reasoning(token_ids: list[int], marks: ReasoningIds) -> int:
-    """Tokens between the marks."""
+def count_reasoning(token_ids: list[int], marks: ReasoningIds, breaks: Iterable[tuple[int, ...]] = ()) -> int:
+    """Tokens between the marks, or up to what breaks them off."""
     begins = find(token_ids, marks.start, 0)
     if marks.open:
         start = len(marks.start) if begins == 0 else 0
@@ -69,18 +72,20 @@ def count_reasoning(token_ids: list[int], marks: ReasoningIds) -> int:
         return 0
     else:
         start = begins + len(marks.start)
-    end = find(token_ids, marks.end, start)
-    return (len(token_ids) if end is None else end) - start
+    ends = [find(token_ids, mark, start) for mark in (marks.end, *breaks)]
+    return min((end for end in ends if end is not None), default=len(token_ids)) - start
 
 
 def find(token_ids: list[int], part: tuple[int, ...], start: int) -> int | None:
     """Where a part begins; None if it does not come."""
     if not part:
         return start
-    for place in range(start, len(token_ids) - len(part) + 1):
-        if token_ids[place] == part[0] and tuple(token_ids[place : place + len(part)]) == part:
-            return place
-    return None
+    try:
+        while tuple(token_ids[start : start + len(part)]) != part:
+            start = token_ids.index(part[0], start + 1)
+    except ValueError:
+        return None
+    return start
 
 
 @dataclass(slots=True)
@@ -103,15 +108,17 @@ class Said:
 
 
 def gathered(pieces: Iterable[Piece]) -> Said:
-    said = Said()
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Call] = []
     for piece in pieces:
         match piece:
             case TextPiece(text):
-                said.text += text
+                texts.append(text)
             case ReasoningPiece(text):
-                said.reasoning += text
+                thoughts.append(text)
             case ToolStart(_, id, name):
-                said.calls.append(Call(id, name))
+                calls.append(Call(id, name))
             case ToolArguments(index, text):
-                said.calls[index].arguments += text
-    return said
+                calls[index].arguments += text
+    return Said("".join(texts), "".join(thoughts), calls)

@@ -25,6 +25,8 @@ class Reading:
     keeps_special_tokens: bool = False
     reasoning: ReasoningIds | None = None
     """None where it has none, or none that tokens could tell."""
+    breaks: tuple[tuple[int, ...], ...] = ()
+    """What ends the reasoning too, in tokens."""
     may_think: bool = False
     """Whether reasoning may come before an answer that is not free. Who does not know the mark as a token has
     to be told to think."""
@@ -77,6 +79,7 @@ class Parsers:
             make_parser,
             parser.keeps_special_tokens or special,
             reasoning,
+            tuple(_encoded(mark, tokenizer) for mark in parser.reasoning_breaks),
             reasoning is not None and (reasoning.open or _may_think(prompt, parser, reasoning, thinks)),
         )
 
@@ -92,8 +95,12 @@ def reasoning_ids(parser: Parser | Chain, tokenizer: Tokenizer) -> ReasoningIds 
     """The marks of reasoning as tokens."""
     if parser.reasoning_marks is None:
         return None
-    start, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in parser.reasoning_marks)
+    start, end = (_encoded(mark, tokenizer) for mark in parser.reasoning_marks)
     return ReasoningIds(start, end, parser.opened)
+
+
+def _encoded(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(mark, add_special_tokens=False))
 
 
 def _may_think(prompt: str, parser: Parser | Chain, ids: ReasoningIds, thinks: bool | None) -> bool:

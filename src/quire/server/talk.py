@@ -46,6 +46,7 @@ class Talk:
         return Listener(
             self.reading.make and self.reading.make(),
             reasoning=self.reading.reasoning,
+            breaks=self.reading.breaks,
             leaves_out_reasoning=self.body.include_reasoning is False,
             one_call=not self.use.several,
         )

@@ -120,6 +120,7 @@ class Chain:
         self.tools = tools
         self.keeps_special_tokens = reasoning.keeps_special_tokens or tools.keeps_special_tokens
         self.reasoning_marks, self.opened = reasoning.reasoning_marks, reasoning.opened
+        self.reasoning_breaks = reasoning.reasoning_breaks
 
     def feed(self, text: str) -> list[Piece]:
         return self._through(self.reasoning.feed(text))

@@ -27,6 +27,8 @@ class Parser:
     """Whether it reads reasoning and tool calls both, so that no other parser goes with it."""
     reasoning_marks: tuple[str, str] | None = None
     """What reasoning begins and ends with, for those who look at tokens."""
+    reasoning_breaks: tuple[str, ...] = ()
+    """What ends it too."""
     opened = False
     """Whether the answer begins inside of reasoning."""
 

@@ -21,6 +21,7 @@ class Harmony(ToolParser):
     keeps_special_tokens = True
     reads_all = True
     reasoning_marks = ("", "<|channel|>final<|message|>")
+    reasoning_breaks = ("<|channel|>commentary", "<|start|>assistant to=functions")
     opened = True
 
     def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:

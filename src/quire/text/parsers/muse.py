@@ -29,6 +29,7 @@ class MuseGlimmer(TaggedCalls):
 
     reads_all = True
     reasoning_marks = ("", " to=user<|message|>")
+    reasoning_breaks = (*_TAGS.opens, _TAGS.call)
     opened = True
 
     def __init__(self, prompt: str = "", *, calls: bool = True, **more: Any) -> None:

@@ -32,6 +32,7 @@ class Reasoning(Parser):
         self.marks = marks
         self.opened = opened_by(marks, prompt)
         self.reasoning_marks = (marks.start, marks.end)
+        self.reasoning_breaks = (*marks.ends, *marks.breaks)
         self.keeps_special_tokens = marks.special
         super().__init__()
 
