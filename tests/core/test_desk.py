@@ -8,7 +8,7 @@ import pytest
 from symbolic import Engine, continuation
 
 from quire.core.desk import Desk
-from quire.data.plan import Finish
+from quire.data.plan import Finish, StepPlan
 from quire.data.stats import StepStats
 from quire.data.wire import Call, Reply
 
@@ -66,6 +66,15 @@ class Room:
 
     def is_right(self, id: str, count: int = 20) -> bool:
         return self.tokens[id] == continuation([len(id), 5, 7, 11], count)
+
+
+class BusyPeer:
+    """Stands in for the lockstep with an engine that always has work."""
+
+    is_called = True
+
+    def agreed(self, plan: StepPlan | None) -> StepPlan:
+        return StepPlan.idle(-1) if plan is None else plan
 
 
 @pytest.fixture(params=[1, 2], ids=["one at a time", "overlapped"])
@@ -148,6 +157,20 @@ def test_prefixes_are_forgotten_under_running_requests(room: Room) -> None:
     room.answer("resume")
     room.until(lambda: len(room.ended) == 2)
     assert room.is_right("a") and room.is_right("bb")
+
+
+def test_prefixes_are_forgotten_while_another_engine_is_busy(room: Room) -> None:
+    """Catches a wait for a pipeline that idle steps keep full."""
+    room.core.pipeline.lockstep = BusyPeer()  # type: ignore[assignment]
+    room.engine.check = lambda plan: None  # type: ignore[method-assign]  # it wants work in all
+    room.add("a")
+    room.until(lambda: len(room.tokens.get("a", [])) == 5)
+    number = room.ask("reset_running")
+    for _ in range(5):
+        room.turn()
+    assert room.replies[number].value is True
+    room.until(lambda: "a" in room.ended)
+    assert room.is_right("a")
 
 
 def test_a_failure_to_wake_up_leaves_it_asleep(room: Room) -> None:

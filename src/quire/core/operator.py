@@ -76,7 +76,7 @@ class Operator:
         was_open = gate.is_open
         if was_open:
             self.pause("keep")
-        while len(core.pipeline):
+        while core.scheduler.in_flight:  # other engines may go on to call it into steps
             yield None
         core.scheduler.send_back()
         is_empty = core.reset_prefix_cache()
