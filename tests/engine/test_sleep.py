@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tiny_text import TextModel, open_text, text_model
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.executor.calls import open_methods
-from quire.worker.sleep import Stowed
+from quire.worker.sleep import Stowed, _pin
 from quire.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -174,6 +175,25 @@ def test_stowed_weights_come_back_where_they_are_held() -> None:
     assert {each.untyped_storage().nbytes() for each in model.parameters()} == {0}
     stowed.restore()
     assert torch.equal(model(x), before) and torch.equal(part, held)
+
+
+def test_memory_that_cannot_be_pinned_is_nobody_elses_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps its last error until somebody looks at it, as each launch does."""
+    errors: list[int] = []
+
+    def register(*_: int) -> int:
+        errors.append(2)
+        return 2
+
+    def launch(*_: Any, **__: Any) -> None:
+        if errors:
+            raise torch.AcceleratorError(f"CUDA error {errors.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", launch)
+    assert not _pin(torch.empty(8, dtype=torch.uint8))
+    assert not errors
 
 
 def test_a_profile_of_what_was_run(model: TextModel, tmp_path: Path) -> None:

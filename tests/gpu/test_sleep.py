@@ -10,6 +10,7 @@ from oracle import make_tiny
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineError
+from quire.worker.sleep import _host_memory, _pin
 
 pytestmark = pytest.mark.gpu
 CACHE_BYTES = 1 << 30
@@ -110,6 +111,16 @@ def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs][::2] == expected[::2]
     assert said(llm) == expected
     llm.llm_engine.close()
+
+
+def test_memory_that_cannot_be_pinned_is_nobody_elses_failure() -> None:
+    memory = _host_memory(1 << 20)
+    assert _pin(memory)
+    try:
+        assert not _pin(memory), "it is pinned already"
+        assert torch.full((8,), 3, device="cuda").sum().item() == 24
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @pytest.mark.parametrize(

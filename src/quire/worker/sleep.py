@@ -72,6 +72,8 @@ def _pin(memory: Tensor) -> bool:
         return False
     failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
     if failed:
+        with contextlib.suppress(torch.AcceleratorError, torch.OutOfMemoryError):
+            torch.ones(1, device="cuda")  # CUDA keeps the error for whoever launches something next
         log.warning("%d bytes of host memory cannot be pinned (CUDA error %d)", len(memory), failed)
     return not failed
 
