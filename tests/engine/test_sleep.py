@@ -102,6 +102,25 @@ def test_level_2_drops_the_model(alone: LLM) -> None:
     assert alone.collective_rpc("memory_stats")[0]["weights"] > 0
 
 
+def test_level_2_drops_what_the_collector_was_told_to_pass_over(alone: LLM) -> None:
+    """As in the process of a core, where all that was there at its start is frozen, dead circles too."""
+
+    def make_a_circle(worker: Any) -> Any:
+        worker.model.itself = [worker.model]
+        return weakref.ref(worker.model)
+
+    (model,) = alone.collective_rpc(make_a_circle)
+    gc.freeze()
+    try:
+        alone.sleep(level=2)
+        assert model() is None
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    alone.wake_up()
+    said(alone)
+
+
 def test_level_1_drops_the_cache(alone: LLM) -> None:
     def cache_bytes(worker: Any) -> int:
         caches = [module.k_cache for module in worker.model.modules() if hasattr(module, "k_cache")]

@@ -123,6 +123,24 @@ def test_memory_that_cannot_be_pinned_is_nobody_elses_failure() -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
+def test_cores_sleep_in_processes_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose collectors pass over what was there at their start: a part that holds the model in a circle would
+    keep weights and cache, and a second copy would have to fit beside them."""
+    monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
+    llm = open_model(model, data_parallel_size=2)
+    expected, resident = said(llm), free_bytes()
+    weights = [each["weights"] for each in llm.collective_rpc("memory_stats")]
+    assert len(weights) == 2
+    for level in (2, 1, 2):
+        llm.sleep(level)
+        given = free_bytes() - resident
+        assert given > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {given}"
+        llm.wake_up()
+        assert abs(free_bytes() - resident) < 0.2 * CACHE_BYTES
+        assert said(llm) == expected, f"level {level}"
+    llm.llm_engine.close()
+
+
 @pytest.mark.parametrize(
     "ranks",
     [{"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2, "enforce_eager": True}],

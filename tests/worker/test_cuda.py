@@ -2,6 +2,7 @@
 
 import functools
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ from quire.worker.device import Computed, Model, Passed
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
+from quire.worker.runner import Runner
 from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays
 from quire.worker.worker import Worker
 
@@ -100,7 +102,7 @@ class WithGraphs(OnCPU):
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
-        self.graphs.capture(config.scheduler.max_num_seqs, seconds=600)
+        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, seconds=600)
 
 
 def best(logits: Tensor, asked: Asked) -> Tensor:
@@ -196,6 +198,14 @@ def test_rows_that_ask_for_more_than_a_plain_sample_leave_their_token_for_the_ne
     assert worker._runner is not None
     assert worker._runner.all_rows.tokens[3, 5:7].tolist() == [forced, forced]
     assert worker._runner.all_rows.tokens[1, 2:4].tolist() == greedy(tiny[1], PROMPTS[1], 2)
+
+
+def test_it_goes_when_nobody_holds_it(worker: Worker) -> None:
+    """Catches a circle: what it holds, the model, would stay until the collector comes."""
+    assert isinstance(worker._runner, Runner)
+    device = weakref.ref(worker._runner.device)
+    worker.close()
+    assert device() is None
 
 
 NEEDS_KERNELS = pytest.mark.skipif(

@@ -63,7 +63,7 @@ class Traffic:
         )
         self.tables = torch.zeros(len(windows), ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
         sizes = [1, 2, 4, 8]
-        self.graphs = Graphs(lambda batch, sheet: None, self.tables)  # type: ignore[arg-type,return-value]
+        self.graphs = Graphs(self.tables)
         self.graphs._by_size, self.graphs._sizes = {n: stand_in(n, self.tables) for n in sizes}, sizes
         self.in_flight: deque[tuple[StepPlan, NewTokens]] = deque()
         self.num_added = self.num_decodes = self.num_kept = 0

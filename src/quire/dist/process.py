@@ -45,3 +45,12 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def collect_all() -> None:
+    """Garbage among what stays, too: something large was given up."""
+    is_calm = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_calm:
+        gc.freeze()

@@ -58,7 +58,7 @@ class Cuda:
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self.graphs = Graphs(self.compute, self.block_tables, model.room, in_flight)
+        self.graphs = Graphs(self.block_tables, model.room, in_flight)
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
         self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(in_flight)])
         self._in_passing: Tensor | None = None
@@ -158,7 +158,7 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            self.graphs.capture(self._most_decodes(config), seconds=seconds)
+            self.graphs.capture(self.compute, self._most_decodes(config), seconds=seconds)
 
     def forget(self) -> None:
         self.graphs.forget()

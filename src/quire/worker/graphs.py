@@ -43,27 +43,22 @@ class Graphs:
     """One graph for each size of the ladder, all in one pool of memory."""
 
     def __init__(
-        self,
-        compute: Compute,
-        block_tables: Tensor,
-        room: Room = lambda size: None,
-        in_flight: int = IN_FLIGHT,
+        self, block_tables: Tensor, room: Room = lambda size: None, in_flight: int = IN_FLIGHT
     ) -> None:
-        self.compute = compute
         self.block_tables = block_tables
         self.room = room
         self.in_flight = in_flight
         self._by_size: dict[int, Graph] = {}
         self._sizes: list[int] = []
 
-    def capture(self, largest: int, seconds: float) -> None:
+    def capture(self, compute: Compute, largest: int, seconds: float) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
         not done within `seconds` is done without."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         for size in reversed(ladder(largest)):
             before = self.room(size)
             self._by_size[size] = Graph(
-                size, self.compute, self.block_tables, pool, before, in_flight=self.in_flight
+                size, compute, self.block_tables, pool, before, in_flight=self.in_flight
             )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)

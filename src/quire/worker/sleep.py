@@ -2,13 +2,13 @@
 
 import contextlib
 import ctypes
-import gc
 import mmap
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from quire.dist.process import collect_all
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -85,7 +85,7 @@ def _wait() -> None:
 
 def give_back(device: torch.device) -> None:
     """Let the system have what nobody holds any more."""
-    gc.collect()
+    collect_all()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError, OSError):  # another libc
