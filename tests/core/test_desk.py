@@ -1,5 +1,6 @@
 """What a core is asked beside requests: answered when it is done, in whatever state it is."""
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from quire.core.desk import Desk
 from quire.data.plan import Finish, StepPlan
 from quire.data.stats import StepStats
 from quire.data.wire import Call, Reply
+from quire.errors import EngineError, RequestError
+from quire.frontend.operation import Operation
 
 
 class Room:
@@ -25,13 +28,15 @@ class Room:
         self.tokens: dict[str, list[int]] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.results: list[Any] = []
+        self.failing: dict[str, Exception] = {}
+        """Methods of the workers that fail once."""
         self.core.executor.call = self._call  # type: ignore[method-assign]
         self.desk = Desk(self.core, lambda _, reply: self.replies.update({reply.number: reply}), self.end)
 
     def _call(self, method: Any, args: Any = (), kwargs: Any = None, timeout_s: Any = None) -> list[Any]:
         self.calls.append((method, *args))
-        if self.results and isinstance(self.results[0], Exception):
-            raise self.results.pop(0)
+        if method in self.failing:
+            raise self.failing.pop(method)
         return self.results
 
     def end(self, finished: dict[str, Finish]) -> None:
@@ -66,6 +71,19 @@ class Room:
 
     def is_right(self, id: str, count: int = 20) -> bool:
         return self.tokens[id] == continuation([len(id), 5, 7, 11], count)
+
+
+def wake_up(*rooms: Room, tags: list[str] | None = None) -> None:
+    """As an API process wakes up all its cores."""
+
+    async def call_all(method: str, args: dict[str, Any], timeout_s: float | None = None) -> list[Any]:
+        replies = [room.answer(method, **args) for room in rooms]
+        for reply in replies:
+            if reply.error:
+                raise (RequestError if reply.is_request else EngineError)(reply.error)
+        return [reply.value for reply in replies]
+
+    asyncio.run(Operation(call_all, lambda: None, {}).wake_up(tags))
 
 
 class BusyPeer:
@@ -137,9 +155,11 @@ def test_kept_requests_start_again_after_sleep(room: Room, level: int) -> None:
     worker = room.engine.worker
     worker.cache = [None] * len(worker.cache)
     room.add("dddd")
-    assert not room.answer("wake_up", tags=["kv_cache"]).error
+    wake_up(room, tags=["kv_cache"])
     assert room.answer("sleep_level").value == level and room.core.gate.is_shut
-    assert not room.answer("wake_up", tags=None).error
+    assert ("warm_up",) not in room.calls
+    wake_up(room, tags=["weights"])
+    assert room.calls[-2:] == [("wake_up", ["kv_cache", "weights"]), ("warm_up",)]
     room.until(lambda: len(room.ended) == 4)
     assert all(room.is_right(id) for id in ("a", "bb", "ccc", "dddd"))
 
@@ -173,15 +193,27 @@ def test_prefixes_are_forgotten_while_another_engine_is_busy(room: Room) -> None
     assert room.is_right("a")
 
 
-def test_a_failure_to_wake_up_leaves_it_asleep(room: Room) -> None:
-    room.answer("pause", mode="abort")
-    room.answer("sleep", level=1)
-    room.results = [RuntimeError("no memory")]
-    reply = room.answer("wake_up", tags=None)
-    assert "no memory" in reply.error and not reply.is_request
-    assert room.answer("sleep_level").value == 1
-    assert not room.answer("wake_up", tags=None).error
-    assert room.answer("sleep_level").value == 0 and room.core.gate.is_open
+@pytest.mark.parametrize("method", ["wake_up", "warm_up"])
+def test_one_that_fails_to_wake_up_leaves_all_asleep(method: str) -> None:
+    """Catches one that warms up, where it would wait for the others, or takes steps without them; and
+    one that is not asked a second time."""
+    rooms = [Room(), Room()]
+    for room in rooms:
+        room.answer("pause", mode="abort")
+        room.answer("sleep", level=1)
+        room.calls.clear()
+    rooms[1].failing[method] = RuntimeError("no memory")
+    with pytest.raises(EngineError, match="no memory"):
+        wake_up(*rooms)
+    assert (("warm_up",) in rooms[0].calls) == (method == "warm_up")
+    assert rooms[1].answer("resume").is_request, "it sleeps"
+    assert all(room.core.gate.is_shut and room.answer("sleep_level").value == 1 for room in rooms)
+    for room in rooms:
+        room.calls.clear()
+    wake_up(*rooms)
+    expected = [("wake_up", ["kv_cache", "weights"]), ("warm_up",)]
+    assert all(room.calls == expected and room.core.gate.is_open for room in rooms)
+    assert all(room.answer("sleep_level").value == 0 for room in rooms)
 
 
 @pytest.mark.parametrize(

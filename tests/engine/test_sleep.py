@@ -12,7 +12,7 @@ import torch
 from tiny_text import TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, EngineError, RequestError
 from quire.executor.calls import open_methods
 from quire.worker.sleep import Stowed, _pin
 from quire.worker.worker import Worker
@@ -121,11 +121,61 @@ def test_level_2_drops_what_the_collector_was_told_to_pass_over(alone: LLM) -> N
     said(alone)
 
 
-def test_level_1_drops_the_cache(alone: LLM) -> None:
-    def cache_bytes(worker: Any) -> int:
-        caches = [module.k_cache for module in worker.model.modules() if hasattr(module, "k_cache")]
-        return sum(cache.nbytes for cache in caches)
+def cache_bytes(worker: Any) -> int:
+    caches = [module.k_cache for module in worker.model.modules() if hasattr(module, "k_cache")]
+    return sum(cache.nbytes for cache in caches)
 
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("method", ["quire.worker.worker.bind", "quire.worker.host.Host.warm_up"])
+def test_a_second_attempt_to_wake_up_makes_up_for_the_first(
+    alone: LLM, method: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches steps in the one block of a cache that sleeps; and a cache that stays where one failed, so that
+    there is no room for the next."""
+
+    def fail(*_: Any, **given: Any) -> None:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("no room")
+
+    before, whole = said(alone), alone.collective_rpc(cache_bytes)[0]
+    alone.sleep(level)
+    monkeypatch.setattr(method, fail)
+    with pytest.raises(EngineError, match="no room"):
+        alone.wake_up()
+    with pytest.raises(RequestError, match="wake_up"):
+        alone.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    alone.wake_up()
+    assert alone.collective_rpc(cache_bytes)[0] == whole
+    assert said(alone) == before
+
+
+class LikeCuda(str):
+    """A CPU to torch, and none to a worker."""
+
+    type = "cuda"
+
+
+def test_who_cannot_fall_asleep_wakes_up_whole(alone: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is gone when weights find no host memory."""
+
+    def fail(model: Any) -> None:
+        raise MemoryError("no room")
+
+    before, whole = said(alone), alone.collective_rpc(cache_bytes)[0]
+    monkeypatch.setattr("quire.worker.worker.Stowed", fail)
+    alone.collective_rpc(lambda worker: monkeypatch.setattr(worker, "device", LikeCuda("cpu")))
+    with pytest.raises(EngineError, match="no room"):
+        alone.sleep(1)
+    monkeypatch.undo()
+    assert alone.collective_rpc(cache_bytes)[0] < whole / 4
+    alone.wake_up()
+    assert alone.collective_rpc(cache_bytes)[0] == whole
+    assert said(alone) == before
+
+
+def test_level_1_drops_the_cache(alone: LLM) -> None:
     whole = alone.collective_rpc(cache_bytes)[0]
     alone.sleep(level=1)
     assert alone.collective_rpc(cache_bytes)[0] < whole / 4

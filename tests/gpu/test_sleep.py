@@ -113,6 +113,33 @@ def test_somebody_else_uses_the_memory_meanwhile(model: Path) -> None:
     llm.llm_engine.close()
 
 
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"data_parallel_size": 2}, {"tensor_parallel_size": 2, "enforce_eager": True}],
+    ids=["here", "two cores", "two ranks"],
+)
+def test_weights_fit_and_the_cache_does_not(
+    model: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the one that has no room, and the next attempt makes the whole cache."""
+    monkeypatch.setenv("QUIRE_TEST_SHARE_GPU", "1")
+    llm = open_model(model, **where)
+    expected = said(llm)
+    weights = sum(each["weights"] for each in llm.collective_rpc("memory_stats"))
+    for level in (1, 2):
+        llm.sleep(level)
+        # Of two workers none, or one, has room for its cache.
+        left = weights + CACHE_BYTES * (3 if where else 1) // 2
+        taken = torch.empty(free_bytes() - left, dtype=torch.uint8, device="cuda")
+        with pytest.raises(EngineError, match="memory"):
+            llm.wake_up()
+        del taken
+        torch.cuda.empty_cache()
+        llm.wake_up()
+        assert said(llm) == expected, f"level {level}"
+    llm.llm_engine.close()
+
+
 def test_memory_that_cannot_be_pinned_is_nobody_elses_failure() -> None:
     memory = _host_memory(1 << 20)
     assert _pin(memory)

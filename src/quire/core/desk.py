@@ -70,6 +70,7 @@ class Desk:
             "pause": self._pause,
             "sleep": self.operator.sleep,
             "wake_up": self.operator.wake_up,
+            "warm_up": self.operator.warm_up,
             "collective_rpc": self.operator.collective_rpc,
             "profile": self.operator.profile,
         }

@@ -138,7 +138,9 @@ class LocalEngine:
         return outputs
 
     def wake_up(self, tags: list[str] | None) -> None:
-        done(self.operator.wake_up(tags))
+        if done(self.operator.wake_up(tags)):
+            done(self.operator.warm_up())
+            self.operator.resume()
 
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: float | None, args: Any, kwargs: Any

@@ -65,7 +65,7 @@ class Operator:
         gate = self.core.gate
         if gate.asleep:
             raise RequestError(f"{_and(gate.asleep)} sleep: wake them up first")
-        gate.is_open, gate.drains = True, False
+        gate.level, gate.is_open, gate.drains = 0, True, False
         outside, gate.outside = gate.outside, {}
         for request in outside.values():
             self.core.add(request)
@@ -105,17 +105,23 @@ class Operator:
         yield partial(self._call_own, "sleep", [level])
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Work:
-        """All, or some of it; steps are taken again when nothing sleeps any more."""
+        """Have the workers take back all, or some of it. Whether nothing is missing: then they warm up, and
+        steps are resumed. Workers that take steps together do that together, so each waits for all."""
         for tag in tags or ():
             check_choice("tags", tag, TAGS)
         gate = self.core.gate
-        wanted = gate.asleep & set(tags or TAGS)
-        if wanted:
-            yield partial(self._call_own, "wake_up", [sorted(wanted)])
-            gate.asleep = gate.asleep - wanted
-        if not gate.asleep:
-            gate.level = 0
-            self.resume()
+        if not gate.level:
+            return True
+        missing = gate.asleep - set(tags or TAGS)
+        yield partial(self._call_own, "wake_up", [sorted(set(MEMORY) - missing)])
+        gate.asleep = missing or {"kv_cache"}  # until they are warm
+        return not missing
+
+    def warm_up(self) -> Work:
+        gate = self.core.gate
+        if gate.level and gate.asleep == {"kv_cache"}:
+            yield partial(self._call_own, "warm_up", [])
+            gate.asleep = set()
 
     def _call_own(self, method: str, args: list[Any]) -> None:
         started = time.monotonic()

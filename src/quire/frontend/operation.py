@@ -16,7 +16,7 @@ class Operation:
     """The engine as its operators see it: paused, asleep, asked for what its workers say.
 
     Cores that share experts wait for each other in every step, so that all rest before the first of them
-    sleeps.
+    sleeps, and all have their memory before the first of them warms up.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class Operation:
         self._forget_prefixes()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        await self._call_all("wake_up", {"tags": tags}, None)
+        """All or some of it; steps are taken again when nothing sleeps any more, on any core."""
+        if all(await self._call_all("wake_up", {"tags": tags}, None)):
+            await self._call_all("warm_up", {}, None)
+            await self._call_all("resume", {})
 
     async def is_sleeping(self) -> bool:
         return any(await self._call_all("sleep_level", {}))

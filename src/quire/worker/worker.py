@@ -1,7 +1,9 @@
 """The worker: one device's model, cache and runner, put together once."""
 
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -192,10 +194,14 @@ class Worker:
             log.info("%s", table(self._needs, size))
 
     def warm_up(self) -> None:
-        if isinstance(self._runner, Runner | StageRunner):
-            self._runner.device.warm_up(self.config)
-        if self.balancer is not None:
-            self.balancer.begin()
+        """Workers that take steps together do it together: each of them has its memory by then."""
+        assert not self._asleep, "wake_up() comes first"
+        self._forget_steps()
+        with self._or_without_cache():
+            if isinstance(self._runner, Runner | StageRunner):
+                self._runner.device.warm_up(self.config)
+            if self.balancer is not None:
+                self.balancer.begin()
 
     # ---- steps
 
@@ -223,38 +229,43 @@ class Worker:
         """Give back the memory of the cache and of the weights, which at level 1 go to host memory: those of
         a CPU are there already, and stay. How many bytes that freed. No step may be under way."""
         before, started = used_bytes(self.device), time.monotonic()
-        self._forget_steps()
+        self._asleep = set(MEMORY)  # even if it fails: who wakes up finds what is here still
+        self._drop_cache()
         if level > 1:
             if self._stowed is not None:
                 self._stowed.drop()
             self.model = self._runner = self.balancer = self._stowed = None
-        elif self.model is not None and self._stowed is None:
-            if self._needs is not None:
-                self._bind(num_blocks=1, num_rows=0)
-            if self.device.type == "cuda":
-                self._stowed = Stowed(self.model)
-        self._asleep = set(MEMORY)
+        elif self.model is not None and self._stowed is None and self.device.type == "cuda":
+            self._stowed = Stowed(self.model)
         give_back(self.device)
         freed = before - used_bytes(self.device)
         log.info("Asleep: %s given back in %.2f s", human(max(freed, 0)), time.monotonic() - started)
         return freed
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take back what was given. A cache waits for the weights, since it may be scaled by some of them;
-        what knows addresses (CUDA graphs) is made anew once both are there."""
-        if not self._asleep:
-            return
-        started = time.monotonic()
-        self._asleep -= set(tags) - {"weights"}
-        if "weights" in tags and "weights" in self._asleep:
-            self._wake_weights()
-            self._asleep.discard("weights")
-        if self._asleep:
-            return
-        if self._needs is not None and self._size is not None:
-            self._bind(self._size.num_blocks)
-        self.warm_up()
-        log.info("Awake in %.2f s", time.monotonic() - started)
+        """Take back of it what was given. A cache waits for the weights, since it may be scaled by some of
+        them; what knows addresses (CUDA graphs) is made anew by `warm_up`, once both are there."""
+        wanted = self._asleep & set(tags)
+        with self._or_without_cache():
+            if "weights" in wanted:
+                self._wake_weights()
+                self._asleep.discard("weights")
+            if "kv_cache" in wanted and "weights" not in self._asleep:
+                if self._needs is not None and self._size is not None:
+                    self._bind(self._size.num_blocks)
+                self._asleep.discard("kv_cache")
+
+    @contextmanager
+    def _or_without_cache(self) -> Iterator[None]:
+        """Who cannot have all holds no more than it has to: the next attempt needs the room."""
+        try:
+            yield
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what was made so far
+            self._asleep.add("kv_cache")
+            self._drop_cache()
+            give_back(self.device)
+            raise
 
     def _wake_weights(self) -> None:
         if self._stowed is not None:
@@ -268,6 +279,12 @@ class Worker:
                 self._pooler(self.config.pooling, self._rows)
             else:
                 self._generator(self._rows)
+
+    def _drop_cache(self) -> None:
+        """What knows where it lies, too."""
+        self._forget_steps()
+        if self._needs is not None and self.model is not None and self._stowed is None:
+            self._bind(num_blocks=1, num_rows=0)
 
     def _forget_steps(self) -> None:
         if isinstance(self._runner, Runner | StageRunner):
