@@ -230,8 +230,8 @@ def test_an_input_that_is_no_text_or_too_deep_is_answered_still() -> None:
     must = {"tool_choice": {"type": "tool", "name": "look"}, "thinking": {"type": "disabled"}}
     (call,) = parsed(r'{"\ude00": ["a\ud83db", "\ud83d\ude00"]}', **must)[0]["content"]
     assert call["input"] == {"\ufffd": ["a\ufffdb", "\U0001f600"]}
-    deep = FakeEngine('{"a":' * 2000 + "1" + "}" * 2000, max_model_len=20_000)
-    found = send(deep, PARSERS, tools=TOOLS, max_tokens=15_000, **must)
+    deep = FakeEngine('{"a":' + "[" * 1500 + "]" * 1500 + "}", max_model_len=4_000)
+    found = send(deep, PARSERS, tools=TOOLS, max_tokens=3_900, **must)
     assert found.json()["content"][0]["input"] == {}
 
 
