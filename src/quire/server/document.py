@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
 
 from quire.errors import RequestError
 from quire.server.direct import MAYBE_SURROGATE
@@ -29,14 +30,20 @@ CODES = (400, 404, 413, 429, 500, 503)
 """With which a route that the engine works for may fail."""
 
 
-def replies_of(model: type, *codes: int, stream: bool = False, error: type = ErrorReply) -> dict[str, Any]:
-    """The `responses` of a route's document, with those that every route may give."""
-    described: dict[int | str, dict[str, Any]] = {200: {"model": model}}
+def replies_of(
+    model: type | None, *codes: int, stream: bool = False, error: type = ErrorReply
+) -> dict[str, Any]:
+    """The `responses` of a route's document, with those that every route may give. Without a model what goes
+    well has no body."""
+    done: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
+    described: dict[int | str, dict[str, Any]] = {200: done}
     if stream:
         text = {"schema": {"type": "string"}, "example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
         described[200]["content"] = {"text/event-stream": text}
     described |= {code: {"model": error} for code in codes}
-    return {"responses": described, "response_model": None}
+    return {"responses": described, "response_model": None} | (
+        {"response_class": Response} if model is None else {}
+    )
 
 
 def document(app: FastAPI) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from quire.config.env import PREFIXES
 from quire.data.operating import TAGS, check_choice
 from quire.errors import RequestError
 from quire.logs import get_logger
+from quire.server.document import replies_of
 from quire.server.errors import json_response
 from quire.server.generate import Api
-from quire.server.replies import ErrorReply, ResetReply
+from quire.server.replies import ResetReply
 from quire.server.requests import Many
 from quire.text.tokenizer import Tokenizer
 
@@ -79,12 +80,6 @@ class WorldReply(BaseModel):
     world_size: int
 
 
-def _replies(model: type | None, *codes: int) -> dict[str, Any]:
-    described: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in codes}
-    described[200] = {"description": "Done.", "content": {}} if model is None else {"model": model}
-    return {"responses": described, "response_model": None, "response_class": Response}
-
-
 _CODES = (400, 500, 503)
 
 
@@ -106,23 +101,23 @@ def add_operate_routes(app: FastAPI, api: Api) -> None:
 def _add_rest_routes(app: FastAPI, api: Api) -> None:
     operation = api.engine.operation
 
-    @app.post("/pause", **_replies(StateReply, *_CODES))
+    @app.post("/pause", **replies_of(StateReply, *_CODES))
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Response:
         """Take no more steps. Running requests end, are waited for, or are kept; new ones wait."""
         await operation.pause(mode, clear_cache=clear_cache)
         return json_response({"status": "paused"})
 
-    @app.post("/resume", **_replies(StateReply, *_CODES))
+    @app.post("/resume", **replies_of(StateReply, *_CODES))
     async def resume() -> Response:
         """Take steps again."""
         await operation.resume()
         return json_response({"status": "resumed"})
 
-    @app.get("/is_paused", **_replies(PausedReply, *_CODES))
+    @app.get("/is_paused", **replies_of(PausedReply, *_CODES))
     async def is_paused() -> Response:
         return json_response({"is_paused": await operation.is_paused()})
 
-    @app.post("/abort_requests", **_replies(AbortReply, *_CODES))
+    @app.post("/abort_requests", **replies_of(AbortReply, *_CODES))
     async def abort_requests(body: AbortBody) -> Response:
         """End requests, whoever answers them."""
         return json_response({"aborted": await operation.abort(body.request_ids)})
@@ -131,13 +126,13 @@ def _add_rest_routes(app: FastAPI, api: Api) -> None:
 def _add_sleep_routes(app: FastAPI, api: Api) -> None:
     operation = api.engine.operation
 
-    @app.post("/sleep", **_replies(None, *_CODES))
+    @app.post("/sleep", **replies_of(None, *_CODES))
     async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> Response:
         """Give memory back: weights to the host (1) or dropped (2), the cache dropped."""
         await operation.sleep(level, mode)
         return Response(status_code=200)
 
-    @app.post("/wake_up", **_replies(None, *_CODES))
+    @app.post("/wake_up", **replies_of(None, *_CODES))
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Take it back, all or by tags (weights, kv_cache), and go on."""
         for tag in tags or ():
@@ -145,7 +140,7 @@ def _add_sleep_routes(app: FastAPI, api: Api) -> None:
         await operation.wake_up(tags)
         return Response(status_code=200)
 
-    @app.get("/is_sleeping", **_replies(SleepingReply, *_CODES))
+    @app.get("/is_sleeping", **replies_of(SleepingReply, *_CODES))
     async def is_sleeping() -> Response:
         return json_response({"is_sleeping": await operation.is_sleeping()})
 
@@ -153,7 +148,7 @@ def _add_sleep_routes(app: FastAPI, api: Api) -> None:
 def _add_worker_routes(app: FastAPI, api: Api) -> None:
     operation = api.engine.operation
 
-    @app.post("/collective_rpc", **_replies(RpcReply, *_CODES))
+    @app.post("/collective_rpc", **replies_of(RpcReply, *_CODES))
     async def collective_rpc(body: RpcBody) -> Response:
         """Call a public method of every worker."""
         found = await operation.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
@@ -162,7 +157,7 @@ def _add_worker_routes(app: FastAPI, api: Api) -> None:
         except (TypeError, ValueError) as error:
             raise RequestError(f"{body.method} returned what is no JSON: {error}") from None
 
-    @app.get("/get_world_size", **_replies(WorldReply, *_CODES))
+    @app.get("/get_world_size", **replies_of(WorldReply, *_CODES))
     async def get_world_size(include_dp: bool = True) -> Response:
         """Workers of all engines, or of one."""
         parallel = operation.settings["parallel"]
@@ -172,7 +167,7 @@ def _add_worker_routes(app: FastAPI, api: Api) -> None:
             size *= parallel[name]
         return json_response({"world_size": size})
 
-    @app.get("/server_info", **_replies(dict, *_CODES))
+    @app.get("/server_info", **replies_of(dict, *_CODES))
     async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
         """The engine's settings as they came out, and where it runs; nothing secret."""
         found = operation.settings
@@ -187,18 +182,18 @@ def _add_cache_routes(app: FastAPI) -> None:
         return json_response({"success": True})
 
     for name in ("reset_mm_cache", "reset_encoder_cache"):
-        described = _replies(ResetReply, *_CODES)
+        described = replies_of(ResetReply, *_CODES)
         app.add_api_route(f"/{name}", nothing, methods=["POST"], operation_id=name, **described)
 
 
 def _add_profile_routes(app: FastAPI, api: Api) -> None:
-    @app.post("/start_profile", **_replies(None, *_CODES))
+    @app.post("/start_profile", **replies_of(None, *_CODES))
     async def start_profile() -> Response:
         """Record what the workers do from now on."""
         await api.engine.operation.profile(True)
         return Response(status_code=200)
 
-    @app.post("/stop_profile", **_replies(None, *_CODES))
+    @app.post("/stop_profile", **replies_of(None, *_CODES))
     async def stop_profile() -> Response:
         """Write down what was recorded."""
         await api.engine.operation.profile(False)
@@ -206,7 +201,7 @@ def _add_profile_routes(app: FastAPI, api: Api) -> None:
 
 
 def _add_tokenizer_info(app: FastAPI, api: Api) -> None:
-    @app.get("/tokenizer_info", **_replies(dict, *_CODES))
+    @app.get("/tokenizer_info", **replies_of(dict, *_CODES))
     async def show_tokenizer_info() -> Response:
         """The tokenizer: its special tokens and its chat template."""
         tokenizer = api.engine.inputs.tokenizer
