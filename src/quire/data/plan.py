@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.embeds import Embeds
+from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.stats import StepStats
@@ -50,6 +51,15 @@ class Admission(msgspec.Struct):
     """The prompt as vectors, in place of its token ids."""
     pooling: PoolingParams | None = None
     """Instead of a new token, what the request wants of its hidden states."""
+    adapter: int = -1
+    """The slot of its adapter; -1: it has none."""
+
+
+class Slotted(msgspec.Struct):
+    """An adapter on its way into a slot of the device; whatever was there goes."""
+
+    slot: int
+    adapter: LoRARequest
 
 
 class StepPlan(msgspec.Struct):
@@ -78,6 +88,9 @@ class StepPlan(msgspec.Struct):
     confined: Ints = _NONE
     """The rows that sample by a grammar. What they may sample depends on tokens that may still be under way:
     it follows, as `Masks`, and no row samples before."""
+
+    adapters: list[Slotted] = []
+    """What goes into slots before anything is computed; each worker has read it by now."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.data.embeds import Embeds
+from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 
@@ -29,6 +30,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Whether its share of every step is told."""
     embeds: Embeds | None = None
     """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
+    lora: LoRARequest | None = None
+    """The adapter that it is answered with."""
     tenant: int = 0
     """Whose it is, where tokens are shared by key; 0: nobody's in particular."""
     weight: float = 1.0

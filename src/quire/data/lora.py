@@ -1,0 +1,50 @@
+"""`LoRARequest`: the adapter that a request wants to be answered with."""
+
+from typing import Any
+
+import msgspec
+
+from quire.errors import RequestError
+
+
+class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
+    """An adapter by name, number and place. Who has the same name is the same."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    base_model_name: str | None = None
+    tensorizer_config_dict: dict[str, Any] | None = None
+    load_inplace: bool = False
+    """Whether an adapter of this name is read again, since what lies there has changed."""
+    is_3d_lora_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise RequestError(f"lora_int_id must be at least 1, not {self.lora_int_id}", param="lora_request")
+        if not self.lora_path:
+            raise RequestError("lora_path must not be empty", param="lora_request")
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
+
+    def __hash__(self) -> int:
+        return hash(self.lora_name)
+
+
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """What is known of an adapter once it was read."""
+
+    digest: bytes
+    """Of its contents: what the prefix cache tells it by."""
+    rank: int
+    num_bytes: int
+    """In host memory, on one device."""
