@@ -21,7 +21,9 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.lora_int_id < 1:
-            raise RequestError(f"lora_int_id must be at least 1, not {self.lora_int_id}", param="lora_request")
+            raise RequestError(
+                f"lora_int_id must be at least 1, not {self.lora_int_id}", param="lora_request"
+            )
         if not self.lora_path:
             raise RequestError("lora_path must not be empty", param="lora_request")
 
