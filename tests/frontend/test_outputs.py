@@ -126,7 +126,7 @@ def test_logprobs_go_to_their_request_with_ranks(tokenizer: Tokenizer) -> None:
     outputs = expecting(tokenizer, logprobs=2)
     add(outputs, "b")
     found = RowLogprobs([50, 60, 61], [-3.0, -0.5, -1.0], rank=7)
-    first, second = outputs.process(step({"a": 50, "b": 51}, logprobs={"a": found})).outputs
+    first, second = outputs.process(step({"a": 50, "b": 51}, logprobs={"a": [found]})).outputs
     assert second.outputs[0].logprobs is None and second.outputs[0].cumulative_logprob is None
     (position,) = first.outputs[0].logprobs or []
     assert position is not None
@@ -276,6 +276,6 @@ def test_what_is_more_than_text_takes_no_short_way(tokenizer: Tokenizer, asked: 
     outputs = OutputProcessor(tokenizer)
     add(outputs, "a", output_kind=DELTA, put_text=never, **asked)
     id = "0_a" if "n" in asked else "a"
-    logprobs = {id: RowLogprobs([50, 51], [-1.0, -2.0], 1)} if "logprobs" in asked else {}
+    logprobs = {id: [RowLogprobs([50, 51], [-1.0, -2.0], 1)]} if "logprobs" in asked else {}
     seen = [outputs.process(step({id: 50}, logprobs=dict(logprobs))).outputs for _ in range(5)]
     assert sum(map(len, seen)) >= 2

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Masks, StepResult
+from quire.data.plan import Ints, Masks, RowLogprobs
 from quire.errors import ConfigError
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
@@ -23,6 +23,13 @@ INF = math.inf
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, CUDA))]
+
+
+class Drawn(NamedTuple):
+    """Tokens and logprobs by place."""
+
+    token_ids: Ints
+    logprobs: dict[int, RowLogprobs]
 
 
 @dataclass
@@ -52,9 +59,7 @@ def case(number: int, **fields: Any) -> Case:
     return Case(params, ids[0, :prompt_len].tolist(), ids[1, :output_len].tolist(), logits, seed=number)
 
 
-def sample(
-    cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu", first: int = 0
-) -> StepResult:
+def sample(cases: list[Case], *, mode: str = "raw_logprobs", device: str = "cpu", first: int = 0) -> Drawn:
     """Sample the cases in this order; case i lives in row (first + 7 * i) % MAX_ROWS."""
     state = SamplingRows(MAX_ROWS, VOCAB, torch.device(device))
     tokens = np.zeros((MAX_ROWS, MAX_LEN), np.int32)
@@ -68,9 +73,9 @@ def sample(
     sampler = Sampler(VOCAB, torch.device(device), mode)
     sampled = sampler(logits, rows, state, tokens, num_tokens, prompt_lens)
     by_place = {
-        place: sampled.logprobs[row] for place, row in enumerate(rows.tolist()) if row in sampled.logprobs
+        place: sampled.logprobs[row][0] for place, row in enumerate(rows.tolist()) if row in sampled.logprobs
     }
-    return StepResult(sampled.token_ids.int().cpu().numpy(), by_place)
+    return Drawn(sampled.token_ids.int().cpu().numpy(), by_place)
 
 
 def reference_logits(one: Case) -> list[float]:
@@ -168,7 +173,7 @@ def asking_all(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "logprobs": -1}
 
 
-def check_against_reference(one: Case, sampled: StepResult, place: int) -> None:
+def check_against_reference(one: Case, sampled: Drawn, place: int) -> None:
     expected = reference_logits(one)
     found = sampled.logprobs[place]
     values = dict(zip(found.token_ids, found.logprobs, strict=True))
@@ -379,4 +384,4 @@ def test_masked_rows_sample_what_they_may_and_others_as_ever(device: str) -> Non
         assert [bound[at] for at in (0, 2, 5)] == [free[at] for at in (0, 2, 5)]
         assert padded[0, bound[1]] and padded[1, bound[3]] and bound[4] == 5
         assert results[1].logprobs[9] == results[0].logprobs[9]
-        assert results[1].logprobs[3].logprobs[0] > results[0].logprobs[3].logprobs[0]
+        assert results[1].logprobs[3][0].logprobs[0] > results[0].logprobs[3][0].logprobs[0]

@@ -19,6 +19,7 @@ from quire.data.plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan,
 from quire.data.request import Request
 from quire.errors import EngineDead
 from quire.executor import Pending
+from quire.sched.drafting import Drafting
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
@@ -88,6 +89,54 @@ class Row:
         return self.prints[position]
 
 
+def guess(tokens: list[int], count: int) -> list[int]:
+    """How a sequence goes on, with a mistake here and there."""
+    said = continuation(tokens, count)
+    return [token if (len(tokens) + at) % 5 else (token + 1) % VOCAB for at, token in enumerate(said)]
+
+
+class Guesses:
+    """A proposer with such guesses."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def admit(self, row: int, tokens: Any) -> None:
+        self.texts[row] = tokens.tolist()
+
+    def extend(self, row: int, tokens: Any) -> None:
+        self.texts[row] += tokens.tolist()
+
+    def release(self, row: int, tokens: Any) -> None:
+        assert tokens[: len(self.texts[row])].tolist() == self.texts.pop(row)
+
+    def propose(self, row: int, most: int) -> Any:
+        text = self.texts[row]
+        return np.array(guess(text, most)[: most - len(text) % 2], np.int32)
+
+
+class Always:
+    """So many drafts, whatever becomes of them; for some rows none."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.num_drafts = self.num_held = 0
+
+    def lengths(self, rows: Any) -> Any:
+        return np.where(rows % 3 == 2, 0, self.count).astype(np.int32)
+
+    def learn(self, rows: Any, num_drafts: Any, num_held: Any) -> None:
+        assert (num_held <= num_drafts).all() and (num_held >= 0).all()
+        self.num_drafts += int(num_drafts.sum())
+        self.num_held += int(num_held.sum())
+
+    def timed(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        assert num_tokens >= num_rows and seconds >= 0
+
+
+DRAFTING = {"host": lambda: Drafting(Always(3), Guesses()), "worker": lambda: Drafting(Always(2), None)}
+
+
 @dataclass
 class SymbolicWorker:
     num_blocks: int
@@ -113,21 +162,49 @@ class SymbolicWorker:
                 self.rows[number].blocks[group].append(block)
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one plan"
         result = StepResult(token_ids=np.empty(0, np.int32), logprobs={}, prompt_logprobs={})
-        sampled = []
+        sampled: list[list[int]] = []
+        drafts = self._drafts(plan)
         for number, count, samples in zip(plan.rows.tolist(), plan.num_tokens, plan.samples, strict=True):
-            row = self.rows[number]
+            row, guessed = self.rows[number], drafts.get(number, [])
             chunk = range(row.num_computed + 1, min(row.num_computed + int(count) + 1, row.prompt_len))
-            fingerprint = self._compute(row, int(count))
+            length = len(row.tokens)
+            row.tokens += guessed
+            self._compute(row, int(count))
             assert samples == (row.num_computed == len(row.tokens))
             if samples:
-                sampled.append(fingerprint % VOCAB)
-                row.tokens.append(sampled[-1])
+                sampled.append(self._draw(row, length, guessed))
                 if row.params.logprobs is not None:
-                    result.logprobs[number] = logprobs_of(row.tokens, len(row.tokens) - 1)
+                    places = range(length, len(row.tokens))
+                    result.logprobs[number] = [logprobs_of(row.tokens, at) for at in places]
             if row.params.prompt_logprobs is not None and chunk:
                 result.prompt_logprobs[number] = [logprobs_of(row.tokens, at) for at in chunk]
-        result.token_ids = np.array(sampled, np.int32)
+        result.token_ids = np.array([token for new in sampled for token in new], np.int32)
+        if len(plan.num_drafts):
+            result.counts = np.array([len(new) for new in sampled], np.int32)
         return result
+
+    def _drafts(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Those that the plan brings, or guesses of its own: right ones and wrong ones."""
+        if not len(plan.num_drafts):
+            return {}
+        given, found = plan.drafts.tolist(), {}
+        for number, count in zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=True):
+            if count and len(plan.drafts):
+                found[number], given = given[:count], given[count:]
+            elif count:
+                found[number] = guess(self.rows[number].tokens, count)
+        assert not given
+        return found
+
+    def _draw(self, row: Row, length: int, guessed: list[int]) -> list[int]:
+        """What follows the first `length` tokens, as long as what was guessed behind them is right."""
+        new = [row.print_at(length - 1) % VOCAB]
+        while len(new) <= len(guessed) and guessed[len(new) - 1] == new[-1]:
+            new.append(row.print_at(length - 1 + len(new)) % VOCAB)
+        row.tokens[length:] = new
+        row.num_computed = len(row.tokens) - 1
+        del row.prints[row.num_computed :]
+        return new
 
     def _slot(self, row: Row, group: int, position: int) -> int:
         block = row.blocks[group][position // self.block_size]
@@ -280,8 +357,12 @@ class Engine:
         depth: int = 1,
         lazy: bool = False,
         layout: str = "full",
+        drafts: str | None = None,
         **limits: Any,
     ) -> None:
+        states = has_states(LAYOUTS[layout].specs) or limits.get("num_stages", 1) > 1
+        self.drafts = None if drafts is None or states else drafts
+        limits["drafting"] = DRAFTING[self.drafts]() if self.drafts else None
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 4096} | limits
         self.kv = KVManager(
             num_blocks=num_blocks,
@@ -327,9 +408,9 @@ class Engine:
         output = self.core.step() or StepOutput([], [])
         if not len(self.core.pipeline):
             self.device.refused = False  # the core has learnt of it
-        for id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+        for id, new in output.by_request():
             assert id not in self.reasons, f"a token for {id}, which has ended"
-            self.outputs[id].append(token_id)
+            self.outputs[id] += new
         self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
         self.steps.append(output)
         if self.device.is_quiet:
@@ -356,7 +437,8 @@ class Engine:
         assert len(scheduler.running) <= scheduler.limits.max_rows
         assert len(scheduler.in_flight) <= self.core.pipeline.depth
         users: dict[int, int] = {}
-        chunks = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+        counted = plan.num_tokens - plan.num_drafts if len(plan.num_drafts) else plan.num_tokens
+        chunks = dict(zip(plan.rows.tolist(), counted.tolist(), strict=True))
         for row in scheduler.running.order.tolist():
             for tables, window in zip(kv.tables, kv.windows, strict=True):
                 self.check_table(row, tables[row], window, chunks.get(row, 0))
@@ -370,19 +452,21 @@ class Engine:
 
     def check_table(self, row: int, table: list[Any], window: int | None, chunk: int) -> None:
         """A group holds what its chunk needs, and with a window nothing else."""
-        size, reach = self.kv.block_size, int(self.scheduler.running.num_computed[row])
-        assert len(table) * size >= reach, "tokens without a block"
-        assert len(table) * size - reach < size, "more than one partly filled block"
+        running = self.scheduler.running
+        size, reach = self.kv.block_size, int(running.num_computed[row])
+        assert len(table) * size >= reach + running.num_drafts[row], "tokens without a block"
+        if self.drafts is None:
+            assert len(table) * size - reach < size, "more than one partly filled block"
         held = [place for place, block in enumerate(table) if block is not None]
         first_seen = 0 if window is None else max(reach - chunk - window + 1, 0)
         assert held == list(range(first_seen // size, len(table))), "more than is seen, or less"
         if window is not None:
-            assert len(held) * size < window - 1 + chunk + 2 * size
+            assert len(held) * size < window - 1 + chunk + 2 * size + (16 if self.drafts else 0)
 
     def check_row(self, row: int, planned: bool) -> None:
         running = self.scheduler.running
         num_tokens, num_known = int(running.num_tokens[row]), int(running.num_known[row])
-        assert num_tokens <= running.limit[row], "a token behind the limit"
+        assert num_tokens + running.num_drafts[row] <= running.limit[row], "a token behind the limit"
         assert num_tokens - num_known <= self.core.pipeline.depth
         if planned and running.needs_value[row]:
             assert num_tokens - num_known <= 1, "drawn before the token in front was known"

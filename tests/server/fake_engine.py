@@ -220,7 +220,7 @@ class FakeEngine:
                 step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
                 self._add_prompt_logprobs(step, request)
             if request.params.logprobs is not None:
-                step.logprobs[request.id] = self._logprobs(token, request.params.logprobs)
+                step.logprobs[request.id] = [self._logprobs(token, request.params.logprobs)]
             if token == request.eos_id:
                 step.finished[request.id] = Finish("stop")
             elif token in (request.params.stop_token_ids or ()):

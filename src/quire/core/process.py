@@ -226,6 +226,18 @@ class CoreServer:
         self.metrics.observe(self.core.refresh(stats), FrontStats())
 
 
+_BY_REQUEST = (
+    "finished",
+    "logprobs",
+    "drafted",
+    "prompt_logprobs",
+    "pooled",
+    "admitted",
+    "resumed",
+    "shares",
+)
+
+
 def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes, StepOutput]:
     """The step as each client sees it. With one client that is the step itself."""
     concerned = [*step.request_ids, *step.finished, *step.admitted, *step.resumed, *step.shares]
@@ -233,11 +245,13 @@ def split_by_client(step: StepOutput, client_of: dict[str, bytes]) -> dict[bytes
     if len(clients) == 1:
         return {clients.pop(): step}
     parts = {client: StepOutput([], [], stats=step.stats, at=step.at) for client in clients}
-    for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+    for id, new in step.by_request():
         part = parts[client_of[id]]
         part.request_ids.append(id)
-        part.token_ids.append(token_id)
-    for name in ("finished", "logprobs", "prompt_logprobs", "pooled", "admitted", "resumed", "shares"):
+        part.token_ids += new
+        if step.counts:
+            part.counts.append(len(new))
+    for name in _BY_REQUEST:
         for id, value in getattr(step, name).items():
             getattr(parts[client_of[id]], name)[id] = value
     return parts

@@ -1,6 +1,8 @@
 """What a step is: the plan that goes to the worker, and the result that comes back."""
 
-from typing import Literal, Protocol
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,6 +19,14 @@ _NONE: Ints = np.empty(0, np.int32)
 _NO_VALUES: Ints = np.empty((2, 0), np.int32)
 _NO_BITS: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
+
+def spread(starts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
+    """From each of `starts` on, so many numbers in succession."""
+    firsts = np.cumsum(counts) - counts
+    found: NDArray[np.int64] = np.arange(int(counts.sum())) + np.repeat(starts - firsts, counts)
+    return found
+
+
 Verdict = Literal["", "complete", "eos", "error"]
 """What a grammar says to a token: go on, the text is whole with it, it is the one that ends it, or it does
 not fit."""
@@ -28,6 +38,8 @@ class Masks(msgspec.Struct):
     rows: Ints = _NONE
     bits: NDArray[np.uint32] = _NO_BITS
     """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
+    draws: Ints = _NONE
+    """For which of its draws, from 0 on, each row has this mask; empty: each for its first."""
 
 
 class Admission(msgspec.Struct):
@@ -81,7 +93,12 @@ class StepPlan(msgspec.Struct):
     num_tokens: Ints
     """How many tokens each of `rows` computes, from its num_computed on."""
     samples: NDArray[np.bool_]
-    """Whether the row's last token is computed, so that it gets a new one."""
+    """Whether the row's last token is computed, so that it gets a new one, or more."""
+    num_drafts: Ints = _NONE
+    """How many of the tokens of each of `rows`, the last of them, are drafts: each is kept if the row draws
+    the same there. Empty: none has any."""
+    drafts: Ints = _NONE
+    """Those of all rows, one after the other. Empty: the worker has made them itself."""
     values: Ints = _NO_VALUES
     """[2, rows]: rows and the last token of each, where a stage that has not sampled it needs to know it."""
 
@@ -98,16 +115,27 @@ class StepPlan(msgspec.Struct):
 
     total_tokens: int = 0
     sampling_rows: Ints = _NONE
-    """The rows that get a new token."""
-    is_decode: bool = False
-    """Whether each row computes one token and gets one."""
+    """The rows that get new tokens."""
+    logit_rows: Ints = _NONE
+    """The row of each draw: one for each row that samples, and one more for each of its drafts."""
+    query_len: int = 0
+    """How many tokens each row computes, and draws behind each of them; 0 if they are not alike."""
 
     def __post_init__(self) -> None:
         """Asked for in many places of a step, and counted here once."""
         all_sample = bool(self.samples.all())
         self.total_tokens = int(self.num_tokens.sum())
-        self.sampling_rows = self.rows if all_sample else self.rows[self.samples]
-        self.is_decode = all_sample and self.total_tokens == len(self.rows)
+        self.sampling_rows = self.logit_rows = self.rows if all_sample else self.rows[self.samples]
+        if len(self.num_drafts):
+            self.logit_rows = np.repeat(self.sampling_rows, 1 + self.num_drafts[self.samples])
+        if all_sample and len(self.logit_rows) == self.total_tokens and len(self.rows):
+            each, rest = divmod(self.total_tokens, len(self.rows))
+            self.query_len = each if not rest and (self.num_tokens == each).all() else 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row computes one token and gets one."""
+        return self.query_len == 1
 
     @staticmethod
     def idle(step: int) -> "StepPlan":
@@ -128,9 +156,11 @@ class StepResult(msgspec.Struct):
     """What the worker computed for a plan."""
 
     token_ids: Ints
-    """One new token for each row of the plan with `samples`, in the plan's order; none of a pooling model."""
-    logprobs: dict[int, RowLogprobs] = {}
-    """By row, for the rows that asked."""
+    """The new tokens of each row of the plan with `samples`, in the plan's order; none of a pooling model."""
+    counts: Ints = _NONE
+    """How many they are: what a row drew up to the first draft that it did not. Empty: one each."""
+    logprobs: dict[int, list[RowLogprobs]] = {}
+    """By row, for the rows that asked, and by new token."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """By row: the positions that this step's chunk covered, in order."""
     pooled: dict[int, Pooled] = {}
@@ -176,8 +206,13 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
 
     request_ids: list[str]
     token_ids: list[int]
+    counts: list[int] = []
+    """How many of the tokens, one after the other, each of the requests got. Empty: one each."""
     finished: dict[str, Finish] = {}
-    logprobs: dict[str, RowLogprobs] = {}
+    logprobs: dict[str, list[RowLogprobs]] = {}
+    """By new token."""
+    drafted: dict[str, int] = {}
+    """Of requests that had drafts: how many. The tokens that they got, but the last, are those that held."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
     pooled: dict[str, Pooled] = {}
     """What came of the prompts of a pooling model; each such request is among `finished`."""
@@ -190,3 +225,10 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     at: float = 0.0
     """When the step ended, monotonic."""
     stats: StepStats = msgspec.field(default_factory=StepStats)
+
+    def by_request(self) -> Iterator[tuple[str, list[int]]]:
+        """The new tokens of each."""
+        if not self.counts:
+            return zip(self.request_ids, ([token_id] for token_id in self.token_ids), strict=True)
+        tokens = iter(self.token_ids)
+        return zip(self.request_ids, (list(islice(tokens, count)) for count in self.counts), strict=True)

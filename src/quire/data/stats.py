@@ -25,6 +25,11 @@ class StepStats(msgspec.Struct):
     """Prompt tokens looked up in the prefix cache, counted when a request is first admitted."""
     prefix_hits: int = 0
     num_preempted: int = 0
+    num_drafts: int = 0
+    """Rows that had drafts in this step."""
+    num_draft_tokens: int = 0
+    held_by_place: list[int] = []
+    """Of those rows: how many kept their first draft, their second, ..."""
 
 
 @dataclass(slots=True)

@@ -88,9 +88,21 @@ class _Sequence:
         )
 
     def look_for_stops(self) -> str | None:
-        """The stop string that the new tokens completed."""
+        """The stop string that the new tokens completed. What came behind it is dropped."""
         assert self.detokenizer is not None
-        return self.detokenizer.push(self._unread(), final=self.finish is not None)
+        met = self.detokenizer.push(self._unread(), final=self.finish is not None)
+        if met is not None:
+            self._cut(self.detokenizer.num_tokens)
+        return met
+
+    def _cut(self, length: int) -> None:
+        """To so many tokens."""
+        if self.logprobs is not None:
+            chosen = (next(iter(each.values())) for each in self.logprobs[length:] if each)
+            self.cumulative_logprob -= sum(each.logprob for each in chosen)
+            self.logprobs = self.logprobs[:length]
+        del self.token_ids[length:]
+        self.num_read = length
 
     def take_text(self) -> str:
         """The text to show now that was not shown before."""
@@ -248,19 +260,20 @@ class OutputProcessor:
         for id, positions in step.prompt_logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 self._add_prompt_logprobs(sequence.parent, positions)
-        for id, found in step.logprobs.items():
+        for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
-                self._add_logprobs(sequence, found)
+                for found in positions:
+                    self._add_logprobs(sequence, found)
         for id, vector in step.pooled.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.pooled = vector.array()
                 sequence.times.first_token_at = sequence.times.last_token_at = at
         watched: list[_Sequence] = []
-        for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
+        for id, new in step.by_request():
             if (sequence := sequences.get(id)) is None:
                 continue
-            sequence.token_ids.append(token_id)
-            stats.num_tokens += 1
+            sequence.token_ids += new
+            stats.num_tokens += len(new)
             times = sequence.times
             if times.first_token_at == 0.0:
                 times.first_token_at = at

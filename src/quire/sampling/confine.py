@@ -19,6 +19,8 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
     """Masks as the kernels read them: `into` [masks, 1 + words], of each its place in the batch, then its
     bits. `places` [max_rows] of the rows in this batch."""
     into[:, 0] = places[masks.rows]
+    if len(masks.draws):
+        into[:, 0] += masks.draws
     into[:, 1:] = masks.bits.view(np.int32)
 
 

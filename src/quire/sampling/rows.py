@@ -209,7 +209,8 @@ class SamplingRows:
         self.flags[row] = 0
 
     def places(self, rows: Ints) -> Ints:
-        """[max_rows] the place of each row in this batch, -1 if it has none. Valid until the next call."""
+        """[max_rows] the first place of each row in this batch, -1 if it has none. Valid until the next
+        call."""
         self._places.fill(-1)
-        self._places[rows] = np.arange(len(rows), dtype=np.int32)
+        self._places[rows[::-1]] = np.arange(len(rows) - 1, -1, -1, dtype=np.int32)
         return self._places

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +32,16 @@ class Sampled:
 
     token_ids: Tensor
     """[N] int64"""
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    """By row, of each of its draws."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
 
-    def result(self, token_ids: Ints) -> StepResult:
-        return StepResult(token_ids, self.logprobs, self.prompt_logprobs)
+    def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
+        """Of the draws of `rows` so many count, or one each; these are their tokens."""
+        if len(counts) and self.logprobs:
+            count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+            self.logprobs = {row: found[: count_of[row]] for row, found in self.logprobs.items()}
+        return StepResult(token_ids, counts, self.logprobs, self.prompt_logprobs)
 
 
 class Sampler:
@@ -76,7 +82,9 @@ class Sampler:
         """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
-        num_tokens counts what is there before and is thus the position of the new token. `in_passing` are the
+        num_tokens counts what is there before and is thus the position of the new token. A row that is there
+        several times in succession draws as often, each time one position further, as if the tokens that lie
+        behind those were its own. `in_passing` are the
         tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
         `masks` say what some of the rows may sample at all: the rest of their logits goes first.
         """
@@ -93,14 +101,35 @@ class Sampler:
         history = (tokens, num_tokens, prompt_lens)
         confined = _NO_ROWS if masks is None else masks.rows
         step = rows_at_once(self.vocab)
-        if len(rows) <= step:
+        if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
             return self._special(logits, rows, state, history, asked, confined)
-        found = []
-        for part in (slice(start, start + step) for start in range(0, len(rows), step)):
-            columns = asked and Asked(*(column[part] for column in asked))
-            found.append(self._special(logits[part], rows[part], state, history, columns, confined))
-        logprobs = {row: each for piece in found for row, each in piece.logprobs.items()}
-        return Sampled(torch.cat([piece.token_ids for piece in found]), logprobs)
+        return self._in_parts(logits, rows, state, history, asked, masks or Masks())
+
+    def _in_parts(
+        self,
+        logits: Tensor,
+        rows: Ints,
+        state: SamplingRows,
+        history: History,
+        asked: Asked | None,
+        masks: Masks,
+    ) -> Sampled:
+        """The same for more rows than go together, or for rows with several draws: first all first ones."""
+        sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
+        tokens, num_tokens, prompt_lens = history
+        draws, step = _draws(rows), rows_at_once(self.vocab)
+        for draw in range(int(draws.max()) + 1):
+            places = np.flatnonzero(draws == draw)
+            confined = masks.rows[masks.draws == draw] if len(masks.draws) else masks.rows
+            for at in (places[start : start + step] for start in range(0, len(places), step)):
+                index = to_device(at, self.device)
+                columns = asked and Asked(*(column.index_select(0, index) for column in asked))
+                moved = (tokens, num_tokens + draw, prompt_lens)
+                part = self._special(logits.index_select(0, index), rows[at], state, moved, columns, confined)
+                sampled.token_ids.index_copy_(0, index, part.token_ids)
+                for row, found in part.logprobs.items():
+                    sampled.logprobs.setdefault(row, []).extend(found)
+        return sampled
 
     def _special(
         self,
@@ -134,7 +163,8 @@ class Sampler:
         if len(asking):
             seen = logits.index_select(0, index) if raw is None else raw
             found = self._logprobs(seen, token_ids.index_select(0, index), rows[asking], state)
-            sampled.logprobs = dict(zip(rows[asking].tolist(), found, strict=True))
+            each = ([position] for position in found)
+            sampled.logprobs = dict(zip(rows[asking].tolist(), each, strict=True))
         return sampled
 
     def _sample(self, logits: Tensor, rows: Ints, state: SamplingRows, num_tokens: Ints) -> Tensor:
@@ -177,6 +207,13 @@ class Sampler:
             places, ids = (to_device(part.astype(np.int64), self.device) for part in (at, listed))
             append_listed(found, logits, places, ids, self.mode)
         return found
+
+
+def _draws(rows: Ints) -> NDArray[np.intp]:
+    """Which of its draws each is, where those of a row are beside each other."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
+    found: NDArray[np.intp] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+    return found
 
 
 def _best(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
 from quire.sched.constraints import Constraints
+from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Hit, KVManager
 from quire.sched.limits import Claim, Limits
@@ -32,8 +33,10 @@ class Admitter:
         reserve_full_prompt: bool,
         watermark: float,
         fair: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         """A `fair` one divides tokens between tenants."""
+        self.drafting = drafting
         self.kv = kv
         self.running = running
         self.limits = limits
@@ -64,6 +67,12 @@ class Admitter:
         if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
             return None
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
+
+    def draft(self, chunks: Ints) -> Drafts:
+        """What the running rows may compute beside these, ahead of what they have drawn."""
+        if self.drafting is None or self.trial:
+            return NO_DRAFTS
+        return self.drafting.draft(self.running, chunks, self.limits.max_tokens - int(chunks.sum()))
 
     def charge(self, chunks: Ints) -> None:
         """The running rows, in order, compute so many tokens."""

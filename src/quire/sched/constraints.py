@@ -14,7 +14,8 @@ from quire.data.request import Request
 from quire.logs import get_logger
 from quire.sched.follower import Follower, Matcher
 from quire.sched.in_flight import Flight
-from quire.sched.running import RowIds, Running
+from quire.sched.landed import Landed
+from quire.sched.running import Running
 
 log = get_logger(__name__)
 
@@ -145,16 +146,19 @@ class Constraints:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
 
-    def advance(self, running: Running, rows: RowIds, token_ids: Ints) -> dict[int, Verdict]:
-        """`rows` got these tokens. Returns those whose grammar ends with them."""
+    def advance(self, landed: Landed) -> dict[int, Verdict]:
+        """Rows got tokens. Returns, by place among them, those that a grammar ends with."""
         ended: dict[int, Verdict] = {}
         if not self._followers:
             return ended
-        for place in np.flatnonzero(running.constrained[rows]).tolist():
-            row = int(rows[place])
+        running, over = landed.running, -1
+        for place in np.flatnonzero(running.constrained[landed.rows]).tolist():
+            row = int(landed.rows[place])
+            if row == over:
+                continue
             follower = self._followers[running.ids[row]]
-            verdict = follower.advance(int(token_ids[place]))
+            verdict = follower.advance(int(landed.result.token_ids[place]))
             if verdict:
-                ended[row] = verdict
+                ended[place], over = verdict, row
             running.constrained[row] = not follower.is_free
         return ended

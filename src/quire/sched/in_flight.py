@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from quire.data.plan import FirstRun, Ints, StepPlan, StepResult
 from quire.data.stats import StepStats
 from quire.sched.blocks import Block
+from quire.sched.landed import Landed
 from quire.sched.running import RowIds, Running
 
 
@@ -37,6 +38,8 @@ class Flight:
     indexed: list[Block]
     """Blocks that became findable with it."""
     made_at: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    """How long it took, once it has ended."""
 
     def alive(self, running: Running) -> NDArray[np.bool_]:
         """Whether each row's request is still there."""
@@ -51,44 +54,36 @@ class Flight:
             stats.num_prompt_tokens = int(running.prompt_len[first].sum())
             stats.num_cached_tokens = int(running.num_cached[first].sum())
         stats.num_computed_tokens = self.plan.total_tokens
-        stats.num_sampled_tokens = len(sampled)
         return stats
 
     def shares(self, running: Running, at: float) -> dict[str, float]:
         """Seconds of the step, which ended just now, by request that is timed: as its tokens to all tokens.
         The step began when the one before had ended, or when it was planned."""
-        began, running.stepped_at = max(self.made_at, running.stepped_at), at
+        self.seconds, running.stepped_at = at - max(self.made_at, running.stepped_at), at
         if not running.timed:
             return {}
         timed = np.isin(self.rows, list(running.timed)) & self.alive(running)
-        seconds = self.plan.num_tokens[timed] * ((at - began) / self.plan.total_tokens)
+        seconds = self.plan.num_tokens[timed] * (self.seconds / self.plan.total_tokens)
         return dict(zip(running.ids[self.rows[timed]].tolist(), seconds.tolist(), strict=True))
 
-    def landed(self, running: Running, result: StepResult) -> "Landed":
+    def landed(self, running: Running, result: StepResult) -> Landed:
         """The result, without the rows whose requests ended meanwhile."""
-        rows, alive = self.rows, self.alive(running)
-        sampled = rows if len(self.plan.sampling_rows) == len(rows) else rows[self.plan.samples]
+        rows, plan, alive = self.rows, self.plan, self.alive(running)
+        sampled = rows if len(plan.sampling_rows) == len(rows) else rows[plan.samples]
+        num_drafts = plan.num_drafts[plan.samples] if len(plan.num_drafts) else plan.num_drafts
         if result.pooled:  # the rows of a pooling model get no token
-            here = {int(row): result.pooled[int(row)] for row in rows[self.plan.samples & alive]}
-            return Landed(rows[:0], StepResult(result.token_ids, pooled=here), {})
+            pooled = {int(row): result.pooled[int(row)] for row in rows[plan.samples & alive]}
+            return Landed(running, rows[:0], num_drafts, StepResult(result.token_ids, pooled=pooled), {})
         if not alive.all():
-            sampled = rows[self.plan.samples & alive]
-            left = set(rows[alive].tolist())
+            sampled = rows[plan.samples & alive]
+            left, here = set(rows[alive].tolist()), alive[plan.samples]
+            counts = result.counts
             result = StepResult(
-                token_ids=result.token_ids[alive[self.plan.samples]],
+                token_ids=result.token_ids[np.repeat(here, counts) if len(counts) else here],
+                counts=counts[here] if len(counts) else counts,
                 logprobs={row: found for row, found in result.logprobs.items() if row in left},
                 prompt_logprobs={row: found for row, found in result.prompt_logprobs.items() if row in left},
             )
+            num_drafts = num_drafts[here] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}
-        return Landed(sampled, result, starts)
-
-
-@dataclass(slots=True)
-class Landed:
-    """What came of a step for the requests that are still here."""
-
-    sampled: RowIds
-    """The rows that got a token, in the order of `result.token_ids`."""
-    result: StepResult
-    starts: dict[int, int]
-    """By row with prompt logprobs: the first position they are of."""
+        return Landed(running, sampled, num_drafts, result, starts)

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import SamplingParams
-from quire.data.plan import Ints
+from quire.data.plan import Ints, spread
 from quire.data.request import Request
 
 RowIds = NDArray[np.intp]
@@ -40,13 +40,16 @@ class Running:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.num_cached: Ints = np.zeros(max_rows, np.int32)
         self.num_tokens: Ints = np.zeros(max_rows, np.int32)
-        """Those in flight counted in: it is known that they come, but not yet what they are."""
+        """Those in flight counted in: it is known that they come, but not yet what they are. With drafts in
+        flight there may be more."""
         self.num_known: Ints = np.zeros(max_rows, np.int32)
         """Tokens with a value."""
         self.num_told: Ints = np.zeros(max_rows, np.int32)
         """Tokens whose value all stages have."""
         self.num_computed: Ints = np.zeros(max_rows, np.int32)
         """Those in flight counted in."""
+        self.num_drafts: Ints = np.zeros(max_rows, np.int32)
+        """In flight: how many tokens more than these there may be."""
         self.limit: Ints = np.zeros(max_rows, np.int32)
         self.eos_id: Ints = np.full(max_rows, -1, np.int32)
         self.min_len: Ints = np.zeros(max_rows, np.int32)
@@ -58,6 +61,10 @@ class Running:
         self.tenant: Ints = np.zeros(max_rows, np.int32)
         self.needs_value = np.zeros(max_rows, np.bool_)
         """Whether the host must know a token before the next can be sampled."""
+        self.waits = np.zeros(max_rows, np.bool_)
+        """The same, since drafts are made of it."""
+        self.first_len: Ints = np.zeros(max_rows, np.int32)
+        """How many tokens its request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """A number that is the row's until it is released; then 0."""
         self.timed: set[int] = set()
@@ -85,6 +92,8 @@ class Running:
         self.num_cached[row] = request.num_cached
         self.num_tokens[row] = self.num_known[row] = self.num_told[row] = len(request.tokens)
         self.num_computed[row] = num_computed
+        self.num_drafts[row] = self.waits[row] = 0
+        self.first_len[row] = len(request.tokens)
         self.limit[row] = request.limit
         self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id
@@ -107,7 +116,8 @@ class Running:
         pending: Ints = num_tokens - self.num_computed[rows]
         unknown = num_tokens > self.num_known[rows]
         if unknown.any():
-            pending[unknown & ((num_tokens >= self.limit[rows]) | self.needs_value[rows])] = 0
+            is_last = num_tokens + self.num_drafts[rows] >= self.limit[rows]
+            pending[unknown & (is_last | self.needs_value[rows] | self.waits[rows])] = 0
         return pending if self.num_stages == 1 else self._spread(pending)
 
     def _spread(self, pending: Ints) -> Ints:
@@ -125,18 +135,35 @@ class Running:
         self.num_told[untold] = self.num_known[untold]
         return np.stack([untold.astype(np.int32), self.tokens[untold, self.num_known[untold] - 1]])
 
-    def launch(self, rows: RowIds, num_tokens: Ints) -> NDArray[np.bool_]:
-        """`rows` compute so many tokens. Returns which of them get a new one; its value follows."""
+    def reach(self, chunks: Ints) -> Ints:
+        """How many tokens each row of `order` has computed, at most, once it computes so many more."""
+        rows = self.order
+        reach: Ints = self.num_computed[rows] + self.num_drafts[rows] + chunks
+        return reach
+
+    def launch(self, rows: RowIds, num_tokens: Ints, num_drafts: Ints) -> NDArray[np.bool_]:
+        """`rows` compute so many tokens, of which so many are drafts. Returns which of them get new ones;
+        their values follow."""
+        if len(num_drafts):
+            self.num_drafts[rows] += num_drafts
+            num_tokens = num_tokens - num_drafts
         samples: NDArray[np.bool_] = num_tokens == self.num_tokens[rows] - self.num_computed[rows]
         self.num_computed[rows] += num_tokens
         self.num_tokens[rows] += samples
         return samples
 
-    def fill(self, rows: RowIds, token_ids: Ints) -> None:
-        """The oldest unknown token of each row has come."""
+    def fill(self, rows: RowIds, token_ids: Ints, counts: Ints, num_drafts: Ints) -> None:
+        """The oldest unknown token of each row has come, or so many."""
         num_known = self.num_known[rows]
-        self.tokens[rows, num_known] = token_ids
-        self.num_known[rows] = num_known + 1
+        if not len(counts):
+            self.tokens[rows, num_known] = token_ids
+            self.num_known[rows] = num_known + 1
+            return
+        self.tokens[np.repeat(rows, counts), spread(num_known, counts)] = token_ids
+        self.num_known[rows] += counts
+        self.num_tokens[rows] += counts - 1
+        self.num_computed[rows] += counts - 1
+        self.num_drafts[rows] -= num_drafts
 
     def release(self, row: int) -> Request:
         """The row's request, with all tokens that are known."""

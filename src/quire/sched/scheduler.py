@@ -19,20 +19,18 @@ from quire.data.plan import (
     Admission,
     Finish,
     Ints,
-    RowLogprobs,
     StepOutput,
     StepPlan,
     StepResult,
-    Verdict,
 )
 from quire.data.request import Request
 from quire.sched.admission import Admitter
 from quire.sched.constraints import Constraints, Grammars
-from quire.sched.in_flight import Flight, Landed, Notes
+from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
+from quire.sched.in_flight import Flight, Notes
 from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import Limits
-from quire.sched.running import RowIds, Running
-from quire.sched.stops import why_stopped
+from quire.sched.running import Running
 from quire.sched.trial import Trial
 from quire.sched.victims import PreemptionWarning, choose_victim
 
@@ -55,6 +53,7 @@ class Scheduler:
         num_stages: int = 1,
         grammars: Grammars | None = None,
         fair: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
         and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
@@ -80,6 +79,7 @@ class Scheduler:
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
             fair=fair,
+            drafting=drafting,
         )
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -125,6 +125,8 @@ class Scheduler:
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row)
+        if self.admitter.drafting is not None:
+            self.admitter.drafting.release(self.running, row)
         self._notes.released.append(row)
         return self.running.release(row)
 
@@ -139,18 +141,18 @@ class Scheduler:
         continued = self._continue_running()
         if continued is None:
             return None
-        chunks, growth = continued
+        chunks, growth, drafts = continued
         block_rows, block_ids = self.kv.grow(growth)
         self.kv.index(self.running, self.running.order, growth.reach)
         admitted: list[tuple[Admission, int]] = []
         if self.num_preemptions == num_preemptions:
             admitted = self.admitter.admit(self.limits.max_tokens - int(chunks.sum()), self._notes)
         rows = self.running.order
-        num_tokens = chunks
-        if admitted:
-            num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
+        num_tokens = np.append(chunks, np.array([chunk for _, chunk in admitted], np.int32))
+        drafts = drafts.behind(len(admitted))
         if not num_tokens.all():
-            rows, num_tokens = rows[num_tokens > 0], num_tokens[num_tokens > 0]
+            computing = num_tokens > 0
+            rows, num_tokens, drafts = rows[computing], num_tokens[computing], drafts.of(computing)
         if not len(rows):
             return None
         self._step += 1
@@ -164,7 +166,9 @@ class Scheduler:
             block_ids=block_ids,
             rows=rows.astype(np.int32),
             num_tokens=num_tokens,
-            samples=self.running.launch(rows, num_tokens),
+            samples=self.running.launch(rows, num_tokens, drafts.counts),
+            num_drafts=drafts.counts,
+            drafts=drafts.token_ids,
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
@@ -172,10 +176,10 @@ class Scheduler:
         self.constraints.launch(self.running, self.in_flight[-1])
         return plan
 
-    def _continue_running(self) -> tuple[Ints, Growth] | None:
+    def _continue_running(self) -> tuple[Ints, Growth, Drafts] | None:
         """Tokens for each running row, and what they take; requests are preempted until the blocks suffice.
         That, and a trial, wait for what is in flight: a request takes all its tokens along, and a suspect
-        runs alone."""
+        runs alone. Drafts come along where there is room for them."""
         running = self.running
         if self.trial and self.in_flight:
             return None
@@ -183,10 +187,16 @@ class Scheduler:
         while True:
             rows = running.order
             chunks = self.admitter.divide(running.pending())
-            growth = self.kv.growth(rows, running.num_computed[rows] + chunks)
+            growth = self.kv.growth(rows, running.reach(chunks))
             if not growth.shortage:
+                drafts = self.admitter.draft(chunks)
+                if len(drafts.counts):
+                    more = self.kv.growth(rows, growth.reach + drafts.counts)
+                    drafts = drafts if not more.shortage else NO_DRAFTS
+                if len(drafts.counts):
+                    chunks, growth = chunks + drafts.counts, more
                 self.admitter.charge(chunks)
-                return chunks, growth
+                return chunks, growth, drafts
             if self.in_flight:
                 return None
             request = self._preempt(choose_victim(running, self.policy, self.admitter.victims()))
@@ -216,15 +226,22 @@ class Scheduler:
         running, flight = self.running, self.in_flight.popleft()
         assert flight.plan is plan, f"step {plan.step} is not the oldest in flight"
         landed = flight.landed(running, result)
-        sampled, result = landed.sampled, landed.result
+        sampled = landed.sampled
         stats = flight.count(running, sampled, np.array([*result.pooled], np.intp))
-        running.fill(sampled, result.token_ids)
-        ended = self.constraints.advance(running, sampled, result.token_ids)
+        landed.fill()
+        drafting = self.admitter.drafting
+        drafted = {} if drafting is None else drafting.learn(landed, stats)
+        ends = landed.ends(self.constraints.advance(landed))
+        landed.cut(ends)
+        result = landed.result
+        stats.num_sampled_tokens = len(result.token_ids)
         output = StepOutput(
             request_ids=running.ids[sampled].tolist(),
             token_ids=result.token_ids.tolist(),
+            counts=result.counts.tolist(),
+            drafted=drafted,
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
-            prompt_logprobs=self._fresh_prompt_logprobs(landed),
+            prompt_logprobs=landed.fresh_prompt_logprobs(),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             resumed=flight.notes.resumed,
@@ -232,7 +249,12 @@ class Scheduler:
             stats=stats,
         )
         output.shares = flight.shares(running, output.at)
-        self._end_finished(sampled, result.token_ids, ended, output)
+        if drafting is not None:
+            drafting.timed(flight)
+        for row, end in ends.items():
+            request = running.request(row)
+            finish = output.finished[request.id] = self._finish(request, end.reason, end.stop_reason)
+            finish.keeps_last = end.keeps_last
         output.finished |= {id: self._finish(self.requests[id], "stop") for id in output.pooled}
         self.limits.passed(len(plan.rows), plan.total_tokens)
         if self.trial and len(sampled):
@@ -240,22 +262,6 @@ class Scheduler:
         stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
         return output
-
-    def _end_finished(
-        self, rows: RowIds, token_ids: Ints, ended: dict[int, Verdict], output: StepOutput
-    ) -> None:
-        """Look closely only at rows that may be done, and at those whose grammar has `ended`."""
-        running, length = self.running, self.running.num_known[rows]
-        suspect = (
-            (length >= running.limit[rows]) | (token_ids == running.eos_id[rows]) | running.watched[rows]
-        )
-        done = rows[suspect & (length >= running.min_len[rows])].tolist()
-        for row in dict.fromkeys([*done, *ended]):
-            request, verdict = running.request(row), ended.get(row, "")
-            why = why_stopped(request, running.tokens[row, : running.num_known[row]], verdict)
-            if why is not None:
-                finish = output.finished[request.id] = self._finish(request, *why)
-                finish.keeps_last = verdict == "complete" and finish.stop_reason is None
 
     def fail(self, plan: StepPlan) -> dict[str, Finish]:
         """The oldest step in flight broke: nothing of it counts, nor of those behind it. All go back to the
@@ -291,16 +297,6 @@ class Scheduler:
         if request is self.trial.first:
             self.trial.leave(request, "passed")
             self.admitter.waiting.push_front(self._vacate(row))
-
-    def _fresh_prompt_logprobs(self, landed: Landed) -> dict[str, list[RowLogprobs]]:
-        """By request id, without the positions that a preempted request computes for the second time."""
-        fresh = {}
-        for row, positions in landed.result.prompt_logprobs.items():
-            request = self.running.request(row)
-            new = positions[max(request.num_prompt_logprobs - landed.starts[row], 0) :]
-            request.num_prompt_logprobs += len(new)
-            fresh[request.id] = new
-        return fresh
 
     def reset_prefix_cache(self) -> bool:
         return self.kv.pool.reset()

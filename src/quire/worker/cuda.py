@@ -33,6 +33,7 @@ from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
 
+_EACH_ONE: Ints = np.empty(0, np.int32)
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
@@ -270,8 +271,8 @@ class Landing:
     def wait(self) -> StepResult:
         self.ready(0.0)
         token_ids = self._tokens.numpy().astype(np.int32)
-        self._all_rows.learn(*self._new, token_ids)
-        return self._sampled.result(token_ids)
+        self._all_rows.learn(*self._new, token_ids, _EACH_ONE)
+        return self._sampled.result(self._new.rows, token_ids, _EACH_ONE)
 
 
 class _Pinned:

@@ -175,16 +175,31 @@ class Model:
 
 
 class NewTokens(NamedTuple):
-    """Which rows get a token in a step, and where it stands."""
+    """Which rows get tokens in a step, and where they stand."""
 
     step: int
     rows: NDArray[np.intp]
     places: Ints
+    """Of the first of each."""
 
     @staticmethod
     def of(plan: StepPlan, all_rows: Rows) -> "NewTokens":
         rows = plan.sampling_rows.astype(np.intp)
         return NewTokens(plan.step, rows, all_rows.num_tokens[rows])
+
+
+def hold(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
+    """How many of the tokens that each row drew count: those up to the first draft that is another. A row has
+    one draw more than drafts."""
+    num_draws = 1 + num_drafts
+    lasts = np.cumsum(num_draws) - 1
+    differs = np.ones(len(drawn), np.bool_)
+    is_draft = np.ones(len(drawn), np.bool_)
+    is_draft[lasts] = False
+    differs[is_draft] = drawn[is_draft] != drafts
+    first = np.flatnonzero(differs)  # one in each row at least, its last draw
+    found: Ints = first[np.searchsorted(first, lasts - num_drafts)] - (lasts - num_drafts) + 1
+    return found.astype(np.int32)
 
 
 def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.capacity import activation_bytes
 from quire.config.engine import EngineConfig
-from quire.data.plan import Pending, StepPlan, StepResult
+from quire.data.plan import Pending, StepPlan, StepResult, spread
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
@@ -22,6 +23,7 @@ from quire.worker.device import (
     Step,
     batch_of,
     blank_batch,
+    hold,
 )
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -78,7 +80,7 @@ class Host:
             return self._idle(plan)
         num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
         embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
-        taped = plan.is_decode and num_rows <= self._max_taped and embeds is None
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and embeds is None
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
@@ -92,7 +94,9 @@ class Host:
             return self._compute(batch, sheet, in_passing)
 
         if taped:
-            return self.model.step(lambda: self._tapes.run((num_rows, in_passing), run), batch.before)
+            return self.model.step(
+                lambda: self._tapes.run((num_rows, plan.query_len, in_passing), run), batch.before
+            )
         return self.model.step(run, batch.before)
 
     def _idle(self, plan: StepPlan) -> Step:
@@ -119,9 +123,13 @@ class Host:
         return Computed(hidden, logits, token_ids, asked)
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
-        token_ids = sampled.token_ids.to(torch.int32).numpy()
-        all_rows.learn(*NewTokens.of(plan, all_rows), token_ids)
-        return Done(sampled.result(token_ids))
+        token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
+        if len(plan.num_drafts):
+            num_drafts = plan.num_drafts[plan.samples]
+            counts = hold(token_ids, plan.drafts, num_drafts)
+            token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
+        all_rows.learn(*NewTokens.of(plan, all_rows), token_ids, counts)
+        return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
 
 class Done:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.embeds import Embeds
-from quire.data.plan import Admission, Ints, StepPlan
+from quire.data.plan import Admission, Ints, StepPlan, spread
 from quire.sampling.rows import SamplingRows
 
 Wide = NDArray[np.int64]
@@ -55,6 +55,8 @@ class Rows:
         self._append_blocks(plan.block_rows, plan.block_ids)
         if plan.values.size:
             self._hear(*plan.values)
+        if len(plan.drafts):
+            self._draft(plan)
 
     def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
@@ -91,6 +93,14 @@ class Rows:
         self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
         self.num_known[rows] = self.num_tokens[rows]
 
+    def _draft(self, plan: StepPlan) -> None:
+        """Drafts lie behind the tokens of their rows, all of which are known, until `learn` says how many of
+        them hold."""
+        rows = plan.rows.astype(np.intp)
+        places = spread(self.num_tokens[rows], plan.num_drafts)
+        self.tokens[np.repeat(rows, plan.num_drafts), places] = plan.drafts
+        self.num_known[rows] += plan.num_drafts
+
     def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
         """`block_ids` [groups, len(rows)]"""
         num_groups, num_rows, width = self.block_tables.shape
@@ -101,15 +111,26 @@ class Rows:
         self.block_changes.append((places, ids))
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan is launched: its tokens count as computed, and each row that samples has one more."""
+        """The plan is launched: its tokens count as computed, and each row that samples has one more. Drafts
+        do not count yet."""
         rows = plan.rows.astype(np.intp)
         self.num_computed[rows] += plan.num_tokens
+        if len(plan.num_drafts):
+            self.num_computed[rows] -= plan.num_drafts
         self.num_tokens[rows] += plan.samples
 
-    def learn(self, step: int, rows: NDArray[np.intp], places: Ints, token_ids: Ints) -> None:
-        """The tokens that `step` sampled for `rows` stand at `places`. A row may have a new owner by now."""
+    def learn(self, step: int, rows: NDArray[np.intp], places: Ints, token_ids: Ints, counts: Ints) -> None:
+        """The tokens that `step` sampled for `rows`, one or so many each, stand from `places` on. A row may
+        have a new owner by now."""
         mine = self.admitted_in[rows] <= step
         if not mine.all():
-            rows, places, token_ids = rows[mine], places[mine], token_ids[mine]
-        self.tokens[rows, places] = token_ids
-        self.num_known[rows] = places + 1
+            token_ids = token_ids[np.repeat(mine, counts) if len(counts) else mine]
+            rows, places, counts = rows[mine], places[mine], counts[mine] if len(counts) else counts
+        if not len(counts):
+            self.tokens[rows, places] = token_ids
+            self.num_known[rows] = places + 1
+            return
+        self.tokens[np.repeat(rows, counts), spread(places, counts)] = token_ids
+        self.num_known[rows] = places + counts
+        self.num_tokens[rows] += counts - 1
+        self.num_computed[rows] += counts - 1

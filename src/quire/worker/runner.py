@@ -43,7 +43,7 @@ class Runner:
         self._undrawn = None
         plan, done = step.plan, step.done
         del step.done
-        asked = (plan.sampling_rows, self.all_rows.sampling, *self.all_rows.history)
+        asked = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
         some = masks if len(masks.rows) else None
         sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked, some)
         for part in self.parts:

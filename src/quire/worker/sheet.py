@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.plan import Ints, StepPlan
+from quire.data.plan import Ints, StepPlan, spread
 from quire.sampling.chance import Asked
 from quire.worker.rows import Rows, Wide
 
@@ -83,7 +83,7 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def sizes_of(plan: StepPlan, num_block_changes: int, num_groups: int) -> Sizes:
-    return Sizes(plan.total_tokens, len(plan.rows), len(plan.sampling_rows), num_block_changes, num_groups)
+    return Sizes(plan.total_tokens, len(plan.rows), len(plan.logit_rows), num_block_changes, num_groups)
 
 
 class Page:
@@ -96,11 +96,12 @@ class Page:
         self.memory = memory
         self.arrays = host_arrays(memory, sizes)
         self._rows = b""
-        self._version = 0
+        self._query_len = self._version = 0
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether it was last written for a decode of the same rows, with the same requests."""
-        return self._version == all_rows.version and plan.is_decode and plan.rows.tobytes() == self._rows
+        alike = self._version == all_rows.version and plan.query_len == self._query_len > 0
+        return alike and plan.rows.tobytes() == self._rows
 
     def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
         """One step. What the arrays have beyond its size stays as it is (see `blank`).
@@ -109,7 +110,7 @@ class Page:
         """
         if not self.holds(plan, all_rows):
             _fill_rows(self.arrays, plan, all_rows)
-            self._rows, self._version = (plan.rows.tobytes() if plan.is_decode else b""), all_rows.version
+            self._rows, self._query_len, self._version = plan.rows.tobytes(), plan.query_len, all_rows.version
         _fill(self.arrays, plan, all_rows)
         self.arrays["block_places"][: len(places)] = places
         self.arrays["block_ids"][: len(ids)] = ids
@@ -117,13 +118,18 @@ class Page:
 
 def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     """What stays as long as the same rows compute as many tokens, for the same requests."""
-    rows, sampling, state = plan.rows, plan.sampling_rows, all_rows.sampling
+    rows, sampling, state = plan.rows, plan.logit_rows, all_rows.sampling
     num_seqs, count = len(rows), len(sampling)
     starts = into["query_starts"]
     starts[0] = 0
     np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
     into["rows"][:num_seqs] = rows
-    into["logit_tokens"][:count] = starts[1 : num_seqs + 1][plan.samples] - 1
+    ends = starts[1 : num_seqs + 1][plan.samples]
+    if len(plan.num_drafts):
+        num_draws = 1 + plan.num_drafts[plan.samples]
+        into["logit_tokens"][:count] = spread(ends - num_draws, num_draws)
+    else:
+        into["logit_tokens"][:count] = ends - 1
     into["logit_rows"][:count] = sampling
     into["seeds"][:count] = state.seed[sampling].view(np.int64)
     into["temperature"][:count] = state.sample_temperature[sampling]
@@ -149,8 +155,10 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     unknown = positions >= all_rows.num_known[row_of_token]
     into["sources"][:num_tokens] = np.where(unknown, row_of_token, -1)
     np.add(computed, lens, out=into["seq_lens"][:num_seqs])
-    sampling = plan.sampling_rows.astype(np.intp)
-    into["sample_at"][: len(sampling)] = all_rows.num_tokens[sampling]
+    places = all_rows.num_tokens[plan.sampling_rows.astype(np.intp)]
+    into["sample_at"][: len(plan.logit_rows)] = (
+        spread(places, 1 + plan.num_drafts[plan.samples]) if len(plan.num_drafts) else places
+    )
 
 
 def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:
