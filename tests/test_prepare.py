@@ -29,7 +29,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
         {"enable_lora": True},
-        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "medusa"}},
         {"max_num_seqs": 0},
         {"no_such_name": 1},
     ],

@@ -11,6 +11,7 @@ from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
+from quire.config.speculation import asked
 from quire.dist.platform import detect
 from quire.grammar import Grammars, Vocabulary
 from quire.hub import DEFAULT_MODEL, locate
@@ -29,6 +30,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     env = Env.read(os.environ)
     warn_unknown(os.environ)
     values = checked(given)
+    asked(values)  # says what is wrong with it
     if ids := values.get("device_ids"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
     machine = detect(values.get("device", "auto"))

@@ -6,6 +6,7 @@ from quire.errors import ConfigError, RequestError
 
 Place = Literal[
     "engine argument",
+    "speculative key",
     "server flag",
     "body field",
     "prompt key",
@@ -41,13 +42,16 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "reasoning_parser_plugin": ("",),
         "return_sampling_mask": (False,),
         "scheduler_cls": (),
-        "spec_method": (),
-        "spec_model": (),
-        "spec_tokens": (),
-        "speculative_config": (),
         "weight_transfer_config": (),
         "worker_cls": ("auto",),
         "worker_extension_cls": ("",),
+    },
+    "speculative key": {
+        "speculative_config.draft_sample_method": ("greedy",),
+        "speculative_config.method": ("ngram", "suffix"),
+        "speculative_config.parallel_drafting": (False,),
+        "speculative_config.rejection_sample_method": ("standard", "synthetic"),
+        "speculative_config.use_heterogeneous_vocab": (False,),
     },
     "server flag": {
         "enable_per_request_metrics": (False,),
@@ -102,7 +106,7 @@ _INSTEAD = {
     " bits, which `quire quantize` writes",
 }
 """What to do in place of some of them."""
-_AT_START: tuple[Place, ...] = ("engine argument", "server flag")
+_AT_START: tuple[Place, ...] = ("engine argument", "speculative key", "server flag")
 
 
 def refuse(place: Place, name: str, value: Any) -> None:

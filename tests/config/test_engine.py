@@ -182,16 +182,23 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
         {"enable_lora": True},
-        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "medusa"}},
         {"speculative_model": "draft"},
         {"cpu_offload_gb": 4},
         {"logits_processors": ["a:B"]},
-        {"spec_tokens": 3},
     ],
 )
 def test_what_is_not_built_is_refused_not_silently_dropped(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="not supported yet"):
         make(given)
+
+
+def test_drafts_are_settled_with_the_rest() -> None:
+    given = {"spec_method": "ngram", "spec_tokens": 4}
+    found = make(given).speculation
+    assert make().speculation is None and found is not None and found.num_speculative_tokens == 4
+    with pytest.raises(ConfigError, match="pooling model"):
+        make({**given, "runner": "pooling"})
 
 
 @pytest.mark.parametrize(
@@ -487,7 +494,7 @@ def test_resolved_values_are_concrete() -> None:
     may_be_none |= {"kv_cache_memory_bytes", "num_gpu_blocks_override", "data_parallel_rank"}
     found = {
         f.name
-        for s in SECTIONS
+        for s in SECTIONS.keys() - {"speculation"}
         for f in dataclasses.fields(getattr(config, s))
         if getattr(getattr(config, s), f.name) is None
     }

@@ -28,6 +28,7 @@ from quire.config.sections import (
     options,
 )
 from quire.config.shares import check_shares, of_one
+from quire.config.speculation import SpecFacts
 from quire.config.topology import local_ranks
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
@@ -68,6 +69,8 @@ class EngineConfig:
     machine: Machine
     pooling: PoolingFacts | None = None
     """None for an engine that generates."""
+    speculation: SpecFacts | None = None
+    """None for an engine without drafts."""
 
     @property
     def quant(self) -> QuantFacts | None:
@@ -91,10 +94,12 @@ def resolve(
     machine: Machine,
     usage: str = "llm",
     env: Env | None = None,
+    draft: Mapping[str, Any] | None = None,
 ) -> EngineConfig:
     """The configuration out of what the user set (vLLM's names), the checkpoint and the machine.
 
-    `usage` is `llm` (offline) or `server`: they differ in batch sizes and in logging.
+    `usage` is `llm` (offline) or `server`: they differ in batch sizes and in logging. `draft` is
+    the config.json of the model that drafts.
     """
     env = env or Env.read(os.environ)
     values = checked(given)
@@ -129,7 +134,22 @@ def resolve(
         checkpoint=checkpoint,
         machine=machine,
         pooling=pooling,
+        speculation=_speculation(values, draft, model.max_model_len, tp_size, pools=pooling is not None),
     )
+
+
+def _speculation(
+    values: Mapping[str, Any],
+    draft: Mapping[str, Any] | None,
+    max_model_len: int,
+    tp_size: int,
+    *,
+    pools: bool,
+) -> SpecFacts | None:
+    facts = SpecFacts.of(values, max_model_len=max_model_len, tensor_parallel_size=tp_size, draft=draft)
+    if facts is not None and pools:
+        raise ConfigError("speculative_config cannot be had with a pooling model, which generates nothing")
+    return facts
 
 
 def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:

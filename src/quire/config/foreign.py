@@ -71,7 +71,6 @@ SHORT = {
     "diffusion_config": "-dc",
     "optimization_level": "-O",
     "prefill_context_parallel_size": "-pcp",
-    "speculative_config": "-sc",
 }
 """Short flags of names outside the sections."""
 

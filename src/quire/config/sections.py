@@ -284,6 +284,21 @@ class ObservabilitySection:
     """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and what else it has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSection:
+    """Speculative decoding, as it is asked for; `SpecFacts` is what comes of it."""
+
+    speculative_config: Annotated[dict[str, Any], Rule(short="-sc")] = field(default_factory=dict)
+    """JSON of how drafts are made: method (`ngram`, `suffix`), num_speculative_tokens, prompt_lookup_min and
+    prompt_lookup_max, and what else config/speculation.py lists. Default: no drafts."""
+    spec_method: str | None = None
+    """Its `method`."""
+    spec_model: str | None = None
+    """Its `model`: the one that drafts."""
+    spec_tokens: Annotated[int | None, Rule(at_least=1)] = None
+    """Its `num_speculative_tokens`: the most drafts of a request in a step."""
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "load": LoadSection,
@@ -292,6 +307,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSection,
     "attention": AttentionSection,
     "observability": ObservabilitySection,
+    "speculation": SpeculationSection,
 }
 
 

@@ -1,0 +1,262 @@
+"""Speculative decoding: what was asked for (`speculative_config`), checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from quire.config.args import checked_value
+from quire.config.sections import Rule, options_of
+from quire.errors import ConfigError, nearest
+from quire.logs import get_logger, warn_once
+from quire.unbuilt import UNBUILT, refuse
+
+log = get_logger(__name__)
+
+METHODS = (
+    *("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash"),
+    *("dspark", "extract_hidden_states", "custom_class"),
+)
+ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
+"""Other names of methods, beside `*_mtp`."""
+IGNORED = ("code_revision", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch")
+"""Keys that change nothing here: accepted, with one warning."""
+_SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+_LENGTH_KEYS = ("n_predict", "num_lookahead_tokens", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Where a draft's config.json says how many tokens it is made for."""
+
+_KIND_KEYS = ("architectures", "model_type", "speculators_model_type")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecFacts:
+    """How drafts are made and judged."""
+
+    method: str
+    """What makes them: one of METHODS."""
+    num_speculative_tokens: Annotated[int, Rule(at_least=1)]
+    """Most drafts of a request in a step."""
+    model: str | None = None
+    """The model that drafts."""
+    revision: str | None = None
+    quantization: str | None = None
+    max_model_len: Annotated[int | None, Rule(at_least=1)] = None
+    """Longest sequence that it drafts for."""
+    draft_tensor_parallel_size: Annotated[int | None, Rule(at_least=1)] = None
+    enforce_eager: bool | None = None
+    moe_backend: str | None = None
+    attention_backend: str | None = None
+    kv_cache_dtype: str | None = None
+    prompt_lookup_min: Annotated[int | None, Rule(at_least=1)] = None
+    """Fewest last tokens that must have stood before."""
+    prompt_lookup_max: Annotated[int | None, Rule(at_least=1)] = None
+    num_speculative_tokens_per_batch_size: Annotated[
+        tuple[tuple[int, int, int], ...], Rule(derived=True)
+    ] = ()
+    """From so many running requests to so many: the most drafts of each."""
+    parallel_drafting: bool = False
+    use_heterogeneous_vocab: bool = False
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
+    """`synthetic`: drafts are accepted at given rates, whatever they are; for measuring."""
+    synthetic_acceptance_rates: Annotated[tuple[float, ...], Rule(derived=True)] = ()
+    """By place in the draft, how often it and all before it are accepted."""
+    synthetic_acceptance_length: Annotated[float | None, Rule(at_least=1)] = None
+    """Mean tokens of a step, the target's own counted in."""
+    suffix_decoding_max_tree_depth: Annotated[int, Rule(at_least=1)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Rule(at_least=0)] = 10000
+    suffix_decoding_max_spec_factor: Annotated[float, Rule(at_least=0)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, Rule(at_least=0, at_most=1)] = 0.1
+
+    @staticmethod
+    def of(
+        values: Mapping[str, Any],
+        *,
+        max_model_len: int,
+        tensor_parallel_size: int = 1,
+        draft: Mapping[str, Any] | None = None,
+    ) -> "SpecFacts | None":
+        """Out of the settings; None if they ask for nothing. `draft` is the config.json of the model that
+        drafts, where there is one."""
+        known = asked(values)
+        if not known:
+            return None
+        method = known["method"] = known["method"] or _detected(draft or {})
+        refuse("speculative key", "speculative_config.method", method)
+        if method == "ngram":
+            _settle_lookup(known)
+        num_tokens = known["num_speculative_tokens"] = _num_tokens(known, draft or {})
+        for name, read in (
+            ("num_speculative_tokens_per_batch_size", _ranges),
+            ("synthetic_acceptance_rates", _rates),
+        ):
+            known[name] = read(known.get(name, ()), num_tokens)
+        facts = SpecFacts(**known)
+        _check(facts, max_model_len, tensor_parallel_size)
+        return facts if facts.rejection_sample_method != "synthetic" else _with_rates(facts)
+
+    def most(self, num_rows: int) -> int:
+        """Most drafts of a request among so many."""
+        for low, high, most in self.num_speculative_tokens_per_batch_size:
+            if low <= num_rows <= high:
+                return most
+        return self.num_speculative_tokens
+
+
+def asked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that were given, all known and to be had, as far as can be told without the draft. Where it
+    will tell, `method` is None, and `model` says where it is."""
+    given = _joined(values)
+    if not given:
+        return {}
+    known = _checked(given)
+    known["method"] = _method(known)
+    for name in UNBUILT["speculative key"]:
+        refuse("speculative key", name, known.get(name.removeprefix("speculative_config.")))
+    return known
+
+
+def _joined(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`speculative_config` with the short settings put in."""
+    given = {name: value for name, value in values.get("speculative_config", {}).items() if value is not None}
+    for short, name in _SHORT.items():
+        if values.get(short) is None:
+            continue
+        if name in given:
+            raise ConfigError(f"{name} is given twice: in speculative_config and as {short}; leave one out")
+        given[name] = values[short]
+    return given
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key known, of its type and within its bounds."""
+    known = options_of({"speculative_config": SpecFacts})
+    listed = [*SpecFacts.__dataclass_fields__, *IGNORED]
+    found = {}
+    for name, value in given.items():
+        if name in IGNORED:
+            warn_once(log, f"speculative_config.{name}={value!r} has no effect in Quire and is ignored")
+        elif name in known:
+            found[name] = checked_value(replace(known[name], name=f"speculative_config.{name}"), value)
+        elif name in listed:
+            found[name] = value
+        else:
+            raise ConfigError(
+                f"unknown speculative_config key {name!r}; known: {', '.join(listed)}{nearest(name, listed)}"
+            )
+    return found
+
+
+def _method(known: Mapping[str, Any]) -> str | None:
+    named = known.get("method")
+    if named is None:
+        model = known.get("model")
+        if model is None:
+            raise ConfigError(
+                "speculative_config has neither a method nor a model: add for example "
+                '"method": "ngram", or the "model" that drafts'
+            )
+        return "ngram" if model in ("ngram", "[ngram]") else None
+    named = "mtp" if named.endswith("_mtp") else ALIASES.get(named, named)
+    if named not in METHODS:
+        raise ConfigError(
+            f"unknown speculative method {named!r}; known: {', '.join(METHODS)}{nearest(named, METHODS)}"
+        )
+    return named
+
+
+def _detected(draft: Mapping[str, Any]) -> str:
+    """What a draft's config.json shows it to be."""
+    said = " ".join(str(draft.get(name)) for name in _KIND_KEYS).lower()
+    return next((method for method in ("eagle3", "eagle", "mtp", "medusa") if method in said), "draft_model")
+
+
+def _num_tokens(known: Mapping[str, Any], draft: Mapping[str, Any]) -> int:
+    asked = known.get("num_speculative_tokens")
+    if asked is not None:
+        return int(asked)
+    if known["method"] == "suffix":
+        default = SpecFacts.__dataclass_fields__["suffix_decoding_max_tree_depth"].default
+        return int(known.get("suffix_decoding_max_tree_depth", default))
+    for name in _LENGTH_KEYS:
+        if isinstance(found := draft.get(name), int) and found > 0:
+            return found
+    raise ConfigError(
+        "speculative_config needs num_speculative_tokens, the most drafts in a step, unless the config.json"
+        " of the draft model has an n_predict: add it, for example 5"
+    )
+
+
+def _settle_lookup(known: dict[str, Any]) -> None:
+    low, high = known.get("prompt_lookup_min"), known.get("prompt_lookup_max")
+    low, high = low or high or 5, high or low or 5
+    if low > high:
+        raise ConfigError(f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
+    known.update(prompt_lookup_min=low, prompt_lookup_max=high, model=None)
+
+
+def _ranges(value: Any, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    name, last = "num_speculative_tokens_per_batch_size", 0
+    for entry in value if isinstance(value, Sequence) else [value]:
+        is_range = (
+            isinstance(entry, Sequence) and len(entry) == 3 and all(type(each) is int for each in entry)
+        )
+        if not is_range or not last < entry[0] <= entry[1] or not 0 <= entry[2] <= num_tokens:
+            raise ConfigError(
+                f"speculative_config.{name}={value!r} must be a list of [first, last, drafts]: batch sizes"
+                f" from 1 that rise, and drafts from 0 to num_speculative_tokens ({num_tokens})"
+            )
+        last = entry[1]
+    return tuple((low, high, most) for low, high, most in value)
+
+
+def _rates(value: Any, num_tokens: int) -> tuple[float, ...]:
+    rates: Sequence[Any] = value if isinstance(value, list | tuple) else [None]
+    is_rate = all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates)
+    if not is_rate or len(rates) not in (0, num_tokens) or list(rates) != sorted(rates, reverse=True):
+        raise ConfigError(
+            f"speculative_config.synthetic_acceptance_rates={value!r} must be num_speculative_tokens"
+            f" ({num_tokens}) numbers from 1 to 0, none above the one before it"
+        )
+    return tuple(float(rate) for rate in rates)
+
+
+def _check(facts: SpecFacts, max_model_len: int, tensor_parallel_size: int) -> None:
+    draft_tp = facts.draft_tensor_parallel_size
+    if draft_tp not in (None, 1, tensor_parallel_size):
+        raise ConfigError(
+            f"speculative_config.draft_tensor_parallel_size={draft_tp} cannot be other value than 1 or target"
+            f" model tensor_parallel_size ({tensor_parallel_size})"
+        )
+    if facts.max_model_len is not None and facts.max_model_len > max_model_len:
+        raise ConfigError(
+            f"speculative_config.max_model_len={facts.max_model_len} is above the target's max_model_len"
+            f" ({max_model_len}); lower it or leave it out"
+        )
+    if facts.model is None and facts.method in ("draft_model", "eagle", "eagle3", "medusa"):
+        raise ConfigError(
+            f"speculative_config.method={facts.method!r} needs the model that drafts: add model"
+        )
+
+
+def _with_rates(facts: SpecFacts) -> SpecFacts:
+    """With rates of acceptance also where only a mean length was given: those of drafts that are each
+    accepted with the same probability."""
+    length, num_tokens = facts.synthetic_acceptance_length, facts.num_speculative_tokens
+    if (length is None) == (not facts.synthetic_acceptance_rates):
+        raise ConfigError(
+            "rejection_sample_method='synthetic' needs either synthetic_acceptance_rates or"
+            " synthetic_acceptance_length"
+        )
+    if length is None:
+        return facts
+    if length > num_tokens + 1:
+        raise ConfigError(
+            f"speculative_config.synthetic_acceptance_length={length} is above num_speculative_tokens + 1"
+            f" ({num_tokens + 1})"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_less = sum(middle**place for place in range(num_tokens + 1)) < length
+        low, high = (middle, high) if is_less else (low, middle)
+    return replace(facts, synthetic_acceptance_rates=tuple(high ** (at + 1) for at in range(num_tokens)))
