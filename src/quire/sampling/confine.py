@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.data.plan import Masks
+from quire.kernels import masks as kernel
+from quire.kernels import native
 from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
@@ -25,8 +27,8 @@ def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
 
 
 def apply_masks(logits: Tensor, packed: Tensor) -> None:
-    """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU. Row by row, so that only one
-    mask at a time is more than bits, and by numpy, whose calls do not wait for other threads."""
+    """Take out of `logits` [N, V], in place, what is not in the masks, on a CPU without native kernels. Row
+    by row, so that only one mask at a time is more than bits."""
     vocab, kind = logits.shape[1], torch.int32 if logits.dtype == torch.float32 else torch.int16
     never = torch.tensor(-torch.inf, dtype=logits.dtype).view(kind).item()
     rows = logits.view(kind).numpy()
@@ -46,11 +48,17 @@ def apply_masks(logits: Tensor, packed: Tensor) -> None:
 class HostConfiner:
     """Confines rows where their logits are on the host."""
 
+    def __init__(self) -> None:
+        self._is_native = native.library() is not None
+
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
         """Takes out of `logits` [N, V], in place, what each row's mask does not have."""
         packed = torch.empty((len(masks.rows), 1 + masks.bits.shape[1]), dtype=torch.int32)
         pack(masks, places, packed.numpy())
-        apply_masks(logits, packed)
+        if self._is_native and logits.dtype in kernel.DTYPES:
+            kernel.apply_masks(logits, packed)
+        else:
+            apply_masks(logits, packed)
         return packed
 
 
