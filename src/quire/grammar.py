@@ -2,12 +2,14 @@
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +27,20 @@ MAX_KEPT = 256
 """Grammars that are kept compiled: those that were used last."""
 MAX_KEPT_TEXTS = 4096
 """Whose tokens are remembered: what grammars force."""
+MAX_LEXERS = 1024
+"""Of all those grammars, tens of KiB each."""
 MAX_LEXER_STATES = 50_000
-"""Of one sequence, 1 to 2 KiB each."""
+"""Of one lexer, 1 to 2 KiB each."""
+MAX_SERVED = 64
+"""Sequences that one lexer serves, one after the other: it keeps the states of all."""
+LEXERS_S = 0.25
+"""That may be spent on compiling the lexers of one grammar. With those that there are by then it makes do."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_IN_STRINGS + "{1,%d}" % most for most in (4, 8, 12)), _IN_STRINGS + "+"]
+"""Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
+characters are for strings that may not be longer than so many (tests/engine/masks_speed.py)."""
 MAX_REASON_CHARS = 500
 COMPILING_THREADS = 2
 FEW = 4
@@ -59,7 +71,7 @@ class Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         opened = LLTokenizer(TokenizerWrapper(_Wrapped(self)), eos_token=list(self.eos_ids), slices=[])
-        return opened.with_slices(LLTokenizer.general_slices())
+        return opened.with_slices(SLICES)
 
 
 class _Wrapped:
@@ -83,18 +95,66 @@ class _Wrapped:
 class Matcher:
     """Where one sequence stands in its grammar."""
 
-    def __init__(self, inner: "LLMatcher") -> None:
+    def __init__(self, inner: "LLMatcher", lexer: "Lexer") -> None:
         self.inner = inner
+        self.lexer = lexer
+        lexer.users.add(self)
 
     def advance(self, token_id: int) -> Verdict:
         """The sequence has one more token. Says whether it is over with it, and how."""
         if not self.inner.consume_token(token_id):
-            return "error"
-        return _ENDS.get(self.inner.stop_reason(), "error") if self.inner.is_stopped() else ""
+            verdict: Verdict = "error"
+        elif self.inner.is_stopped():
+            verdict = _ENDS.get(self.inner.stop_reason(), "error")
+        else:
+            return ""
+        self.lexer.is_spent |= verdict == "error"
+        return verdict
 
     def copy(self) -> "Matcher":
         """One that stands at the same place."""
-        return Matcher(self.inner.deep_copy())
+        return Matcher(self.inner.deep_copy(), self.lexer)
+
+
+class Lexer:
+    """A grammar compiled. Its matchers share the states that it finds on the way, and its lock: those of one
+    lexer take turns, those of several fill their masks at the same time."""
+
+    def __init__(self, start: "LLMatcher") -> None:
+        self._start = start
+        self._num_served = 0
+        self.users: WeakSet[Matcher] = WeakSet()
+        self.is_spent = False
+        """Whether it may have too many states to serve anybody else."""
+
+    def serve(self) -> Matcher:
+        """One more sequence."""
+        self._num_served += 1
+        self.is_spent |= self._num_served >= MAX_SERVED
+        return Matcher(self._start.deep_copy(), self)
+
+
+class Lexers:
+    """Those of one grammar: as many as sequences follow it at once, if they are not too dear."""
+
+    def __init__(self) -> None:
+        self._all: list[Lexer] = []
+        self._spent_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def serve(self) -> Matcher | None:
+        """The start of the grammar; None if one more is to be compiled for it."""
+        self._all = [lexer for lexer in self._all if not lexer.is_spent]
+        if not self._all:
+            return None
+        idlest = min(self._all, key=lambda lexer: len(lexer.users))
+        return None if idlest.users and self._spent_s < LEXERS_S else idlest.serve()
+
+    def add(self, lexer: Lexer, seconds: float) -> None:
+        self._spent_s = seconds * (len(self._all) + 1)
+        self._all.append(lexer)
 
 
 class Grammars:
@@ -103,7 +163,7 @@ class Grammars:
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """The vocabulary is asked for with the first grammar: most engines never see one."""
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Lexers] = OrderedDict()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -114,16 +174,23 @@ class Grammars:
         beyond what is known here or beyond the limits. The first opens the vocabulary."""
         grammar = grammar_of(asked)
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
+            if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-                return Matcher(found.deep_copy())
-        made = self._compile(grammar)
+                if (matcher := found.serve()) is not None:
+                    return matcher
+        started = time.perf_counter()
+        lexer = Lexer(self._compile(grammar))
+        seconds = time.perf_counter() - started
         with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > MAX_KEPT:
+            self._compiled.setdefault(grammar, Lexers()).add(lexer, seconds)
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > MAX_KEPT or self._num_lexers > MAX_LEXERS:
                 self._compiled.popitem(last=False)
-            return Matcher(made.deep_copy())
+            return lexer.serve()
+
+    @property
+    def _num_lexers(self) -> int:
+        return sum(map(len, self._compiled.values()))
 
     def begin(self, asked: StructuredOutputsParams) -> Future[Matcher]:
         """The same in a thread."""
