@@ -132,6 +132,12 @@ class StepPlan(msgspec.Struct):
             each, rest = divmod(self.total_tokens, len(self.rows))
             self.query_len = each if not rest and (self.num_tokens == each).all() else 0
 
+    def drafts_by_row(self) -> dict[int, list[int]]:
+        """Those that the planner made."""
+        tokens = iter(self.drafts.tolist())
+        counts = zip(self.rows.tolist(), self.num_drafts.tolist(), strict=True)
+        return {row: list(islice(tokens, count)) for row, count in counts if count}
+
     @property
     def is_decode(self) -> bool:
         """Whether each row computes one token and gets one."""

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.params import SamplingParams, StructuredOutputsParams
-from quire.data.plan import Ints, Masks, Verdict
+from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
 from quire.logs import get_logger
 from quire.sched.follower import Follower, Matcher
@@ -34,6 +34,14 @@ class Grammars(Protocol):
 
     def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
         """A bit for each token that may come next, in the row of `bits` that is said beside each matcher."""
+
+
+class _Draw(NamedTuple):
+    """One of the draws of a row in a step, and who says what it may be."""
+
+    row: int
+    draw: int
+    follower: Follower
 
 
 class Constraints:
@@ -98,7 +106,7 @@ class Constraints:
         plan = flight.plan
         plan.confined = plan.sampling_rows[running.constrained[plan.sampling_rows]]
         if len(plan.confined) and self._are_known(running, plan.confined):
-            self._ahead = self._thread.submit(self._fill, *self._wanted(running, plan.confined))
+            self._ahead = self._thread.submit(self._fill, self._wanted(running, plan, plan.confined))
 
     def masks(self, running: Running, flight: Flight) -> Masks | None:
         """Those of the newest plan; None while they depend on tokens that are under way. They are good until
@@ -107,21 +115,29 @@ class Constraints:
             return self._ahead.result()
         rows = flight.plan.confined
         rows = rows[np.isin(rows, flight.rows[flight.alive(running)])]
-        return self._fill(*self._wanted(running, rows)) if self._are_known(running, rows) else None
+        if not self._are_known(running, rows):
+            return None
+        return self._fill(self._wanted(running, flight.plan, rows))
 
     def _are_known(self, running: Running, rows: Ints) -> bool:
         """All tokens but those that the plan itself samples."""
         return bool((running.num_tokens[rows] - running.num_known[rows] <= 1).all())
 
-    def _wanted(self, running: Running, rows: Ints) -> tuple[Ints, list[Follower]]:
-        """Those that may not say what they like."""
-        found = [(row, self._followers[running.ids[row]]) for row in rows.tolist()]
-        bound = [each for each in found if each[1].matcher is not None or each[1].also is not None]
-        return np.array([row for row, _ in bound], np.int32), [follower for _, follower in bound]
+    def _wanted(self, running: Running, plan: StepPlan, rows: Ints) -> list[_Draw]:
+        """The draws that may not be what they like."""
+        drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
+        return [
+            _Draw(row, draw, follower)
+            for row in rows.tolist()
+            for draw, follower in enumerate(self._followers[running.ids[row]].along(drafts.get(row, ())))
+            if follower.matcher is not None or follower.also is not None
+        ]
 
-    def _fill(self, rows: Ints, followers: list[Follower]) -> Masks:
-        if not followers:
+    def _fill(self, wanted: list[_Draw]) -> Masks:
+        if not wanted:
             return Masks()
+        rows, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
+        followers = [follower for _, _, follower in wanted]
         matched = [(one.matcher, at) for at, one in enumerate(followers) if one.matcher is not None]
         more = [(one.also, at) for at, one in enumerate(followers) if one.also is not None]
         width = max((token_id // 32 + 1 for token_id, _ in more), default=0)
@@ -134,7 +150,7 @@ class Constraints:
             if followers[at].matcher is None:
                 bits[at] = 0
             bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
-        return Masks(rows, bits)
+        return Masks(rows, bits, draws if draws.any() else draws[:0])
 
     def _room(self, count: int, width: int) -> Bits:
         """The same memory again and again: new pages would take longer than what is written to them."""

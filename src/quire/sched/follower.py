@@ -1,5 +1,7 @@
 """Follower: one request whose text must fit a grammar, or whose reasoning must come to an end."""
 
+from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Protocol, Self
 
 from quire.data.params import ReasoningIds, SamplingParams
@@ -59,6 +61,25 @@ class Follower:
         if self._budget is None or len(self._said) < self._budget:
             return None
         return self._reasoning.end[_overlap(self._said, self._reasoning.end)]
+
+    def along(self, drafts: Sequence[int]) -> Iterator[Self]:
+        """It, where it stands, then as it would be behind each of these tokens, as far as it may go."""
+        here = self
+        yield here
+        for token_id in drafts:
+            here = here.copy()
+            if here.advance(token_id) or here.is_free:
+                return
+            yield here
+
+    def copy(self) -> Self:
+        """One that stands at the same place."""
+        made = copy(self)
+        made._said = list(self._said)
+        made._matcher, made._instead = (
+            None if each is None else each.copy() for each in (self._matcher, self._instead)
+        )
+        return made
 
     def advance(self, token_id: int) -> Verdict:
         """It has said one more. Says whether it is over with it, and how."""
