@@ -7,6 +7,7 @@ function of the fingerprint, so outputs depend on nothing else.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -122,19 +123,26 @@ class Always:
         self.count = count
         self.num_drafts = self.num_held = 0
 
-    def lengths(self, rows: Any) -> Any:
-        return np.where(rows % 3 == 2, 0, self.count).astype(np.int32)
+    def admit(self, row: int) -> None:
+        pass
+
+    def lengths(self, rows: Any, available: Any, budget: int) -> Any:
+        wanted = np.where(rows % 3 == 2, 0, np.minimum(available, self.count)).astype(np.int32)
+        return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
 
     def learn(self, rows: Any, num_drafts: Any, num_held: Any) -> None:
         assert (num_held <= num_drafts).all() and (num_held >= 0).all()
         self.num_drafts += int(num_drafts.sum())
         self.num_held += int(num_held.sum())
 
-    def timed(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        assert num_tokens >= num_rows and seconds >= 0
+    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+        assert num_tokens >= num_rows + num_accepted and seconds >= 0
 
 
-DRAFTING = {"host": lambda: Drafting(Always(3), Guesses()), "worker": lambda: Drafting(Always(2), None)}
+DRAFTING: dict[str, Callable[[], Drafting]] = {
+    "host": lambda: Drafting(Always(3), Guesses(), most=5),
+    "worker": lambda: Drafting(Always(2), None, most=5),
+}
 
 
 @dataclass

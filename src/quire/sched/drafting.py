@@ -13,6 +13,10 @@ from quire.sched.landed import Landed
 from quire.sched.running import RowIds, Running
 
 _NONE: Ints = np.empty(0, np.int32)
+_LATELY = 16
+"""Plans."""
+_NOW_AND_THEN = 64
+"""Each so many plans."""
 
 
 class Drafts(NamedTuple):
@@ -37,56 +41,86 @@ class Drafts(NamedTuple):
 NO_DRAFTS = Drafts(_NONE, _NONE)
 
 
-class Lengths(Protocol):
-    """Decides how many drafts a row is worth."""
+class Paces(Protocol):
+    """Decides how many drafts rows are worth."""
 
-    def lengths(self, rows: RowIds) -> Ints: ...
+    def admit(self, row: int) -> None:
+        """A request takes a row, and nothing is known of it."""
 
-    def learn(self, rows: RowIds, num_drafts: Ints, num_held: Ints) -> None:
+    def lengths(self, rows: RowIds, available: Ints, budget: int) -> Ints:
+        """For each of these rows, of so many that it could have, and in all."""
+
+    def learn(self, rows: RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
         """Of so many drafts of each row so many held."""
 
-    def timed(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         """How long a step without prompts took."""
 
 
 class Drafting:
     """Which rows are given drafts, and what became of them."""
 
-    def __init__(self, pace: Lengths, proposer: Proposer | None) -> None:
+    def __init__(self, pace: Paces, proposer: Proposer | None, *, most: int) -> None:
         """Without a proposer the worker makes them, for each row that has drawn a token there."""
-        self.pace = pace
+        self._pace = pace
         self._proposer = proposer
+        self._most = most
         self._known: dict[int, tuple[int, int]] = {}
-        """By row that the proposer knows: whose it is, and how many of its tokens it was told."""
+        """By row: whose it is, and how many of its tokens the proposer was told."""
+        self._num_plans = 0
+        self._drafted_in: dict[int, int] = {}
+        """By row: the last plan in which it had drafts."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
         """For the rows of `running.order`, which compute `chunks`: up to `budget` tokens more."""
+        self._num_plans += 1
         rows = running.order
-        num_tokens, num_known = running.num_tokens[rows], running.num_known[rows]
-        most = np.minimum(
-            self.pace.lengths(rows), running.limit[rows] - num_tokens - running.num_drafts[rows] - 1
-        )
-        most[(chunks != 1) | (num_tokens - running.num_computed[rows] != 1)] = 0
+        num_tokens, first = running.num_tokens[rows], running.first_len[rows]
+        most = np.minimum(running.limit[rows] - num_tokens - running.num_drafts[rows] - 1, self._most)
+        decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1) & running.drafts[rows]
+        places = np.flatnonzero(decodes & (most > 0))
+        for row in rows[places].tolist():
+            self._meet(running, row)
         if self._proposer is None:
-            most[num_tokens == running.first_len[rows]] = 0
-            counts = np.diff(np.minimum(np.cumsum(most.clip(0)), max(budget, 0)), prepend=0).astype(np.int32)
-            return Drafts(counts, _NONE) if counts.any() else NO_DRAFTS
-        running.waits[rows] = most > 0
-        most[num_tokens != num_known] = 0
-        counts, found = np.zeros(len(rows), np.int32), []
-        for place in np.flatnonzero(most > 0).tolist():
-            new = self._propose(running, int(rows[place]), min(int(most[place]), budget))
-            counts[place], budget = len(new), budget - len(new)
-            found.append(new)
-        return Drafts(counts, np.concatenate(found).astype(np.int32)) if counts.any() else NO_DRAFTS
+            places = places[num_tokens[places] > first[places]]
+            found = []
+            available = most[places]
+        else:
+            self._wait(running, rows[places])
+            places = places[num_tokens[places] == running.num_known[rows[places]]]
+            each = zip(rows[places].tolist(), most[places].tolist(), strict=True)
+            found = [self._propose(running, row, count) for row, count in each]
+            available = np.array([len(new) for new in found], np.int32)
+        if not available.any() or budget < 1:
+            return NO_DRAFTS
+        taken = self._pace.lengths(rows[places], available, budget)
+        if not taken.any():
+            return NO_DRAFTS
+        self._drafted_in |= dict.fromkeys(rows[places[taken > 0]].tolist(), self._num_plans)
+        counts = np.zeros(len(rows), np.int32)
+        counts[places] = taken
+        if self._proposer is None:
+            return Drafts(counts, _NONE)
+        cut = [new[:count] for new, count in zip(found, taken.tolist(), strict=True)]
+        return Drafts(counts, np.concatenate(cut).astype(np.int32))
+
+    def _meet(self, running: Running, row: int) -> None:
+        """Forget whoever had the row before."""
+        admission = int(running.admission[row])
+        if self._known.get(row, (0, 0))[0] != admission:
+            self._known[row] = admission, 0
+            self._pace.admit(row)
+
+    def _wait(self, running: Running, rows: RowIds) -> None:
+        """Drafts are made of known tokens. A row for which none seemed to pay lately goes on without, and is
+        looked at now and then."""
+        since = [self._num_plans - self._drafted_in.get(row, -_LATELY) for row in rows.tolist()]
+        running.waits[rows] = (np.array(since) < _LATELY) | (self._num_plans % _NOW_AND_THEN == 0)
 
     def _propose(self, running: Running, row: int, most: int) -> Ints:
         assert self._proposer is not None
-        if most < 1:
-            return _NONE
-        admission, length = int(running.admission[row]), int(running.num_known[row])
-        owner, told = self._known.get(row, (0, 0))
-        if owner != admission:
+        length, (admission, told) = int(running.num_known[row]), self._known[row]
+        if not told:
             self._proposer.admit(row, running.tokens[row, :length])
         elif told < length:
             self._proposer.extend(row, running.tokens[row, told:length])
@@ -95,18 +129,18 @@ class Drafting:
 
     def release(self, running: Running, row: int) -> None:
         """The row's request leaves it."""
-        if self._known.pop(row, None) is not None and self._proposer is not None:
+        self._drafted_in.pop(row, None)
+        if self._known.pop(row, (0, 0))[1] and self._proposer is not None:
             self._proposer.release(row, running.tokens[row, : running.num_known[row]])
 
     def learn(self, landed: Landed, stats: StepStats) -> dict[str, int]:
         """A step is over. By request that had drafts: how many."""
-        num_drafts = landed.num_drafts
-        drafted = np.flatnonzero(num_drafts)
+        drafted = np.flatnonzero(landed.num_drafts)
         if not len(drafted):
             return {}
-        rows, num_drafts = landed.sampled[drafted], num_drafts[drafted]
+        rows, num_drafts = landed.sampled[drafted], landed.num_drafts[drafted]
         num_held = landed.result.counts[drafted] - 1
-        self.pace.learn(rows, num_drafts, num_held)
+        self._pace.learn(rows, num_drafts, num_held)
         stats.num_drafts, stats.num_draft_tokens = len(rows), int(num_drafts.sum())
         stats.held_by_place = (num_held[:, None] > np.arange(num_drafts.max())).sum(axis=0).tolist()
         return dict(zip(landed.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))
@@ -115,4 +149,5 @@ class Drafting:
         """How long a step took, if it says something about decodes."""
         plan = flight.plan
         if len(plan.logit_rows) == plan.total_tokens and not plan.admitted:
-            self.pace.timed(len(plan.rows), plan.total_tokens, flight.seconds)
+            num_held = sum(flight.notes.stats.held_by_place)
+            self._pace.timed(plan.total_tokens, len(plan.rows), num_held, flight.seconds)

@@ -63,6 +63,8 @@ class Running:
         """Whether the host must know a token before the next can be sampled."""
         self.waits = np.zeros(max_rows, np.bool_)
         """The same, since drafts are made of it."""
+        self.drafts = np.zeros(max_rows, np.bool_)
+        """Whether the row may have drafts at all."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
         """How many tokens its request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -94,6 +96,7 @@ class Running:
         self.num_computed[row] = num_computed
         self.num_drafts[row] = self.waits[row] = 0
         self.first_len[row] = len(request.tokens)
+        self.drafts[row] = request.embeds is None
         self.limit[row] = request.limit
         self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id
