@@ -8,6 +8,9 @@ from quire.dist.process import calm_threads
 from quire.executor import EXECUTORS, Executor
 from quire.grammar import Grammars
 from quire.prepare import open_grammars
+from quire.sched.drafting import Drafting
+from quire.sched.drafts.ngram import NGram
+from quire.sched.drafts.pace import Pace
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
@@ -47,4 +50,18 @@ def build_scheduler(config: EngineConfig, cache: CacheSize, grammars: Grammars |
         num_stages=config.parallel.pipeline_parallel_size,
         grammars=grammars,
         fair=limits.share_by_key,
+        drafting=_drafting(config),
     )
+
+
+def _drafting(config: EngineConfig) -> Drafting | None:
+    asked = config.speculation
+    if asked is None:
+        return None
+    most = asked.num_speculative_tokens
+    pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most)
+    proposer = None
+    if asked.method == "ngram":
+        assert asked.prompt_lookup_min is not None and asked.prompt_lookup_max is not None
+        proposer = NGram(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    return Drafting(pace, proposer, most=most)

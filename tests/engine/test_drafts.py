@@ -1,0 +1,183 @@
+"""Speculation changes no answer: with drafts, right and wrong ones, everything is as without."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_text import TextModel, open_text, text_model
+
+from quire import LLM, SamplingParams
+from quire.data.outputs import RequestOutput
+
+PROMPTS = [[40 + at, 300, 77, 310, 90, 77, 310, 90 + at] * (1 + at) for at in range(4)]
+CHOICE = ["a page is a leaf of a book", "a leaf is a page of a book", "a book is a leaf"]
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LENGTH = {"max_tokens": 24, "ignore_eos": True}
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, **LENGTH},
+    "greedy until it ends": {"temperature": 0, "max_tokens": 40},
+    "sampled": {"temperature": 1.0, "seed": 3, **LENGTH},
+    "limited": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4, **LENGTH},
+    "penalties": {
+        "temperature": 0.7,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.2,
+        **LENGTH,
+    },
+    "biases": {"temperature": 0, "logit_bias": {77: 2.5, 90: -3.0}, "bad_words": ["the"], **LENGTH},
+    "allowed": {"temperature": 1.0, "seed": 6, "allowed_token_ids": list(range(60, 200)), **LENGTH},
+    "least": {"temperature": 1.0, "seed": 7, "min_tokens": 9, "max_tokens": 30},
+    "logprobs": {"temperature": 0.9, "seed": 8, "logprobs": 3, "prompt_logprobs": 1, **LENGTH},
+    "listed logprobs": {"temperature": 0, "logprob_token_ids": [5, 90], **LENGTH},
+    "stop strings": {"temperature": 0, "stop": ["e", "th"], "logprobs": 1, "max_tokens": 40},
+    "stop ids": {"temperature": 1.0, "seed": 9, "stop_token_ids": list(range(0, 340, 7)), "max_tokens": 40},
+    "several": {"temperature": 1.0, "seed": 10, "n": 3, **LENGTH},
+    "choice": {"temperature": 1.0, "seed": 11, "max_tokens": 40, "structured_outputs": {"choice": CHOICE}},
+    "json": {"temperature": 0.9, "seed": 12, "max_tokens": 60, "structured_outputs": {"json": RECORD}},
+    "repetition": {
+        "temperature": 0,
+        "max_tokens": 60,
+        "repetition_detection": {"max_pattern_size": 8, "min_count": 3},
+    },
+}
+
+
+class Knowing:
+    """Proposes what the answers were, with a mistake here and there."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+        self.texts: dict[int, list[int]] = {}
+        self.num_right = 0
+
+    def admit(self, row: int, tokens: Any) -> None:
+        self.texts[row] = tokens.tolist()
+
+    def extend(self, row: int, tokens: Any) -> None:
+        self.texts[row] += tokens.tolist()
+
+    def release(self, row: int, tokens: Any) -> None:
+        del self.texts[row]
+
+    def propose(self, row: int, most: int) -> Any:
+        text = self.texts[row]
+        whole = next((each for each in self.answers if each[: len(text)] == text), text)
+        found = whole[len(text) : len(text) + most]
+        return np.array([each + ((len(text) + at) % 4 == 0) for at, each in enumerate(found)], np.int32)
+
+
+class Always:
+    """As many drafts as there are."""
+
+    num_held = num_drafts = 0
+
+    def admit(self, row: int) -> None:
+        pass
+
+    def lengths(self, rows: Any, available: Any, budget: int) -> Any:
+        return np.clip(budget - (np.cumsum(available) - available), 0, available).astype(np.int32)
+
+    def learn(self, rows: Any, num_drafts: Any, num_accepted: Any) -> None:
+        self.num_drafts += int(num_drafts.sum())
+        self.num_held += int(num_accepted.sum())
+
+    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return text_model(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def plain(model: TextModel) -> LLM:
+    return open_text(model)
+
+
+@pytest.fixture(scope="module")
+def drafting(model: TextModel) -> LLM:
+    return open_text(model, speculative_config={"method": "ngram", "num_speculative_tokens": 5})
+
+
+def ask(llm: LLM, fields: dict[str, Any]) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, SamplingParams(**fields), use_tqdm=False)
+
+
+def facts(outputs: list[RequestOutput]) -> list[Any]:
+    """All that must be equal."""
+    return [
+        (
+            output.prompt_logprobs,
+            each.token_ids,
+            each.text,
+            each.finish_reason,
+            each.stop_reason,
+            each.logprobs,
+        )
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+def sequences(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [
+        [*(output.prompt_token_ids or ()), *each.token_ids] for output in outputs for each in output.outputs
+    ]
+
+
+def let(llm: LLM, proposer: Any = None) -> Always:
+    """Always drafts, and those of another."""
+    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, Always()
+    assert drafting is not None
+    drafting._pace = pace
+    if proposer is not None:
+        drafting._proposer = proposer
+    return pace
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_answers_are_those_without_drafts(asked: str, plain: LLM, drafting: LLM) -> None:
+    expected = ask(plain, ASKED[asked])
+    pace = let(drafting, Knowing(sequences(expected)))
+    found = ask(drafting, ASKED[asked])
+    assert facts(found) == facts(expected)
+    assert 0 < pace.num_held < pace.num_drafts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_gpu_blocks_override": 34}, {"max_num_batched_tokens": 20}, {"enforce_eager": True}],
+    ids=["preemption", "chunks", "eager"],
+)
+def test_so_are_they_where_room_is_scarce(settings: dict[str, Any], model: TextModel, plain: LLM) -> None:
+    asked = {"temperature": 0.9, "seed": 2, "max_tokens": 40, "ignore_eos": True}
+    expected = ask(plain, asked)
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    llm = open_text(model, speculative_config=config, max_model_len=128, **settings)
+    pace = let(llm, Knowing(sequences(expected)))
+    assert facts(ask(llm, asked)) == facts(expected)
+    if "num_gpu_blocks_override" in settings:
+        assert llm.llm_engine.core.scheduler.num_preemptions
+    again = ask(llm, asked)  # prefixes that accepted drafts have written, too
+    assert facts(again) == facts(expected) and any(output.num_cached_tokens for output in again)
+    assert 0 < pace.num_held < pace.num_drafts
+    assert llm.llm_engine.core.scheduler.kv.pool.usage == 0.0
+
+
+def test_prompt_lookup_finds_what_repeats_itself(model: TextModel, plain: LLM) -> None:
+    """Who has three words soon says the same again and again."""
+    words = {"allowed_token_ids": [60, 61, 62]}
+    asked = {"temperature": 0, "max_tokens": 80, "ignore_eos": True, **words}
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    llm = open_text(model, speculative_config=config)
+    pace = let(llm)
+    assert facts(ask(llm, asked)) == facts(ask(plain, asked))
+    assert pace.num_held > 40
