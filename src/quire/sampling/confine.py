@@ -14,7 +14,7 @@ from quire.sampling.rows import Ints
 from quire.sampling.transfer import to_device
 
 _NUM_BUFFERS = 3
-"""Host buffers: enough that the oldest has been read when its turn comes again, mostly."""
+"""Enough that the masks of the oldest have been applied when its turn comes again, mostly."""
 
 
 def pack(masks: Masks, places: Ints, into: NDArray[np.int32]) -> None:
@@ -66,39 +66,48 @@ class CudaConfiner:
     """Confines rows on a GPU. Masks travel on a stream of their own, while the layers still compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._buffers = cycle([_Pinned() for _ in range(_NUM_BUFFERS)])
+        self._buffers = cycle([_Buffer(self._stream) for _ in range(_NUM_BUFFERS)])
 
     def __call__(self, logits: Tensor, masks: Masks, places: Ints) -> Tensor:
         from quire.kernels.triton.masks import apply_masks
 
         buffer = next(self._buffers)
-        memory = buffer.take(len(masks.rows), 1 + masks.bits.shape[1])
-        pack(masks, places, memory.numpy())
-        here = torch.cuda.current_stream()
+        buffer.make_room(len(masks.rows), 1 + masks.bits.shape[1])
+        pack(masks, places, buffer.array)
         with torch.cuda.stream(self._stream):
-            packed = memory.to(self._device, non_blocking=True)
-            buffer.read.record()
-        here.wait_stream(self._stream)
-        packed.record_stream(here)
-        apply_masks(logits, packed)
-        return packed
+            buffer.packed.copy_(buffer.memory, non_blocking=True)
+            buffer.sent.record()
+        buffer.sent.wait()
+        apply_masks(logits, buffer.packed)
+        buffer.applied.record()
+        return buffer.packed
 
 
-class _Pinned:
-    """Host memory that the device reads by itself; grows as needed."""
+class _Buffer:
+    """Masks on both sides: host memory that the device reads by itself, and where it has them. They are kept:
+    memory for each step would take longer than what is done with it."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.int32)
-        self.read = torch.cuda.Event()
-        """When the device is done with it."""
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        """On which the device gets them: others wait for it."""
+        self._whole: list[Tensor] = []
+        self.memory = self.packed = torch.empty((0, 0), dtype=torch.int32)
+        self.array: NDArray[np.int32] = self.memory.numpy()
+        self.sent, self.applied = torch.cuda.Event(), torch.cuda.Event()
 
-    def take(self, rows: int, width: int) -> Tensor:
-        self.read.synchronize()
-        if len(self._memory) < rows * width:
-            self._memory = torch.empty(2 * rows * width, dtype=torch.int32, pin_memory=True)
-        return self._memory[: rows * width].view(rows, width)
+    def make_room(self, rows: int, width: int) -> None:
+        """What was in it has been applied long ago, mostly."""
+        self.applied.synchronize()
+        if self.memory.shape == (rows, width):
+            return
+        size = rows * width
+        if not self._whole or len(self._whole[0]) < size:
+            self._whole = [torch.empty(size, dtype=torch.int32, pin_memory=True)]
+            with torch.cuda.stream(self._stream):
+                self._whole.append(torch.empty(size, dtype=torch.int32, device=self._stream.device))
+        self.memory, self.packed = (each[:size].view(rows, width) for each in self._whole)
+        self.array = self.memory.numpy()
 
 
 Confiner = HostConfiner | CudaConfiner
