@@ -38,13 +38,13 @@ LEXERS_S = 0.25
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(_IN_STRINGS + "{1,%d}" % most for most in (4, 8, 12)), _IN_STRINGS + "+"]
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in (4, 8, 12)), f"{_IN_STRINGS}+"]
 """Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
 characters are for strings that may not be longer than so many (tests/engine/masks_speed.py)."""
 MAX_REASON_CHARS = 500
 COMPILING_THREADS = 2
 FEW = 4
-"""Masks that are filled faster by one thread than by several."""
+"""Matchers that are moved, and asked for a mask, faster by one thread than by several."""
 
 _ENDS: dict[str, Verdict] = {
     "NotStopped": "",
@@ -102,12 +102,13 @@ class Matcher:
 
     def advance(self, token_id: int) -> Verdict:
         """The sequence has one more token. Says whether it is over with it, and how."""
-        if not self.inner.consume_token(token_id):
-            verdict: Verdict = "error"
-        elif self.inner.is_stopped():
-            verdict = _ENDS.get(self.inner.stop_reason(), "error")
-        else:
+        return self.verdict(self.inner.consume_token(token_id))
+
+    def verdict(self, is_taken: bool) -> Verdict:
+        """Of its last token, which the grammar has taken or not."""
+        if is_taken and not self.inner.is_stopped():
             return ""
+        verdict = _ENDS.get(self.inner.stop_reason(), "error") if is_taken else "error"
         self.lexer.is_spent |= verdict == "error"
         return verdict
 
@@ -160,9 +161,12 @@ class Lexers:
 class Grammars:
     """The grammars of one vocabulary, each compiled once and kept while it is in use."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """The vocabulary is asked for with the first grammar: most engines never see one."""
+    def __init__(self, vocabulary: Callable[[], Vocabulary], num_threads: int | None = None) -> None:
+        """The vocabulary is asked for with the first grammar: most engines never see one. `num_threads` are
+        those that compute the layers, if they are on the same cores: between steps these fill masks. Else
+        other cores do, while a device computes."""
         self._vocabulary = vocabulary
+        self._num_threads = num_threads
         self._compiled: OrderedDict[str, Lexers] = OrderedDict()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -199,6 +203,11 @@ class Grammars:
         return self._threads.submit(self.compile, asked)
 
     @property
+    def is_beside(self) -> bool:
+        """Whether masks are filled on other cores than layers are computed on."""
+        return self._num_threads is None
+
+    @property
     def num_words(self) -> int:
         """Of a mask."""
         return -(-self.open().vocab_size // 32)
@@ -214,13 +223,20 @@ class Grammars:
                 fill_next_token_bitmask(matcher.inner, into[:, :words], place)
         else:
             each = [(matcher.inner, place) for matcher, place in matchers]
-            fill_next_token_bitmask_par(self._filling, each, into)
+            fill_next_token_bitmask_par(self._executor, each, into)
+
+    def advance(self, moves: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
+        """Each of these sequences has one more token: what `Matcher.advance` says, of many at once."""
+        if len(moves) < FEW:
+            return [matcher.advance(token_id) for matcher, token_id in moves]
+        taken = self._executor.consume_token_par([(matcher.inner, id) for matcher, id in moves])
+        return [matcher.verdict(is_taken) for (matcher, _), is_taken in zip(moves, taken, strict=True)]
 
     @cached_property
-    def _filling(self) -> "LLExecutor":
+    def _executor(self) -> "LLExecutor":
         from llguidance import LLExecutor
 
-        return LLExecutor()
+        return LLExecutor(self._num_threads)
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits

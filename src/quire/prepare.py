@@ -98,7 +98,8 @@ def open_grammars(config: EngineConfig, tokenizer: Tokenizer | None = None) -> G
         assert known is not None
         return vocabulary_of(known, config.checkpoint.facts.vocab, eos_ids(config, known))
 
-    return Grammars(vocabulary)
+    computing = config.parallel.cpu_threads if config.machine.device == "cpu" else None
+    return Grammars(vocabulary, computing)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:

@@ -39,6 +39,10 @@ class Waiting:
         return self.begun[-1]
 
     num_words = 4
+    is_beside = True
+
+    def advance(self, moves: Any) -> list[Verdict]:
+        return [matcher.advance(token_id) for matcher, token_id in moves]
 
     def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
         self.filled.append(len(matchers))

@@ -35,6 +35,13 @@ class Grammars(Protocol):
     def fill(self, matchers: Sequence[tuple[Any, int]], bits: Bits) -> None:
         """A bit for each token that may come next, in the row of `bits` that is said beside each matcher."""
 
+    def advance(self, moves: Sequence[tuple[Any, int]]) -> list[Verdict]:
+        """What the matchers say, each of its next token."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it has cores to itself while layers are computed."""
+
 
 class _Draw(NamedTuple):
     """One of the draws of a row in a step, and who says what it may be."""
@@ -99,13 +106,15 @@ class Constraints:
     # ---- what may come next
 
     def launch(self, running: Running, flight: Flight) -> None:
-        """A plan was made: note whose masks follow, and begin with them if all tokens before are known."""
+        """A plan was made: note whose masks follow, and begin with them if all tokens before are known and
+        there are cores for it."""
         self._ahead = None
         if not self._followers:
             return
         plan = flight.plan
         plan.confined = plan.sampling_rows[running.constrained[plan.sampling_rows]]
-        if len(plan.confined) and self._are_known(running, plan.confined):
+        is_beside = self._grammars is not None and self._grammars.is_beside
+        if is_beside and len(plan.confined) and self._are_known(running, plan.confined):
             self._ahead = self._thread.submit(self._fill, self._wanted(running, plan, plan.confined))
 
     def masks(self, running: Running, flight: Flight) -> Masks | None:
@@ -167,14 +176,21 @@ class Constraints:
         ended: dict[int, Verdict] = {}
         if not self._followers:
             return ended
-        running, over = landed.running, -1
-        for place in np.flatnonzero(running.constrained[landed.rows]).tolist():
-            row = int(landed.rows[place])
-            if row == over:
-                continue
-            follower = self._followers[running.ids[row]]
-            verdict = follower.advance(int(landed.result.token_ids[place]))
-            if verdict:
-                ended[place], over = verdict, row
-            running.constrained[row] = not follower.is_free
+        running, over = landed.running, set()
+        for wave in landed.waves(running.constrained[landed.rows]):
+            moved = [
+                (place, row, self._followers[running.ids[row]], int(landed.result.token_ids[place]))
+                for place, row in zip(wave.tolist(), landed.rows[wave].tolist(), strict=True)
+                if row not in over
+            ]
+            bound = [(one.bound, token_id) for _, _, one, token_id in moved if one.bound]
+            verdicts = iter(self._grammars.advance(bound) if self._grammars is not None else ())
+            for place, row, follower, token_id in moved:
+                verdict = next(verdicts) if follower.bound else follower.advance(token_id)
+                if verdict:
+                    ended[place] = verdict
+                if verdict or follower.is_free:
+                    over.add(row)
+                if follower.is_free:
+                    running.constrained[row] = False
         return ended

@@ -47,6 +47,11 @@ class Follower:
         return self._reasoning is None and self._matcher is None
 
     @property
+    def bound(self) -> Matcher | None:
+        """What alone decides of it from now on: a grammar, behind all reasoning."""
+        return self._matcher if self._reasoning is None else None
+
+    @property
     def matcher(self) -> Matcher | None:
         """Whose tokens may come next; None if another thing decides."""
         return self._matcher if self._reasoning is None else self._instead

@@ -1,5 +1,6 @@
 """What came of a step for the requests that are still here, and which of them end with it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -46,6 +47,16 @@ class Landed:
         """Of the sequence with each token; after they were filled in."""
         counts, num_known = self.result.counts, self.running.num_known[self.sampled]
         return spread(num_known - counts + 1, counts) if len(counts) else num_known
+
+    def waves(self, wanted: NDArray[np.bool_]) -> Iterator[NDArray[np.intp]]:
+        """The places of the wanted tokens: the first of each row, then the second, ..."""
+        counts, places = self.result.counts, np.flatnonzero(wanted)
+        if not len(counts):
+            yield places
+            return
+        turns = spread(np.zeros(len(counts), np.int32), counts)[places]
+        for turn in range(int(turns.max(initial=-1)) + 1):
+            yield places[turns == turn]
 
     def fill(self) -> None:
         """Let the running requests have them."""
