@@ -54,6 +54,10 @@ class Linear(nn.Module):
         )
         self.weight = scope.linear(self.part_names, shape)
 
+    def orders(self) -> list[Tensor]:
+        """For each part, where each of its outputs lies in the checkpoint; empty: they lie in order."""
+        return []
+
     def _runs(self, part: int | Runs) -> Runs:
         if not isinstance(part, int):
             return part
@@ -71,6 +75,8 @@ class Linear(nn.Module):
         self.weight.begin()
 
     def finish(self) -> None:
+        if orders := self.orders():
+            self.weight.reorder(orders)
         if self.is_summed:
             for part in self.weight.parts():
                 if "bias" in part:
@@ -170,17 +176,17 @@ class QKVLinear(Linear):
         self.entered: Callable[[Tensor, Entry], Tensor | None] | None = None
         """The weight's own way into the cache."""
 
-    def finish(self) -> None:
+    def orders(self) -> list[Tensor]:
         q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
+        together: list[Tensor] = []
         if self.by_head:
-            order = torch.arange(q + k + v).view(self.heads, 3, -1).transpose(0, 1).flatten()
-            self.weight.reorder([order])
-        if self.paired_dim:
-            orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
-            if len(self.part_names) == 1:
-                orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
-            self.weight.reorder(orders)
-        super().finish()
+            together = [torch.arange(q + k + v).view(self.heads, 3, -1).transpose(0, 1).flatten()]
+        if not self.paired_dim:
+            return together
+        orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
+        if len(self.part_names) == 1:
+            orders = [torch.cat((orders[0], orders[1] + q, orders[2] + q + k))]
+        return [together[0][orders[0]]] if together else orders
 
     def equip(self) -> None:
         super().equip()

@@ -184,15 +184,13 @@ class OrderedLinear(Linear):
     ) -> None:
         named = {f"{scope.name}.{name}": size for name, size in parts.items()}
         super().__init__(size_in, named, scope, bias=bias)
-        self.orders = orders
+        self._orders = orders
+
+    def orders(self) -> list[Tensor]:
+        return self._orders
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
-
-    def finish(self) -> None:
-        if self.orders:
-            self.weight.reorder(self.orders)
-        super().finish()
 
 
 def apart(groups: int, *sizes: int) -> Tensor:
