@@ -34,6 +34,10 @@ class Batch:
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
     embeds: tuple[Tensor, Tensor] | None = None
     """[K] int64, tokens of which there are vectors in place of ids, and [K, hidden] those vectors"""
+    adapters: Tensor | None = None
+    """[T] int32, the slot of each token's adapter, -1 without; None: no token has one"""
+    logit_adapters: Tensor | None = None
+    """[N] int32, the same of `logit_tokens`"""
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""

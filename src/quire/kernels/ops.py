@@ -121,6 +121,20 @@ class Ops(Protocol):
         """
         ...
 
+    def lora(
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        """What adapters make of x [T, size_in], added to `out` [T, sum of part_sizes] in place. `tokens` [T]
+        int32 has the slot of each token, -1 of those without. Of each slot, `a` [slots, parts * rank,
+        size_in] shrinks x to the ranks of each part, and `b` [slots, sum of part_sizes, rank] makes its
+        outputs of them, all in float32. What is of one slot is contiguous; slots may lie far apart."""
+        ...
+
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
+        """The same of an embedding: `a` [slots, vocab, rank] has the ranks of each of the [T] int64 ids,
+        `out` is [T, n] and `b` [slots, n, rank]."""
+        ...
+
 
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -78,6 +78,22 @@ class Reference:
         write(v, entry.v_cache, entry.slots, entry.v_scale)
         return rotate(q, cos, sin)
 
+    def lora(
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        wide = x.float()
+        for slot in range(len(a)):
+            ranks = (wide @ a[slot].float().t()) * (tokens == slot)[:, None]
+            parts = zip(ranks.chunk(len(part_sizes), 1), b[slot].float().split(part_sizes), strict=True)
+            out += torch.cat([part @ outputs.t() for part, outputs in parts], 1)
+        return out
+
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
+        for slot in range(len(a)):
+            ranks = a[slot][ids].float() * (tokens == slot)[:, None]
+            out += ranks @ b[slot].float().t()
+        return out
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[T, heads, head_dim] turned by the angles of [T, 1, rotary_dim / 2]."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.errors import ConfigError
+from quire.layers.lora import HeadPoint, Place, Point, TablePoint
 from quire.layers.scope import Scope, Target, target_of
 from quire.quant.shares import Run, padded
 from quire.quant.weight import LinearShape
@@ -50,13 +51,18 @@ class _Table(nn.Module):
 
     def equip(self) -> None:
         is_alone = self.group.size == 1
-        self.multiply = self.weight.product if is_alone else self._gathered
+        self.multiply = self.weight.product if is_alone else self._multiplied
         if self.weight.rows is not None:
             self.rows = self.weight.rows if is_alone else self._summed
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        """What the devices have beyond the vocabulary is left out."""
-        logits = self.group.gather(self.weight.product(x))
+    def _multiplied(self, x: Tensor) -> Tensor:
+        return self.gathered(self.weight.product(x))
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Those of all devices; what these have beyond the vocabulary is left out."""
+        if self.group.size == 1:
+            return logits
+        logits = self.group.gather(logits)
         return logits if logits.shape[1] == self.own.all else logits[:, : self.own.all].contiguous()
 
     def _summed(self, token_ids: Tensor) -> Tensor:
@@ -71,12 +77,20 @@ class _Table(nn.Module):
 class Embedding(_Table):
     """The vectors of token ids."""
 
+    def __init__(self, vocab: int, hidden: int, scope: Scope) -> None:
+        super().__init__(vocab, hidden, scope)
+        self.point: Point | None = None
+        if scope.adapters is not None and scope.stage.is_first and scope.adapters.takes(scope.name):
+            self.point = TablePoint(scope.adapters, vocab, (hidden,), scope.ops)
+            self.point.places[scope.name] = Place(self.point, (0,), Run(vocab), (Run(hidden),))
+
     def equip(self) -> None:
         super().equip()
         assert self.weight.rows is not None, "a format without rows is not one for embeddings"
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.rows(token_ids)
+        out = self.rows(token_ids)
+        return out if self.point is None else self.point.add(out, token_ids)
 
 
 class Positions(nn.Module):
@@ -112,9 +126,16 @@ class Head(nn.Module):
         super().__init__()
         self.tied = tied is not None
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias)
+        self.point: Point | None = None
+        if scope.adapters is not None and scope.adapters.takes(scope.name):
+            own = self.table.own
+            self.point = HeadPoint(scope.adapters, hidden, (own.size,), scope.ops)
+            self.point.places[scope.name] = Place(self.point, (0,), Run(hidden), (own,))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table.multiply(x)
+        if self.point is None or not self.point.is_active:
+            return self.table.multiply(x)
+        return self.table.gathered(self.point.add(self.table.weight.product(x), x))
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[len(token_ids), hidden]: the weights of these tokens."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import Entry, HeadNorms
+from quire.layers.lora import Place, Point
 from quire.layers.norm import norm_shares
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target, once, target_of
@@ -53,6 +54,24 @@ class Linear(nn.Module):
             inputs=self.inputs,
         )
         self.weight = scope.linear(self.part_names, shape)
+        self.point = self._point(scope)
+        """Where adapters are added; None: nowhere."""
+
+    def _point(self, scope: Scope) -> Point | None:
+        slots = scope.adapters
+        if slots is None or not slots.takes(scope.name, *self.part_names):
+            return None
+        point = Point(slots, self.inputs.size, self.sizes_out, scope.ops)
+        for i, (name, outputs) in enumerate(zip(self.part_names, self.outputs, strict=True)):
+            if slots.takes(scope.name, name):
+                point.places[name] = Place(point, (i,), self.inputs, outputs)
+        point.orders = self.orders
+        return point
+
+    @property
+    def adapts(self) -> bool:
+        """Whether an adapter is to be added to the product of some token of the step."""
+        return self.point is not None and self.point.is_active
 
     def orders(self) -> list[Tensor]:
         """For each part, where each of its outputs lies in the checkpoint; empty: they lie in order."""
@@ -86,7 +105,11 @@ class Linear(nn.Module):
 
     def equip(self) -> None:
         """Take over what the finished weight can do."""
-        self.multiply = self.weight.product
+        self.multiply = self.weight.product if self.point is None else self._adapted
+
+    def _adapted(self, x: Tensor) -> Tensor:
+        assert self.point is not None
+        return self.point.add(self.weight.product(x), x)
 
 
 class OneLinear(Linear):
@@ -197,7 +220,7 @@ class QKVLinear(Linear):
         if self.norms is not None:
             qkv = self.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv, entry)
-        q = None if self.entered is None else self.entered(x, entry)
+        q = None if self.entered is None or self.adapts else self.entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 
 
@@ -231,6 +254,6 @@ class GateUpLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size_in] -> [T, size_out]."""
-        if self.gated is not None:
+        if self.gated is not None and not self.adapts:
             return self.gated(x)
         return self.ops.gated(self.multiply(x), self.activation)

@@ -37,7 +37,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         of_gates = self.down.of_gates
-        if of_gates is not None and len(x) > _MANY and self.gate_up.activation == "silu":
+        fits = len(x) > _MANY and self.gate_up.activation == "silu" and not self.down.adapts
+        if of_gates is not None and fits:
             return of_gates(self.gate_up.multiply(x))
         out: Tensor = self.down(self.gate_up(x))
         return out

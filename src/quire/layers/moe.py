@@ -240,7 +240,7 @@ class Router(Linear):
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Ids and weights, [T, per_token] each; `bias` counts in the choice alone."""
-        if self.chosen is not None:
+        if self.chosen is not None and not self.adapts:
             return self.chosen(x, routing=self.routing, bias=bias)
         return self.ops.route(self.multiply(x), self.routing, bias)
 

@@ -13,6 +13,7 @@ from quire.comm.group import ALONE, Group
 from quire.config.ranks import Stage
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
+from quire.layers.lora import AdapterSlots
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.plain import PlainFormat
 from quire.quant.shares import Runs
@@ -52,6 +53,8 @@ class Scope:
     across: bool = False
     """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     ops: Ops = Reference()
+    adapters: AdapterSlots | None = None
+    """Where adapters are kept that requests may ask for; None: there are none."""
     name: str = ""
     """Dotted, as in the checkpoint."""
 

@@ -16,6 +16,7 @@ from quire.comm.dispatch import Dispatch
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
+from quire.layers.lora import AdapterSlots
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.embeds import take_embeds
@@ -144,6 +145,8 @@ class Model:
     """None: all layers are here."""
     ep: Dispatch | None = None
     """The way to experts on other devices, if some are there."""
+    adapters: AdapterSlots | None = None
+    """Those that requests may ask for."""
 
     @property
     def draws(self) -> bool:
@@ -160,6 +163,10 @@ class Model:
             return None
         return take_embeds(plan, all_rows, device)
 
+    def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
+        """Whether some row of a step has an adapter."""
+        return self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
+
     def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
         return Step(run) if self.link is None else Step(run, before, self.link.receive)
 
@@ -171,6 +178,8 @@ class Model:
             batch.token_ids = batch.token_ids.clamp(min=0)
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
+        if self.adapters is not None:
+            self.adapters.tokens, self.adapters.logit_tokens = batch.adapters, batch.logit_adapters
         return self.forward(batch)
 
 
@@ -215,6 +224,8 @@ def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, s
         logit_tokens=sheet["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
+        adapters=sheet.get("adapters"),
+        logit_adapters=sheet.get("logit_adapters"),
     )
     batch.others = tuple(
         replace(batch, slots=sheet[slots_of(group)], block_tables=block_tables[group])

@@ -78,7 +78,8 @@ class Host:
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         if not len(plan.rows):
             return self._idle(plan)
-        num_rows, sizes = len(plan.rows), sizes_of(plan, 0, len(all_rows.block_tables))
+        num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts)
         embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
         taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and embeds is None
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
@@ -94,9 +95,8 @@ class Host:
             return self._compute(batch, sheet, in_passing)
 
         if taped:
-            return self.model.step(
-                lambda: self._tapes.run((num_rows, plan.query_len, in_passing), run), batch.before
-            )
+            key = num_rows, plan.query_len, in_passing, adapts
+            return self.model.step(lambda: self._tapes.run(key, run), batch.before)
         return self.model.step(run, batch.before)
 
     def _idle(self, plan: StepPlan) -> Step:

@@ -34,6 +34,8 @@ class Rows:
         self.prompt_len: Ints = np.zeros(max_rows, np.int32)
         self.admitted_in: Ints = np.zeros(max_rows, np.int32)
         """The step in which the row was given to its request."""
+        self.adapter: Ints = np.full(max_rows, -1, np.int32)
+        """The slot of the request's adapter; -1: it has none."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
@@ -68,6 +70,7 @@ class Rows:
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed
         self.prompt_len[row] = new.prompt_len
+        self.adapter[row] = new.adapter
         block_ids = np.array(new.block_ids, np.int32)
         count = block_ids.shape[1]
         self._set_blocks(np.full(count, row), np.arange(count), block_ids)

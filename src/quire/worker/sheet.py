@@ -29,6 +29,8 @@ class Sizes(NamedTuple):
     """How many entries of the block tables change."""
     groups: int = 1
     """Of layers, each with slots of its own."""
+    adapters: bool = False
+    """Whether some token has an adapter."""
 
 
 def slots_of(group: int) -> str:
@@ -37,7 +39,7 @@ def slots_of(group: int) -> str:
 
 
 def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
-    tokens, seqs, samples, blocks, groups = sizes
+    tokens, seqs, samples, blocks, groups, adapters = sizes
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
         *((slots_of(group), np.int64, tokens) for group in range(groups)),
@@ -48,6 +50,7 @@ def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
         ("block_ids", np.int32, blocks),
         ("query_starts", np.int32, seqs + 1),
         *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
+        *((("adapters", np.int32, tokens), ("logit_adapters", np.int32, samples)) if adapters else ()),
     ]
 
 
@@ -82,8 +85,9 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
-def sizes_of(plan: StepPlan, num_block_changes: int, num_groups: int) -> Sizes:
-    return Sizes(plan.total_tokens, len(plan.rows), len(plan.logit_rows), num_block_changes, num_groups)
+def sizes_of(plan: StepPlan, num_block_changes: int, num_groups: int, *, adapters: bool = False) -> Sizes:
+    sizes = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
+    return Sizes(*sizes, num_block_changes, num_groups, adapters)
 
 
 class Page:
@@ -135,6 +139,9 @@ def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     into["temperature"][:count] = state.sample_temperature[sampling]
     for name in ("top_k", "top_p", "min_p"):
         into[name][:count] = getattr(state, name)[sampling]
+    if "adapters" in into:
+        into["adapters"][: plan.total_tokens] = np.repeat(all_rows.adapter[rows], plan.num_tokens)
+        into["logit_adapters"][:count] = all_rows.adapter[sampling]
 
 
 def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
@@ -179,6 +186,8 @@ _NOTHING: dict[str, float] = {
     "positions": 0,
     "slots": -1,
     "seq_lens": 0,
+    "adapters": -1,
+    "logit_adapters": -1,
     "seeds": 0,
     "sample_at": 0,
     "temperature": 0.0,
