@@ -25,7 +25,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "distributed_executor_backend": ("uni", "mp", "ray"),
         "disable_sliding_window": (False,),
         "ec_transfer_config": (),
-        "enable_lora": (False,),
         "enable_return_routed_experts": (False,),
         "hf_config_path": (),
         "io_processor_plugin": (),
@@ -94,7 +93,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "step_tag_id": (),
     },
     "call argument": {
-        "lora_request": ([],),
         "mm_processor_kwargs": ({},),
         "structured_outputs": (),
     },

@@ -21,6 +21,7 @@ from quire.config.sections import (
     AttentionSection,
     CacheSection,
     LoadSection,
+    LoRASection,
     ModelSection,
     ObservabilitySection,
     ParallelSection,
@@ -36,6 +37,7 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 GIB = 1 << 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 """What a model argument may say, beside nothing at all, to mean the packaged default."""
@@ -64,6 +66,7 @@ class EngineConfig:
     scheduler: SchedulerSection
     parallel: ParallelSection
     attention: AttentionSection
+    lora: LoRASection
     observability: ObservabilitySection
     checkpoint: Checkpoint
     machine: Machine
@@ -130,6 +133,7 @@ def resolve(
         scheduler=_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,
         attention=_attention(values, env),
+        lora=_lora(values),
         observability=_observability(values, usage),
         checkpoint=checkpoint,
         machine=machine,
@@ -150,6 +154,22 @@ def _speculation(
     if facts is not None and pools:
         raise ConfigError("speculative_config cannot be had with a pooling model, which generates nothing")
     return facts
+
+
+def _lora(values: Mapping[str, Any]) -> LoRASection:
+    own = _of("lora", values)
+    rank, most = own.get("max_lora_rank", 16), own.get("max_loras", 1)
+    if rank not in LORA_RANKS:
+        raise ConfigError(
+            f"max_lora_rank={rank} is not supported; known: {', '.join(map(str, LORA_RANKS))}: take the next"
+            " above the largest rank of your adapters"
+        )
+    if own.setdefault("max_cpu_loras", most) < most:
+        raise ConfigError(
+            f"max_cpu_loras ({own['max_cpu_loras']}) must be at least max_loras ({most}): what is on the device"
+            " is in host memory, too"
+        )
+    return LoRASection(**own)
 
 
 def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:

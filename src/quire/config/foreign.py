@@ -20,7 +20,7 @@ IGNORED_SWITCHES = frozenset(
     enable-flashinfer-autotune enable-layerwise-nvtx-tracing enable-log-requests
     enable-logging-iteration-details enable-mamba-cache-stochastic-rounding enable-mfu-metrics
     enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-reasoning
-    enable-tower-connector-lora enable-trace-replay fail-on-environ-validation fully-sharded-loras
+    enable-tower-connector-lora enable-trace-replay fail-on-environ-validation
     interleave-mm-strings kv-cache-metrics kv-sharing-fast-prefill language-model-only
     mm-device-do-normalize mm-encoder-only multi-step-stream-outputs numa-bind ray-workers-use-nsight
     skip-mm-profiling specialize-active-lora use-fp64-gumbel use-replayssm use-v2-block-manager
@@ -36,10 +36,10 @@ IGNORED_VALUES = frozenset(
     ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
     kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend limit-mm-per-prompt
-    linear-backend lora-dtype lora-extra-vocab-size lora-target-modules mamba-backend mamba-block-size
+    linear-backend mamba-backend mamba-block-size
     mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
-    max-cpu-loras max-cudagraph-capture-size max-long-partial-prefills
-    max-lora-rank max-loras max-num-partial-prefills max-parallel-loading-workers media-io-kwargs
+    max-cudagraph-capture-size max-long-partial-prefills
+    max-num-partial-prefills max-parallel-loading-workers media-io-kwargs
     mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
     mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm
     mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device
@@ -58,7 +58,7 @@ IGNORED_VALUES = frozenset(
 LISTS = frozenset(
     """
     cuda-graph-sizes cudagraph-capture-sizes ignore-patterns kv-cache-dtype-skip-layers
-    logits-processors lora-target-modules numa-bind-cpus numa-bind-nodes
+    logits-processors numa-bind-cpus numa-bind-nodes
     """.replace("-", "_").split()
 )
 """The unbuilt and ignored names that take several values."""

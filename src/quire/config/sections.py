@@ -275,6 +275,28 @@ class AttentionSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASection:
+    """Adapters that requests may name."""
+
+    enable_lora: bool = False
+    """Let requests be answered with LoRA adapters."""
+    max_loras: Annotated[int, Rule(at_least=1)] = 1
+    """Most adapters in one step: as many are held on the device, whatever their rank."""
+    max_lora_rank: Annotated[int, Rule(at_least=1)] = 16
+    """Largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512. The memory of each is as large."""
+    max_cpu_loras: Annotated[int, Rule(at_least=1)]
+    """Adapters that are kept in host memory once they were read. Default: max_loras, which is the least."""
+    lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Type of the adapters' weights; `auto` is the model's."""
+    fully_sharded_loras: bool = False
+    """Divide the first half of each adapter between devices, too."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Names of the layers that adapters may change, as `q_proj`. Default: all that can be."""
+    lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256
+    """Accepted and unused: adapters that bring tokens of their own are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilitySection:
     """What the engine says about itself."""
 
@@ -306,6 +328,7 @@ SECTIONS: dict[str, type] = {
     "scheduler": SchedulerSection,
     "parallel": ParallelSection,
     "attention": AttentionSection,
+    "lora": LoRASection,
     "observability": ObservabilitySection,
     "speculation": SpeculationSection,
 }
