@@ -204,3 +204,28 @@ def test_no_expert_is_here() -> None:
 def test_no_tokens_give_no_tokens() -> None:
     layer = Layer(torch.float32)
     assert layer.experts(*layer.inputs(0)).shape == (0, 70)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "Q8_0"])
+def test_adapters_are_added_to_both_products(kind: str | torch.dtype) -> None:
+    """An adapter of another expert or token; one that comes after the activation."""
+    layer, slots, rank = Layer(kind, biased=True, sizes=(6, 64, 32)), 3, 8
+    shapes = ((2 * rank, 64), (64, rank), (rank, 32), (64, rank))
+    sizes = [6 * rows * columns for rows, columns in shapes]
+    memory = (torch.randn(slots, sum(sizes)) / 6).to(layer.dtype)
+    matrices = [
+        part.unflatten(1, (6, *shape)) for part, shape in zip(memory.split(sizes, 1), shapes, strict=True)
+    ]
+    for num_tokens in (1, 9):
+        x, ids, weights = layer.inputs(num_tokens)
+        tokens = torch.randint(-1, slots, (num_tokens,), dtype=torch.int32)
+        tokens[0] = 2
+        adapters = experts.ExpertAdapters(*matrices, tokens)
+        ours = layer.experts(x, ids, weights, adapters=adapters)
+        expected = experts.mix(x, ids, weights, layer.weights, layer.activation, adapters)
+        tolerance = 1e-5 if kind == torch.float32 else 2e-2
+        assert (ours.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+        one = adapters._replace(tokens=tokens[:1])
+        assert torch.equal(layer.experts(x[:1], ids[:1], weights[:1], adapters=one), ours[:1])
+        plain = layer.experts(x, ids, weights)
+        assert torch.equal(plain[tokens < 0], ours[tokens < 0]) and not torch.equal(plain[0], ours[0])

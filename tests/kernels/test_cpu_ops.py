@@ -236,3 +236,47 @@ def test_who_serves_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose(cpu, torch.float16), Reference)
     monkeypatch.setattr(native, "library", lambda: None)
     assert isinstance(choose(cpu, torch.float32), Reference)
+
+
+class Adapters:
+    """Random adapters in slots that lie apart, and rows that use some of them."""
+
+    def __init__(self, rows: int, size: int, rank: int, parts: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.parts, slots = parts, 3
+        self.x = torch.randn(rows, size + 3).to(dtype)[:, :size]
+        self.out = torch.randn(rows, sum(parts)).to(dtype)
+        self.tokens = torch.randint(-1, slots, (rows,), dtype=torch.int32)
+        self.a, self.b = (
+            (torch.randn(slots, height * width + 7) / width**0.5)
+            .to(dtype)[:, :-7]
+            .unflatten(1, (height, width))
+            for height, width in ((len(parts) * rank, size), (sum(parts), rank))
+        )
+
+    def add(self, by: ops.Ops, rows: slice = slice(None)) -> Tensor:
+        out, x, tokens = self.out[rows].clone(), self.x[rows], self.tokens[rows]
+        return by.lora(out, x, self.a, self.b, self.parts, tokens)
+
+
+@settings(max_examples=25)
+@given(
+    rows=ROWS,
+    size=SIZES,
+    rank=st.sampled_from([1, 8, 16, 32]),
+    parts=st.sampled_from([(5,), (300, 40, 41), (64, 64)]),
+    dtype=TYPES,
+    threads=THREADS,
+)
+def test_lora(
+    rows: int, size: int, rank: int, parts: tuple[int, ...], dtype: torch.dtype, threads: int
+) -> None:
+    """Another slot, another part, a row that depends on those around it."""
+    case = Adapters(rows, size, rank, parts, dtype)
+    with on_threads(threads):
+        ours = case.add(OURS)
+        alone = torch.cat([case.add(OURS, slice(row, row + 1)) for row in range(rows)])
+    near(ours, case.add(EXPECTED))
+    assert torch.equal(ours, alone)
+    ids, table = torch.randint(0, 9, (rows,)), torch.randn(3, 9, rank).to(dtype)
+    given = ids, table, case.b, case.tokens
+    near(OURS.lora_rows(case.out.clone(), *given), EXPECTED.lora_rows(case.out.clone(), *given))

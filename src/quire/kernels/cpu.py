@@ -1,5 +1,8 @@
 """The operations in C (`csrc/fused.c`) for float32 and bfloat16 on a CPU."""
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +17,8 @@ from quire.kernels.reference import Reference
 TYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 1024
 """As in heads.h."""
+_MAX_RANK = 512
+"""As in lora.c."""
 
 _embed = Kernel("quire_embed")
 _EmbedJob = structure("out ids table", "num_rows row_bytes")
@@ -27,6 +32,11 @@ _change = Kernel("quire_change")
 _ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
 _SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
 """As in fused.c."""
+_lora = Kernel("quire_lora")
+_LoraJob = structure(
+    "out x a b tokens part_ends ids ranks",
+    "num_tokens num_parts rank size_in x_stride out_stride a_stride b_stride bf16 own_bf16",
+)
 _rotate = Kernel("quire_rotate_and_write")
 _RotateJob = structure(
     "out qkv table q_norm k_norm positions slots k_cache v_cache",
@@ -200,6 +210,60 @@ class CPUOps(Reference):
         weights = () if norms is None else (norms.q, norms.k)
         _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
         return out
+
+    def lora(
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        return self._adapted(out, _in_rows(x), None, a, b, part_sizes, tokens)
+
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
+        return self._adapted(out, None, ids.contiguous(), a, b, (b.shape[1],), tokens)
+
+    def _adapted(
+        self,
+        out: Tensor,
+        x: Tensor | None,
+        ids: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        part_sizes: tuple[int, ...],
+        tokens: Tensor,
+    ) -> Tensor:
+        rank, num_parts = b.shape[2], len(part_sizes)
+        assert a.dtype == b.dtype and a.dtype in TYPES and (x is None or x.dtype == out.dtype)
+        assert out.stride(1) == 1 and tokens.dtype == torch.int32 and tokens.is_contiguous()
+        assert all(each[0].is_contiguous() for each in (a, b)) and rank <= _MAX_RANK
+        assert len(out) == len(tokens) and out.shape[1] == sum(part_sizes) == b.shape[1]
+        ends = _ends(part_sizes)
+        ranks = torch.empty(0 if x is None else len(out) * num_parts * rank, dtype=torch.float32)
+        job = _LoraJob(
+            out.data_ptr(),
+            None if x is None else x.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            tokens.data_ptr(),
+            ends.data_ptr(),
+            None if ids is None else ids.data_ptr(),
+            ranks.data_ptr(),
+            len(out),
+            num_parts,
+            rank,
+            a.shape[2],
+            0 if x is None else x.stride(0),
+            out.stride(0),
+            a.stride(0),
+            b.stride(0),
+            out.dtype == torch.bfloat16,
+            a.dtype == torch.bfloat16,
+        )
+        _lora(job, out, a, b, tokens, ends, ranks, *(held for held in (x, ids) if held is not None))
+        return out
+
+
+@cache
+def _ends(sizes: tuple[int, ...]) -> Tensor:
+    """Where the parts of these sizes end, one behind the other."""
+    return torch.from_numpy(np.cumsum(sizes, dtype=np.int64))
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.config.facts import Routing
 from quire.kernels.activations import NUMBERS
+from quire.kernels.experts import ExpertAdapters
 from quire.kernels.linear import FORMS, PANEL, Matrix
 from quire.kernels.native import Kernel, structure
 
@@ -25,9 +26,10 @@ _RouteJob = structure(
 _experts = Kernel("quire_experts")
 _ExpertsJob = structure(
     "out x ids weights gate_up down gate_up_bias down_bias "
-    "counts groups tokens places prepared_x prepared_inner inner outer",
+    "counts groups tokens places prepared_x prepared_inner inner outer "
+    "slots gate_up_a gate_up_b down_a down_b ranks",
     "num_tokens per_token num_experts num_parts hidden size x_stride activation bf16 "
-    "prepared_x_bytes prepared_inner_bytes",
+    "prepared_x_bytes prepared_inner_bytes rank slot_stride adapter_bf16",
 )
 
 
@@ -101,7 +103,9 @@ class Experts:
         ]
         return found + [list(bias.view(torch.uint8)) for bias in self._biases]
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None = None
+    ) -> Tensor:
         """[T, hidden], float32 or bfloat16, with the [T, per_token] that `route` returns -> [T, hidden]."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._first.columns
         assert ids.dtype == torch.int32 and ids.is_contiguous()
@@ -110,12 +114,16 @@ class Experts:
         step = max(_MAX_ROWS // ids.shape[1], 1)
         for start in range(0, len(x), step):
             some = slice(start, start + step)
-            self._run(out[some], x[some], ids[some], weights[some])
+            own = None if adapters is None else adapters._replace(tokens=adapters.tokens[some])
+            self._run(out[some], x[some], ids[some], weights[some], own)
         return out
 
-    def _run(self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    def _run(
+        self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, adapters: ExpertAdapters | None
+    ) -> None:
         num_tokens, per_token = ids.shape
         scratch = self._scratch(num_tokens, ids.numel())
+        pointers, sizes, held = _adapters_in_c(adapters, ids.numel())
         job = _ExpertsJob(
             out.data_ptr(),
             x.data_ptr(),
@@ -123,6 +131,7 @@ class Experts:
             weights.data_ptr(),
             *self._pointers,
             *(memory.data_ptr() for memory in scratch),
+            *pointers,
             num_tokens,
             per_token,
             self._num_experts,
@@ -134,8 +143,9 @@ class Experts:
             x.dtype == torch.bfloat16,
             self._first.prepared_bytes,
             self._last.prepared_bytes,
+            *sizes,
         )
-        _experts(job, out, x, ids, weights, *scratch, *self._keep)
+        _experts(job, out, x, ids, weights, *scratch, *held, *self._keep)
 
     def _scratch(self, num_tokens: int, num_rows: int) -> list[Tensor]:
         """The fields of the job from `counts` to `outer`. Only experts with 4 rows or more fill up panels."""
@@ -151,3 +161,17 @@ class Experts:
             torch.empty(num_rows * 2 * self._size, dtype=torch.float32),
             torch.empty(num_rows * self._hidden, dtype=torch.float32),
         ]
+
+
+def _adapters_in_c(
+    adapters: ExpertAdapters | None, num_rows: int
+) -> tuple[list[int | None], list[int], list[Tensor]]:
+    """The fields of the job from `slots` to `ranks`, those from `rank` on, and the memory of all."""
+    if adapters is None:
+        return [None] * 6, [0] * 3, []
+    *matrices, tokens = adapters
+    rank, stride, dtype = adapters.down_b.shape[-1], adapters.down_b.stride(0), adapters.down_b.dtype
+    assert tokens.dtype == torch.int32 and tokens.is_contiguous() and dtype in FORMS
+    assert all(each[0].is_contiguous() and each.stride(0) == stride for each in matrices)
+    held = [tokens, *matrices, torch.empty(num_rows * 2 * rank, dtype=torch.float32)]
+    return [each.data_ptr() for each in held], [rank, stride, dtype == torch.bfloat16], held

@@ -29,6 +29,18 @@ class ExpertWeights(NamedTuple):
         return self.down_scale is not None and self.down_scale.ndim == self.down.ndim
 
 
+class ExpertAdapters(NamedTuple):
+    """What adapters add to the experts of a layer, as `Ops.lora` does to a product: `a` is [slots, experts,
+    parts * rank, inputs] and `b` [slots, experts, outputs, rank]."""
+
+    gate_up_a: Tensor
+    gate_up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+    tokens: Tensor
+    """[T] int32, the slot of each token, -1 without"""
+
+
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[T, experts] logits -> ids [T, per_token] int32 and weights [T, per_token] float32.
 
@@ -50,7 +62,14 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     return ids.to(torch.int32), weights * routing.scale
 
 
-def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
+def mix(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token. An id
     below 0 is of an expert that is elsewhere."""
     out = torch.zeros_like(x, dtype=torch.float32)
@@ -59,9 +78,23 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activat
         gate_up = _wide(experts.gate_up[expert], _of(experts.gate_up_scale, expert), x.dtype)
         down = _wide(experts.down[expert], _of(experts.down_scale, expert), x.dtype)
         y = F.linear(x[tokens], gate_up, _of(experts.gate_up_bias, expert))
-        y = F.linear(gated(y, activation), down, _of(experts.down_bias, expert))
+        if adapters is not None:
+            slots = adapters.tokens[tokens]
+            y += _added(x[tokens], slots, adapters.gate_up_a[:, expert], adapters.gate_up_b[:, expert], 2)
+        inner = gated(y, activation)
+        y = F.linear(inner, down, _of(experts.down_bias, expert))
+        if adapters is not None:
+            y += _added(inner, slots, adapters.down_a[:, expert], adapters.down_b[:, expert], 1)
         out.index_add_(0, tokens, y.float() * weights[tokens, place, None])
     return out.to(x.dtype)
+
+
+def _added(x: Tensor, slots: Tensor, a: Tensor, b: Tensor, num_parts: int) -> Tensor:
+    """`a` [slots, parts * rank, inputs], `b` [slots, outputs, rank]"""
+    own = slots.clamp(min=0)
+    ranks = torch.einsum("ti,tri->tr", x.float(), a[own].float()) * (slots >= 0)[:, None]
+    parts = zip(ranks.chunk(num_parts, 1), b[own].float().chunk(num_parts, 1), strict=True)
+    return torch.cat([torch.einsum("tr,tor->to", *part) for part in parts], 1).to(x.dtype)
 
 
 def _of(tensors: Tensor | None, expert: int) -> Tensor | None:

@@ -1,5 +1,6 @@
 """StoredExperts: all experts of a layer in some format."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class ExpertShape:
 class StoredExperts(nn.Module):
     """Owns the tensors of all experts of a layer, unfilled at first."""
 
-    mix: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mix: Callable[..., Tensor]
     """`kernels/experts.py` mix: what the chosen experts make of each token, weighed and added up; there after
     `finish`."""
 
@@ -42,6 +43,11 @@ class StoredExperts(nn.Module):
     def _bias(self, size: int) -> nn.Parameter | None:
         shape = self.shape
         return unfilled(shape.experts, size, dtype=shape.dtype, device=shape.device) if shape.bias else None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether `mix` takes adapters; known after `finish`."""
+        return "adapters" in inspect.signature(self.mix).parameters
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.mix(x, ids, weights)

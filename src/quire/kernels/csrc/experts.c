@@ -9,6 +9,7 @@
 #define ALL_LANES
 #include "activations.h"
 #include "linear.h"
+#include "lora.h"
 
 #define MAX_EXPERTS 1024 /* as in cpu_experts.py */
 #define COLUMNS 512      /* of the sum over experts: what one thread takes at a time */
@@ -134,8 +135,12 @@ typedef struct {
     int32_t *tokens, *places;              /* the token of a row; the row of a pair, or -1 */
     uint8_t *prepared_x, *prepared_inner;
     float *inner, *outer; /* [rows, 2 * size], [rows, hidden] */
+    const int32_t *slots;  /* of the adapter of a token, or -1; NULL: none has one */
+    const void *gate_up_a, *gate_up_b, *down_a, *down_b; /* [slots][experts, parts * rank, inputs], [slots][experts, outputs, rank] */
+    float *ranks;                                        /* [rows, 2 * rank] */
     int64_t num_tokens, per_token, num_experts, num_parts, hidden, size, x_stride, activation, bf16;
     int64_t prepared_x_bytes, prepared_inner_bytes; /* of a row */
+    int64_t rank, slot_stride, adapter_bf16;        /* from one slot to the next: all four matrices lie in one piece of it */
 } ExpertsJob;
 
 static LinearJob product_of(const ExpertsJob *job, const Group *group, int which)
@@ -270,13 +275,46 @@ static void add_up(const ExpertsJob *job)
     }
 }
 
+/* What adapters make of the rows, added to one of the two products. */
+static void adapt(const ExpertsJob *job, int which)
+{
+    const Group *group = job->groups;
+    long rank = job->rank, size = job->size, hidden = job->hidden, rows = rows_of(job), bf16 = job->adapter_bf16;
+#pragma omp for schedule(monotonic : dynamic, 1)
+    for (long row = 0; row < rows; row++) {
+        for (; row >= group->first + group->count; group++)
+            ;
+        long token = job->tokens[row], slot = job->slots[token], at = slot * job->slot_stride, expert = group->expert;
+        float *ranks = job->ranks + row * 2 * rank, *inner = job->inner + row * 2 * size;
+        if (slot < 0)
+            continue;
+        if (which == GATE_UP) {
+            Numbers x = {job->x, token * job->x_stride, (int)job->bf16};
+            Numbers a = {job->gate_up_a, at + expert * 2 * rank * hidden, (int)bf16};
+            Numbers b = {job->gate_up_b, at + expert * 2 * size * rank, (int)bf16};
+            quire_lora_shrink(x, a, hidden, 0, 2 * rank, ranks);
+            quire_lora_expand(ranks, b, rank, 0, size, inner, 0, 0);
+            quire_lora_expand(ranks + rank, b, rank, size, 2 * size, inner, 0, 0);
+        } else {
+            Numbers x = {inner, 0, 0}, a = {job->down_a, at + expert * rank * size, (int)bf16};
+            Numbers b = {job->down_b, at + expert * hidden * rank, (int)bf16};
+            quire_lora_shrink(x, a, size, 0, rank, ranks);
+            quire_lora_expand(ranks, b, rank, 0, hidden, job->outer + row * hidden, 0, 0);
+        }
+    }
+}
+
 void quire_experts(const ExpertsJob *job)
 {
 #pragma omp single
     make_groups(job);
     const uint8_t *x = prepare_x(job);
     multiply(job, GATE_UP, x, job->num_tokens > 1 ? job->prepared_x_bytes : 0);
+    if (job->slots)
+        adapt(job, GATE_UP);
     activate_rows(job);
     multiply(job, DOWN, job->prepared_inner, job->prepared_inner_bytes);
+    if (job->slots)
+        adapt(job, DOWN);
     add_up(job);
 }

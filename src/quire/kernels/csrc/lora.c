@@ -1,0 +1,138 @@
+/* Adapters of many requests in one batch: a row of x shrinks to ranks, and these expand to outputs. */
+#include "lora.h"
+
+#include "simd.h"
+
+#define RANKS 16    /* that a task computes */
+#define OUTPUTS 256 /* the same */
+#define MAX_RANK 512
+
+/* Structures have the same fields, in the same order, as in cpu.py. */
+
+typedef struct {
+    void *out;
+    const void *x;           /* NULL: `ids` say which row of a has the ranks */
+    const void *a, *b;       /* [slots][parts * rank, size_in], [slots][sum of part_sizes, rank] */
+    const int32_t *tokens;   /* the slot of each, or -1 */
+    const int64_t *part_ends; /* where the outputs of each part end */
+    const int64_t *ids;
+    float *ranks; /* [tokens, parts * rank] */
+    int64_t num_tokens, num_parts, rank, size_in, x_stride, out_stride, a_stride, b_stride, bf16, own_bf16;
+} LoraJob;
+
+INLINE Numbers from(Numbers x, long ahead) { return (Numbers){x.at, x.start + ahead, x.bf16}; }
+
+INLINE void times_four(Numbers x, Numbers a, long size, int x_bf16, int a_bf16, float *into)
+{
+    vf sums[4] = {{0}}, others[4] = {{0}};
+    long k = 0;
+    for (; k + 2 * LANES <= size; k += 2 * LANES) {
+        vf left = take(x.at, x_bf16, x.start + k, LANES), right = take(x.at, x_bf16, x.start + k + LANES, LANES);
+        for (int i = 0; i < 4; i++) {
+            sums[i] = fused(left, take(a.at, a_bf16, a.start + i * size + k, LANES), sums[i]);
+            others[i] = fused(right, take(a.at, a_bf16, a.start + i * size + k + LANES, LANES), others[i]);
+        }
+    }
+    for (; k < size; k += LANES) {
+        vf left = take(x.at, x_bf16, x.start + k, size - k);
+        for (int i = 0; i < 4; i++)
+            sums[i] = fused(left, take(a.at, a_bf16, a.start + i * size + k, size - k), sums[i]);
+    }
+    for (int i = 0; i < 4; i++)
+        sums[i] += others[i];
+    lanes_sum4(sums, into);
+}
+
+static float times_one(Numbers x, Numbers a, long size)
+{
+    vf sum = {0};
+    for (long k = 0; k < size; k += LANES)
+        sum = fused(take(x.at, x.bf16, x.start + k, size - k), take(a.at, a.bf16, a.start + k, size - k), sum);
+    return lanes_sum(sum);
+}
+
+void quire_lora_shrink(Numbers x, Numbers a, long size, long first, long end, float *ranks)
+{
+    long j = first;
+    for (; j + 4 <= end; j += 4) {
+        Numbers four = from(a, j * size);
+        if (x.bf16 && a.bf16)
+            times_four(x, four, size, 1, 1, ranks + j);
+        else if (x.bf16)
+            times_four(x, four, size, 1, 0, ranks + j);
+        else if (a.bf16)
+            times_four(x, four, size, 0, 1, ranks + j);
+        else
+            times_four(x, four, size, 0, 0, ranks + j);
+    }
+    for (; j < end; j++)
+        ranks[j] = times_one(x, from(a, j * size), size);
+}
+
+INLINE void add_one(void *out, int bf16, long at, float x) { put(out, bf16, at, 1, take(out, bf16, at, 1) + splat(x)); }
+
+INLINE void expand(const float *ranks, Numbers b, long rank, long first, long end, void *out, int out_bf16, long out_at, int bf16)
+{
+    long i = first, whole = rank % LANES ? first : first + (end - first) / 4 * 4;
+    for (; i < whole; i += 4) {
+        vf sums[4] = {{0}};
+        float four[4];
+        for (long j = 0; j < rank; j += LANES)
+            for (int n = 0; n < 4; n++)
+                sums[n] = fused(load(ranks + j), take(b.at, bf16, b.start + (i + n) * rank + j, LANES), sums[n]);
+        lanes_sum4(sums, four);
+        for (int n = 0; n < 4; n++)
+            add_one(out, out_bf16, out_at + i + n, four[n]);
+    }
+    for (; i < end; i++)
+        add_one(out, out_bf16, out_at + i, times_one((Numbers){ranks, 0, 0}, from(b, i * rank), rank));
+}
+
+void quire_lora_expand(const float *ranks, Numbers b, long rank, long first, long end, void *out, int out_bf16, long out_at)
+{
+    if (b.bf16)
+        expand(ranks, b, rank, first, end, out, out_bf16, out_at, 1);
+    else
+        expand(ranks, b, rank, first, end, out, out_bf16, out_at, 0);
+}
+
+static void shrink_rows(const LoraJob *job)
+{
+    long all = job->num_parts * job->rank, pieces = (all + RANKS - 1) / RANKS;
+#pragma omp for schedule(monotonic : dynamic, 4)
+    for (long task = 0; task < job->num_tokens * pieces; task++) {
+        long token = task / pieces, first = task % pieces * RANKS, slot = job->tokens[token];
+        Numbers x = {job->x, token * job->x_stride, (int)job->bf16};
+        Numbers a = {job->a, slot * job->a_stride, (int)job->own_bf16};
+        if (slot >= 0)
+            quire_lora_shrink(x, a, job->size_in, first, first + RANKS < all ? first + RANKS : all, job->ranks + token * all);
+    }
+}
+
+/* Of an embedding: nobody had to compute them. */
+static const float *look_up(const LoraJob *job, long token, long slot, float *into)
+{
+    widen(job->a, (int)job->own_bf16, slot * job->a_stride + job->ids[token] * job->rank, job->rank, 1, into);
+    return into;
+}
+
+void quire_lora(const LoraJob *job)
+{
+    long rank = job->rank, parts = job->num_parts, pieces = (job->part_ends[parts - 1] + OUTPUTS - 1) / OUTPUTS;
+    if (job->x)
+        shrink_rows(job);
+#pragma omp for schedule(monotonic : dynamic, 4)
+    for (long task = 0; task < job->num_tokens * pieces; task++) {
+        long token = task / pieces, first = task % pieces * OUTPUTS, last = first + OUTPUTS, slot = job->tokens[token];
+        float looked_up[MAX_RANK];
+        if (slot < 0)
+            continue;
+        const float *ranks = job->x ? job->ranks + token * parts * rank : look_up(job, token, slot, looked_up);
+        Numbers b = {job->b, slot * job->b_stride, (int)job->own_bf16};
+        for (long part = 0, start = 0; part < parts; start = job->part_ends[part++]) {
+            long from = first > start ? first : start, end = last < job->part_ends[part] ? last : job->part_ends[part];
+            if (from < end)
+                quire_lora_expand(ranks + part * rank, b, rank, from, end, job->out, (int)job->bf16, token * job->out_stride);
+        }
+    }
+}
