@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from zoo import SHARED, ZOO, architecture_of
 
+from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
@@ -49,13 +50,15 @@ def make_tiny(family: str, tmp_path: Path, **overrides: Any) -> tuple[Path, Any]
     return path, model
 
 
-def load_tiny(path: Path, *, max_model_len: int = 256, **options: Any) -> CausalLM:
+def load_tiny(
+    path: Path, *, max_model_len: int = 256, backend: AttentionBackend | None = None, **options: Any
+) -> CausalLM:
     """Our model of the checkpoint at `path` in float32, with a cache of 64 blocks full of NaN."""
     model = load_model(
         read_checkpoint(path),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        backend=TorchSDPA(),
+        backend=backend or TorchSDPA(),
         max_model_len=max_model_len,
         show_progress=False,
         **options,

@@ -81,8 +81,10 @@ class Embedding(_Table):
         super().__init__(vocab, hidden, scope)
         self.point: Point | None = None
         if scope.adapters is not None and scope.stage.is_first and scope.adapters.takes(scope.name):
-            self.point = TablePoint(scope.adapters, vocab, (hidden,), scope.ops)
-            self.point.places[scope.name] = Place(self.point, (0,), Run(vocab), (Run(hidden),))
+            self.point = TablePoint(scope.name, scope.adapters, vocab, (hidden,), scope.ops)
+            self.point.places[scope.name] = Place(
+                self.point, slice(0, 1), Run(vocab), (Run(hidden),), is_table=True
+            )
 
     def equip(self) -> None:
         super().equip()
@@ -129,8 +131,8 @@ class Head(nn.Module):
         self.point: Point | None = None
         if scope.adapters is not None and scope.adapters.takes(scope.name):
             own = self.table.own
-            self.point = HeadPoint(scope.adapters, hidden, (own.size,), scope.ops)
-            self.point.places[scope.name] = Place(self.point, (0,), Run(hidden), (own,))
+            self.point = HeadPoint(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
+            self.point.places[scope.name] = Place(self.point, slice(0, 1), Run(hidden), (own,))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.point is None or not self.point.is_active:

@@ -31,6 +31,8 @@ class LatentAttention(nn.Module):
         # Used by heads and both ways round, so in no packed format.
         weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        if scope.adapters is not None:
+            scope.adapters.refused[scope.name] = "the way from latents to heads takes no adapter"
         self.own = divided(scope.group, len(weight) * scope.group.size)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None

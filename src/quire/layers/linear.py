@@ -61,12 +61,16 @@ class Linear(nn.Module):
         slots = scope.adapters
         if slots is None or not slots.takes(scope.name, *self.part_names):
             return None
-        point = Point(slots, self.inputs.size, self.sizes_out, scope.ops)
+        point = Point(self.part_names[0], slots, self.inputs.size, self.sizes_out, scope.ops)
         for i, (name, outputs) in enumerate(zip(self.part_names, self.outputs, strict=True)):
             if slots.takes(scope.name, name):
-                point.places[name] = Place(point, (i,), self.inputs, outputs)
-        point.orders = self.orders
+                order = partial(self._order, i)
+                point.places[name] = Place(point, slice(i, i + 1), self.inputs, outputs, order)
         return point
+
+    def _order(self, part: int) -> Tensor | None:
+        orders = self.orders()
+        return orders[part] if orders else None
 
     @property
     def adapts(self) -> bool:

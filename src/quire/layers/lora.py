@@ -1,7 +1,7 @@
 """LoRA: adapters beside the weights of a model, many of them in one batch."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,31 +12,17 @@ from quire.quant.shares import Run, Runs
 
 _ALIGN = 64
 """Numbers: kernels are compiled for aligned pointers."""
+Shape = tuple[int, ...]
 
 
 class Factors(NamedTuple):
-    """What an adapter adds at one point, as it waits in host memory: ranks below the highest of its parts are
-    filled up with zeros, and the scale is in `b`."""
+    """What an adapter adds at one point. In host memory ranks below the highest of its parts are filled up
+    with zeros; the scale is in `b`."""
 
     a: Tensor
     """[(experts,) parts, rank, size_in], of an embedding [vocab, rank]"""
     b: Tensor
     """[(experts,) outputs of all parts, rank]"""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
-
-class Place(NamedTuple):
-    """A matrix of the checkpoint that an adapter may be of: what there is of it here, and where that goes."""
-
-    point: "Point"
-    parts: tuple[int, ...]
-    """Those of the point that it is; several of a matrix that is fused in some checkpoints."""
-    inputs: Run
-    outputs: Runs
-    expert: int | None = None
 
 
 class AdapterSlots:
@@ -58,7 +44,11 @@ class AdapterSlots:
         self.device = device
         self.only = frozenset(only)
         """The last names of layers that take adapters; empty: all."""
-        self.points: list[Point] = []
+        self.points: dict[str, Point] = {}
+        self.stacks: dict[str, Stack] = {}
+        """Experts whose matrices some checkpoints have in one, by its name."""
+        self.refused: dict[str, str] = {}
+        """Layers that take none although others like them do, and why."""
         self.tokens: Tensor | None = None
         """[T] int32, the slot of each token of the step, -1 without; None: no token has an adapter."""
         self.logit_tokens: Tensor | None = None
@@ -72,7 +62,7 @@ class AdapterSlots:
     @property
     def slot_size(self) -> int:
         """Numbers of a slot."""
-        return sum(point.size for point in self.points)
+        return sum(point.size for point in self.points.values())
 
     @property
     def num_bytes(self) -> int:
@@ -82,22 +72,34 @@ class AdapterSlots:
         """Once the model is built: the memory of all points, a slot in one piece."""
         memory = torch.zeros(self.max_slots, self.slot_size, dtype=self.dtype, device=self.device)
         self._memory, at = memory, 0
-        for point in self.points:
+        for point in self.points.values():
             point.bind(memory[:, at : at + point.size])
             at += point.size
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = None
-        for point in self.points:
+        for point in self.points.values():
             point.unbind()
 
-    def put(self, slot: int, factors: Iterable[tuple["Point", Factors]]) -> None:
+    def room(self, ranks: Mapping[str, int]) -> dict[str, Factors]:
+        """Zeros in host memory, in one piece, for an adapter of these ranks, by point."""
+        shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
+        size = sum(math.prod(shape) for both in shapes.values() for shape in both)
+        memory = torch.zeros(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        found, at = {}, 0
+        for name, (a, b) in shapes.items():
+            middle, end = at + math.prod(a), at + math.prod(a) + math.prod(b)
+            found[name] = Factors(memory[at:middle].view(a), memory[middle:end].view(b))
+            at = end
+        return found
+
+    def put(self, slot: int, factors: Mapping[str, Factors]) -> None:
         """An adapter takes the place of what was there; pinned memory is read when the device comes to it."""
         assert self._memory is not None, "allocate() comes first"
         self._memory[slot].zero_()
-        for point, each in factors:
-            point.put(slot, each)
+        for name, each in factors.items():
+            self.points[name].put(slot, each)
 
 
 class Point:
@@ -105,19 +107,21 @@ class Point:
     and `b` makes outputs of them."""
 
     a: Tensor
-    """[slots, parts * max_rank, size_in], the slots far apart"""
+    """[slots, parts * max_rank, size_in], the slots far apart; of experts [slots, experts, ...]"""
     b: Tensor
-    """[slots, outputs of all parts, max_rank]"""
+    """[slots, outputs of all parts, max_rank]; of experts [slots, experts, ...]"""
 
     def __init__(
         self,
+        name: str,
         slots: AdapterSlots,
         size_in: int,
         part_sizes: tuple[int, ...],
         ops: Ops,
         *,
-        num_experts: int = 1,
+        num_experts: int | None = None,
     ) -> None:
+        self.name = name
         self.slots = slots
         self.size_in = size_in
         self.part_sizes = part_sizes
@@ -125,9 +129,7 @@ class Point:
         self.ops = ops
         self.places: dict[str, Place] = {}
         """By the dotted name of each matrix in the checkpoint."""
-        self.orders: Callable[[], list[Tensor]] = list
-        """Of each part: which of the checkpoint's outputs each of its own is; empty: in its order."""
-        slots.points.append(self)
+        slots.points[name] = self
 
     @property
     def is_active(self) -> bool:
@@ -143,43 +145,34 @@ class Point:
 
     # ---- memory
 
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of one slot: what of `a` and `b` there is for a rank, rank last but one and last."""
-        rank, experts = self.slots.max_rank, () if self.num_experts == 1 else (self.num_experts,)
-        return (*experts, len(self.part_sizes), rank, self.size_in), (*experts, sum(self.part_sizes), rank)
+    def shapes(self, rank: int) -> tuple[Shape, Shape]:
+        """Those of `Factors`."""
+        front = () if self.num_experts is None else (self.num_experts,)
+        return (*front, len(self.part_sizes), rank, self.size_in), (*front, sum(self.part_sizes), rank)
 
     @property
     def size(self) -> int:
         """Numbers of a slot."""
-        return sum(_aligned(math.prod(shape)) for shape in self.shapes)
+        return sum(_aligned(math.prod(shape)) for shape in self.shapes(self.slots.max_rank))
 
     def bind(self, memory: Tensor) -> None:
         """[slots, size]"""
-        a, b = (math.prod(shape) for shape in self.shapes)
-        start = _aligned(a)
-        self._a = memory[:, :a].unflatten(1, self.shapes[0])
-        self._b = memory[:, start : start + b].unflatten(1, self.shapes[1])
-        self.a, self.b = self._flat(self._a), self._b
-
-    def _flat(self, a: Tensor) -> Tensor:
-        return a.flatten(-3, -2)
+        a, b = self.shapes(self.slots.max_rank)
+        start = _aligned(math.prod(a))
+        self._own = Factors(
+            memory[:, : math.prod(a)].unflatten(1, a),
+            memory[:, start : start + math.prod(b)].unflatten(1, b),
+        )
+        self.a, self.b = self._own.a.flatten(-3, -2), self._own.b
 
     def unbind(self) -> None:
-        for name in ("a", "b", "_a", "_b"):
+        for name in ("a", "b", "_own"):
             self.__dict__.pop(name, None)
-
-    def factors(self, rank: int) -> Factors:
-        """Zeros for an adapter of that rank, on the host."""
-        (*front, _, size_in), (*outputs, _) = self.shapes
-        dtype, pin = self.slots.dtype, self.slots.device.type == "cuda"
-        a = torch.zeros(*front, rank, size_in, dtype=dtype, pin_memory=pin)
-        return Factors(a, torch.zeros(*outputs, rank, dtype=dtype, pin_memory=pin))
 
     def put(self, slot: int, factors: Factors) -> None:
         rank = factors.b.shape[-1]
-        self._a[slot].narrow(-2, 0, rank).copy_(factors.a, non_blocking=True)
-        self._b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
+        self._own.a[slot].narrow(-2, 0, rank).copy_(factors.a, non_blocking=True)
+        self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
 
 
 class HeadPoint(Point):
@@ -206,28 +199,59 @@ class TablePoint(Point):
             return out
         return self.ops.lora_rows(out, x, self.a, self.b, tokens)
 
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        rank = self.slots.max_rank
+    def shapes(self, rank: int) -> tuple[Shape, Shape]:
         return (self.size_in, rank), (sum(self.part_sizes), rank)
 
-    def _flat(self, a: Tensor) -> Tensor:
-        return a
-
-    def factors(self, rank: int) -> Factors:
-        dtype, pin = self.slots.dtype, self.slots.device.type == "cuda"
-        a = torch.zeros(self.size_in, rank, dtype=dtype, pin_memory=pin)
-        return Factors(a, torch.zeros(sum(self.part_sizes), rank, dtype=dtype, pin_memory=pin))
+    def bind(self, memory: Tensor) -> None:
+        super().bind(memory)
+        self.a = self._own.a
 
     def put(self, slot: int, factors: Factors) -> None:
         rank = factors.b.shape[-1]
-        for own, given in ((self._a, factors.a), (self._b, factors.b)):
+        for own, given in zip(self._own, factors, strict=True):
             own[slot].narrow(-1, 0, rank).copy_(given, non_blocking=True)
 
 
-def places_of(slots: AdapterSlots) -> Iterator[tuple[str, Place]]:
+def _in_order() -> Tensor | None:
+    return None
+
+
+class Place(NamedTuple):
+    """A matrix of the checkpoint that an adapter may be of: what there is of it here, and where that goes."""
+
+    point: Point
+    part: slice
+    """Those of the point that it is; several of a matrix that other checkpoints have apart."""
+    inputs: Run
+    outputs: Runs
+    order: Callable[[], Tensor | None] = _in_order
+    """Where each output of these parts lies among those that are here; None: at its place."""
+    expert: int | None = None
+    is_table: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs in the checkpoint."""
+        return self.inputs.all, sum(run.all for run in self.outputs)
+
+    def of(self, factors: Factors) -> Factors:
+        """Its own part of the point's: [parts, rank, size_in] and [outputs, rank]."""
+        a, b = factors if self.expert is None else (each[self.expert] for each in factors)
+        if self.is_table:
+            return Factors(a, b)
+        ends = [sum(self.point.part_sizes[:end]) for end in (self.part.start, self.part.stop)]
+        return Factors(a[self.part], b[ends[0] : ends[1]])
+
+
+class Stack(NamedTuple):
+    """The experts of a layer: for each of their products, the place of every expert's matrix."""
+
+    products: dict[str, list[Place]]
+
+
+def places(slots: AdapterSlots) -> Iterator[tuple[str, Place]]:
     """All matrices of a model that take adapters, by name."""
-    for point in slots.points:
+    for point in slots.points.values():
         yield from point.places.items()
 
 

@@ -1,6 +1,7 @@
 """A mixture of experts: the router, the experts, and the one that every token is given to."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 
 from quire.comm.group import ALONE
 from quire.config.facts import ArchFacts, MoeFacts
+from quire.kernels.experts import ExpertAdapters
 from quire.layers.linear import Linear, WholeLinear
+from quire.layers.lora import AdapterSlots, Place, Point, Stack
 from quire.layers.mlp import MLP, PlainMLP
 from quire.layers.scope import Scope, Target, once, target_of
 from quire.quant.experts import ExpertShape
@@ -96,10 +99,104 @@ def _as_stored(names: Names, scope: Scope) -> Names:
     return names
 
 
+class ExpertPoints:
+    """Where adapters are added to the products of a layer's experts."""
+
+    def __init__(self, slots: AdapterSlots, hidden: int, scope: Scope) -> None:
+        self.slots = slots
+        self.hidden = hidden
+        self.ops = scope.ops
+        self.layer = scope.beside("mlp")
+        """What transformers calls the mixture, whatever the checkpoint does."""
+        self.gate_up: Point | None = None
+        self.down: Point | None = None
+
+    @property
+    def active(self) -> ExpertAdapters | None:
+        """What the tokens of the step add; None: nothing."""
+        if self.slots.tokens is None or self.gate_up is None or self.down is None:
+            return None
+        gate_up, down = self.gate_up, self.down
+        return ExpertAdapters(gate_up.a, gate_up.b, down.a, down.b, self.slots.tokens)
+
+    def settle(self, experts: "Experts") -> None:
+        """Once it is known what computes the experts."""
+        if self.gate_up is not None:
+            return
+        names = experts.stored_names()
+        where = names[0][0].rpartition(".")[0] if experts.names.experts[0] else names[0][0]
+        if not self.slots.takes(where, *(name for name, _ in names), "gate_up_proj"):
+            return
+        why = "experts of this format take no adapters on this device" if not experts.weights.adapts else ""
+        why = "experts that are spread over devices take no adapters" if experts.places else why
+        if why:
+            self.slots.refused |= dict.fromkeys((where, f"{self.layer}.experts"), why)
+            return
+        inner, num = experts.own, experts.num_experts
+        first, last = f"{where}.gate_up", f"{where}.down"
+        self.gate_up = Point(first, self.slots, self.hidden, (inner.size,) * 2, self.ops, num_experts=num)
+        self.down = Point(last, self.slots, inner.size, (self.hidden,), self.ops, num_experts=num)
+        for i in range(num):
+            self._name_one(i, experts)
+        stack = Stack(
+            {
+                "gate_up_proj": list(self._fused(experts)),
+                "down_proj": [self._down(experts, i) for i in range(num)],
+            }
+        )
+        for name in (where, f"{self.layer}.experts", *(name for name, _ in names)):
+            self.slots.stacks[name] = stack
+
+    def _name_one(self, expert: int, experts: "Experts") -> None:
+        """The matrices of one, by the names that they have where each is stored by itself."""
+        assert self.gate_up is not None and self.down is not None
+        for name, part in experts.stored_names():
+            front, _, last = name.rpartition(".")
+            if part == "down":
+                self.down.places[f"{front}.{expert}.{last}"] = self._down(experts, expert)
+                continue
+            lasts = {"gate_up": ("gate_proj", "up_proj")}.get(part, (last,))
+            for number, own in enumerate(lasts, start=part == "up"):
+                which, order = slice(number, number + 1), _in_order
+                if experts.plain:
+                    which, order = slice(0, 2), partial(_twice, experts.own.size)
+                self.gate_up.places[f"{front}.{expert}.{own}"] = Place(
+                    self.gate_up, which, Run(self.hidden), (experts.own,), order, expert
+                )
+
+    def _down(self, experts: "Experts", expert: int) -> Place:
+        assert self.down is not None
+        return Place(self.down, slice(0, 1), experts.own, (Run(self.hidden),), expert=expert)
+
+    def _fused(self, experts: "Experts") -> Iterator[Place]:
+        assert self.gate_up is not None
+        runs, order = experts.both(), _in_order
+        if experts.plain:
+            runs, order = (experts.own,), partial(_twice, experts.own.size)
+        elif experts.names.stored == "in_turns":
+            order = partial(_apart, experts.own.size)
+        for i in range(experts.num_experts):
+            yield Place(self.gate_up, slice(0, 2), Run(self.hidden), runs, order, i)
+
+
+def _in_order() -> Tensor | None:
+    return None
+
+
+def _twice(size: int) -> Tensor | None:
+    """Experts without a gate have `up` for one."""
+    return torch.arange(size).repeat(2)
+
+
+def _apart(size: int) -> Tensor | None:
+    """Gate and up that are in turns."""
+    return torch.arange(2 * size).view(-1, 2).t().flatten()
+
+
 class Experts(nn.Module):
     """All experts of a layer."""
 
-    mix: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mix: Callable[..., Tensor]
     """There after `finish`."""
     loads: Tensor | None
     """How many tokens each expert was chosen for, where somebody wants to know."""
@@ -128,7 +225,8 @@ class Experts(nn.Module):
             device=scope.device,
             inner=self.own,
         )
-        self.weights = scope.experts(tuple(name for name, _ in self._stored_names()), shape)
+        self.weights = scope.experts(tuple(name for name, _ in self.stored_names()), shape)
+        self.adapters = None if scope.adapters is None else ExpertPoints(scope.adapters, hidden, scope)
 
     @property
     def here(self) -> Sequence[int]:
@@ -138,6 +236,8 @@ class Experts(nn.Module):
         return self.places.placement.by_rank[self.places.rank]
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.adapters is not None and (adapters := self.adapters.active) is not None:
+            return self.mix(x, ids, weights, adapters=adapters)
         if self.dispatch is None or self.places is None:
             return self.mix(x, ids, weights)
         if self.loads is not None:
@@ -147,7 +247,7 @@ class Experts(nn.Module):
 
     def targets(self) -> Iterator[Target]:
         parts = self.weights.parts()
-        for name, part in self._stored_names():
+        for name, part in self.stored_names():
             for suffix, piece in parts[part].items():
                 yield from self._of_piece(name, part, suffix, piece)
         if biases := self.weights.bias_parts():
@@ -160,7 +260,7 @@ class Experts(nn.Module):
         return target._replace(axis=0, runs=picked(self.here, self.num_experts))
 
     def _of_piece(self, name: str, part: str, suffix: str, piece: Piece) -> Iterator[Target]:
-        runs = self._both() if part == "gate_up" else (self.own,)
+        runs = self.both() if part == "gate_up" else (self.own,)
         target = target_of(f"{name}.{suffix}", piece, runs, by_inputs=part == "down")
         if self.names.stored == "each":
             where, _, last = name.rpartition(".")
@@ -181,7 +281,7 @@ class Experts(nn.Module):
         where = ".".join((self.scope_name, self.names.experts[0]))
         (gate_up, axis, *_), down = parts["gate_up"], parts["down"].tensor
         if self.names.stored != "apart":
-            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self._both())
+            yield Target(f"{where}.gate_up_proj_bias", gate_up, axis, self.both())
             yield Target(f"{where}.down_proj_bias", down)
             return
         gate, up, last = (f"{where}.{name}.bias" for name in self.names.experts[1:])
@@ -189,12 +289,12 @@ class Experts(nn.Module):
             yield Target(name, bias, axis, (self.own,))
         yield Target(last, down)
 
-    def _both(self) -> Runs:
+    def both(self) -> Runs:
         """Gate and up in one tensor: one behind the other, or in turns."""
         size, start, whole = self.own
         return (Run(2 * size, 2 * start, 2 * whole),) if self.names.stored == "in_turns" else (self.own,) * 2
 
-    def _stored_names(self) -> list[tuple[str, str]]:
+    def stored_names(self) -> list[tuple[str, str]]:
         """The dotted name of each stored part, and what it is."""
         where, *parts = self.names.experts
         what = ("gate_up", "down") if len(parts) == 2 else ("gate", "up", "down")
@@ -220,6 +320,8 @@ class Experts(nn.Module):
 
     def equip(self) -> None:
         self.mix = self.weights.mix
+        if self.adapters is not None:
+            self.adapters.settle(self)
 
 
 class Router(Linear):

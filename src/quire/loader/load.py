@@ -23,6 +23,7 @@ from quire.config.ranks import Stage
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import choose
+from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Begins, Loads, Scope, Target
 from quire.loader.sharded import Kept, ShardedSource, equip
 from quire.loader.source import FORMATS, Source, detect
@@ -71,13 +72,15 @@ def load_model(
     world: World = _ALONE,
     stage: Stage = _WHOLE,
     ep: Dispatch | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
-    that is there is told to `tell` as it grows. With `ep` each worker has some of the experts.
+    that is there is told to `tell` as it grows. With `ep` each worker has some of the experts. Layers
+    take `adapters` beside their weights.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
@@ -105,6 +108,7 @@ def load_model(
         group=world.tp,
         stage=stage,
         ep=ep,
+        adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
     bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())

@@ -23,7 +23,7 @@ class PickleSource:
     def __init__(self, checkpoint: Checkpoint, seed: int) -> None:
         self._tensors: dict[str, Tensor] = {}
         for path in find_shards(checkpoint.path, "pytorch_model", ".bin"):
-            self._tensors |= _load(path)
+            self._tensors |= load_pickle(path)
 
     def shapes(self, targets: Mapping[str, Target]) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -41,7 +41,7 @@ class PickleSource:
         put(self._tensors[target.name], target)
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (UnpicklingError, RuntimeError, OSError, EOFError) as error:

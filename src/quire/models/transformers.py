@@ -31,6 +31,11 @@ class Transformers(nn.Module):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.borrowed is not None
+        if scope.adapters is not None:
+            raise ConfigError(
+                f"{facts.architecture} runs through transformers, and takes no adapters: enable_lora "
+                "cannot be had"
+            )
         self.facts = facts
         self.scope = scope
         self.tail = build(facts.borrowed, scope)

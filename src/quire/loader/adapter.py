@@ -1,0 +1,335 @@
+"""Adapters as PEFT saves them: read, checked against the model, cut to what this device has of it."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quire.config.keys import Keys, read_json
+from quire.data.lora import AdapterFacts
+from quire.errors import ConfigError, RequestError
+from quire.layers.lora import AdapterSlots, Factors, HeadPoint, Place, Stack, places
+from quire.layers.scope import Target
+from quire.loader.pt import load_pickle
+from quire.loader.source import put
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that were trained as a whole",
+    "lora_bias": "biases",
+    "trainable_token_indices": "tokens that were trained by themselves",
+    "alora_invocation_tokens": "adapters that begin at a token",
+    "layer_replication": "layers that are there several times",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "adapters in blocks",
+    "arrow_config": "adapters that a router mixes",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Keys of the configuration that ask for more than two matrices beside a weight, and what for."""
+_CHANGES_BASE = ("pissa", "corda", "olora", "lora_ga", "loftq")
+"""Ways to begin a training with that change the weights of the model as well."""
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<layer>.+?)\.lora_(?:embedding_)?(?P<which>[AB])(?:\.\w+)??(?:\.weight)?"
+)
+_COPY = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+?)(?:\.base_layer)?\.weight")
+"""Of an embedding or head beside its adapter: PEFT saves both."""
+
+
+class Pair(NamedTuple):
+    """Both matrices for one layer, by the names that the file has for them."""
+
+    names: tuple[str, str]
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter in host memory: what of it this device needs, ready for a slot."""
+
+    facts: AdapterFacts
+    factors: dict[str, Factors]
+    """By the name of their point."""
+
+
+class Fit(NamedTuple):
+    """What goes to one place: `a` [rank, size_in] and `b` [size_out, rank] as in the checkpoint."""
+
+    place: Place
+    names: tuple[str, str]
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class AdapterReader:
+    """Reads adapters for the layers of one model that `slots` has points in. `layers` is the range of those
+    that are here, where other devices have others."""
+
+    def __init__(self, slots: AdapterSlots, layers: range | None = None) -> None:
+        self.slots = slots
+        self.layers = layers
+        self._places = {alias: place for name, place in places(slots) for alias in _aliases(name)}
+        self._stacks = {alias: stack for name, stack in slots.stacks.items() for alias in _aliases(name)}
+        self._refused = {alias: why for name, why in slots.refused.items() for alias in _aliases(name)}
+
+    def read(self, name: str, path: Path) -> Adapter:
+        """The adapter in that folder; FileNotFoundError if there is none, RequestError if it does not fit."""
+        if not (path / CONFIG).is_file():
+            raise FileNotFoundError(f"No adapter found for {path}")
+        with ThreadPoolExecutor(1, "quire-adapter") as pool:
+            try:
+                digest = pool.submit(_digest, path)
+                settings = Settings.of(Keys(CONFIG, read_json(path / CONFIG)))
+                fits = list(self._fits(_read(path), settings))
+                if not fits and self.layers is None and not self.slots.only:
+                    raise ConfigError(f"{_file(path).name} has no LoRA tensors")
+                factors = self._factors(fits)
+                found = digest.result()
+            except ConfigError as error:
+                raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
+        rank = max((len(fit.a) for fit in fits), default=settings.rank)
+        num_bytes = sum(each.nbytes for both in factors.values() for each in both)
+        return Adapter(AdapterFacts(found, rank, num_bytes), factors)
+
+    # ---- which tensor is for what
+
+    def _fits(self, tensors: dict[str, Tensor], settings: "Settings") -> Iterator[Fit]:
+        pairs, left_out = self._pairs(tensors), []
+        for layer, pair in pairs.items():
+            found = list(self._fits_of(layer, pair, settings))
+            if not found:
+                left_out.append(layer)
+            yield from found
+        if left_out and self.slots.only:
+            log.warning("lora_target_modules leaves out %d layers of an adapter", len(left_out))
+
+    def _pairs(self, tensors: dict[str, Tensor]) -> dict[str, Pair]:
+        names: dict[str, dict[str, str]] = {}
+        for name, tensor in tensors.items():
+            match = _NAME.fullmatch(name)
+            if match is None:
+                self._check_copy(name, tensor)
+                continue
+            names.setdefault(match["layer"], {})[match["which"]] = name
+            if tensor.ndim != 2 or not tensor.is_floating_point():
+                raise ConfigError(
+                    f"{name} is {tensor.dtype} of the shape {tuple(tensor.shape)}, expected a matrix"
+                )
+        pairs = {}
+        for layer, both in names.items():
+            if len(both) < 2:
+                (name,) = both.values()
+                raise ConfigError(f"{name} has no counterpart")
+            pairs[layer] = Pair((both["A"], both["B"]), tensors[both["A"]], tensors[both["B"]])
+        return pairs
+
+    def _check_copy(self, name: str, tensor: Tensor) -> None:
+        """A tensor that is no adapter's is a copy of what the model has, or cannot be had."""
+        match = _COPY.fullmatch(name)
+        place = match and self._places.get(match["layer"])
+        is_elsewhere = match and self.layers is not None and not place
+        if place and (place.is_table or isinstance(place.point, HeadPoint)):
+            sizes = place.sizes if place.is_table else place.sizes[::-1]
+            if tuple(tensor.shape) != sizes:
+                raise ConfigError(
+                    f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}: adapters that bring "
+                    "tokens of their own are not supported"
+                )
+        elif not is_elsewhere:
+            raise ConfigError(f"{name} is not a LoRA tensor")
+
+    def _fits_of(self, layer: str, pair: Pair, settings: "Settings") -> Iterator[Fit]:
+        """Nothing of a layer that is left out or on another device."""
+        name = re.sub(r"(\.base_layer)+$", "", layer)
+        if (place := self._places.get(name)) is not None:
+            yield settings.fit(name, place, pair)
+        elif (stack := self._stacks.get(name)) is not None:
+            yield from _of_stack(name, stack, pair, settings)
+        elif why := self._why_refused(name):
+            raise ConfigError(f"{pair.names[0]}: {why}")
+        elif not self._is_elsewhere(name) and self.slots.takes(name):
+            raise ConfigError(
+                f"{pair.names[0]} is for a layer that the model does not have, or that takes none"
+            )
+
+    def _why_refused(self, name: str) -> str | None:
+        return next((why for at, why in self._refused.items() if f"{name}.".startswith(f"{at}.")), None)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        number = re.search(r"\.(\d+)\.", name)
+        return self.layers is not None and (number is None or int(number[1]) not in self.layers)
+
+    # ---- into host memory
+
+    def _factors(self, fits: list[Fit]) -> dict[str, Factors]:
+        ranks: dict[str, int] = {}
+        for fit in fits:
+            rank = len(fit.a)
+            if rank > self.slots.max_rank:
+                raise RequestError(
+                    f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
+                    param="lora_request",
+                )
+            name = fit.place.point.name
+            ranks[name] = max(rank, ranks.get(name, 0))
+        found = self.slots.room(ranks)
+        for fit in fits:
+            _fill(fit, fit.place.of(found[fit.place.point.name]))
+        return found
+
+
+def _of_stack(name: str, stack: Stack, pair: Pair, settings: "Settings") -> Iterator[Fit]:
+    """The matrices of all experts at once: A has the ranks of one expert beside each other, B the experts of
+    one rank. Some versions of PEFT take inputs for outputs here."""
+    (rows, size_a), (size_b, columns) = pair.a.shape, pair.b.shape
+    sizes = {by_expert[0].sizes: key for key, by_expert in stack.products.items()}
+    turned = (size_b, size_a) in sizes and (size_a, size_b) not in sizes
+    key = sizes.get((size_b, size_a) if turned else (size_a, size_b), "")
+    found = stack.products.get(key, [])
+    num = len(found)
+    if not num or rows % num or rows != columns:
+        raise ConfigError(
+            f"{pair.names[0]} and {pair.names[1]} have the shapes {tuple(pair.a.shape)} and "
+            f"{tuple(pair.b.shape)}: no product of the experts has such"
+        )
+    a, b = pair.a.view(num, -1, size_a), pair.b.view(size_b, -1, num).permute(2, 0, 1)
+    if turned:
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    for place, one_a, one_b in zip(found, a, b, strict=True):
+        yield settings.fit(f"{name}.{key}", place, Pair(pair.names, one_a, one_b))
+
+
+def _fill(fit: Fit, into: Factors) -> None:
+    rank, place, (name_a, name_b) = len(fit.a), fit.place, fit.names
+    if place.is_table:
+        into.a[:, :rank].copy_(fit.a.t())
+    else:
+        first, *others = into.a[:, :rank]
+        put(fit.a, Target(name_a, first, 1, (place.inputs,)))
+        for other in others:
+            other.copy_(first)
+    scaled = fit.b.float() * fit.scale
+    own = scaled.new_empty(sum(run.size for run in place.outputs), rank)
+    put(scaled, Target(name_b, own, 0, place.outputs))
+    order = place.order()
+    into.b[:, :rank].copy_(own if order is None else own[order])
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What adapter_config.json says."""
+
+    rank: int
+    alpha: float
+    by_root: bool
+    """rsLoRA: the scale is by the root of the rank."""
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    """Of layers that differ: patterns of their names."""
+
+    @staticmethod
+    def of(keys: Keys) -> "Settings":
+        if (kind := keys.get("peft_type")) not in (None, "LORA"):
+            raise ConfigError(f"peft_type {kind} is not supported: it must be LORA")
+        for key, what in _REFUSED.items():
+            if keys.get(key):
+                raise ConfigError(f"{key} ({what}) is not supported")
+        if (bias := keys.get("bias")) not in (None, "none"):
+            raise ConfigError(f"bias {bias!r} is not supported: it must be 'none'")
+        begun = keys.get("init_lora_weights")
+        if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
+            raise ConfigError(
+                f"init_lora_weights {begun!r} is not supported, since it changes the model as well: "
+                "have PEFT convert the adapter as it saves it"
+            )
+        ranks, alphas = (_pattern(keys, key) for key in ("rank_pattern", "alpha_pattern"))
+        return Settings(
+            keys.size("r"),
+            keys.number("lora_alpha"),
+            bool(keys.get("use_rslora")),
+            {name: int(rank) for name, rank in ranks.items()},
+            alphas,
+        )
+
+    def fit(self, layer: str, place: Place, pair: Pair) -> Fit:
+        """The pair for a place, once its shapes are right."""
+        rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
+        size_in, size_out = place.sizes
+        for name, tensor, expected in zip(
+            pair.names, (pair.a, pair.b), ((rank, size_in), (size_out, rank)), strict=True
+        ):
+            if tuple(tensor.shape) != expected:
+                raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, expected {expected}")
+        scale = alpha / (math.sqrt(rank) if self.by_root else rank)
+        return Fit(place, pair.names, pair.a, pair.b, scale)
+
+
+def _pattern(keys: Keys, key: str) -> dict[str, float]:
+    found = keys.get(key) or {}
+    are_numbers = isinstance(found, dict) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for value in found.values()
+    )
+    if not are_numbers:
+        raise keys.wrong(key, "positive numbers by pattern")
+    try:
+        for pattern in found:
+            re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{keys.source}: {key} has a pattern that is none: {error}") from error
+    return dict(found)
+
+
+def _by_pattern(layer: str, patterns: Mapping[str, T], otherwise: T) -> T:
+    """As PEFT matches: the whole name, or its end behind a dot."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), otherwise)
+
+
+def _aliases(name: str) -> list[str]:
+    """What the same layer is called where the body is by itself, or beside one that sees; transformers calls
+    it the model, whatever the checkpoint does."""
+    body, _, rest = name.partition(".")
+    if not rest:
+        return [name]
+    return [name, rest, f"model.{rest}", f"{body}.language_model.{rest}", f"language_model.{name}"]
+
+
+def _file(path: Path) -> Path:
+    return path / (TENSORS if (path / TENSORS).is_file() else PICKLE)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    file = _file(path)
+    if not file.is_file():
+        raise ConfigError(f"{path} has neither {TENSORS} nor {PICKLE}")
+    if file.suffix == ".bin":
+        return load_pickle(file)
+    try:
+        tensors: dict[str, Any] = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file.name} is not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def _digest(path: Path) -> bytes:
+    """Of the configuration and of the weights."""
+    found = hashlib.sha256((path / CONFIG).read_bytes())
+    if (file := _file(path)).is_file():
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.digest()

@@ -1,0 +1,126 @@
+"""Adapters against PEFT: many in one batch, in every kind of layer."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lora_oracle import PLAIN, Adapted, save_adapter, slots_for
+from oracle import make_tiny, random_prompts, run_hf
+from threads import run_threads, tp_worlds
+from torch import Tensor
+
+from quire.attention.cpu_attn import CPUAttention
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.errors import ConfigError
+from quire.kernels import native
+from quire.kernels.ops import Ops
+from quire.layers.linear import GateUpLinear, QKVLinear
+from quire.layers.scope import Scope
+from quire.models.transformers import Transformers
+
+PROMPTS = random_prompts(9, 7, 11)
+SLOT_OF = [0, 1, PLAIN]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "target_modules": [*PROJECTIONS, "embed_tokens", "lm_head"],
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 3},
+        "alpha_pattern": {"k_proj": 5},
+    },
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc", "wte", "lm_head"], "fan_in_fan_out": True},
+    "cohere": {"target_modules": ["q_proj", "k_proj", "v_proj"]},
+    "gpt_neox": {"target_modules": ["query_key_value", "dense_4h_to_h"]},
+    "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
+    "deepseek_v3": {
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+        "target_parameters": EXPERTS,
+    },
+    "qwen3_next": {
+        "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"],
+        "target_parameters": EXPERTS[:1],
+    },
+    "granitemoehybrid": {"target_modules": ["in_proj", "out_proj", "input_linear"]},
+}
+"""Rotations of neighbours and of halves, fused and split projections, a tied head, weights that lie across,
+experts, latents, states; what PEFT makes of them."""
+
+
+def peft_logits(hf: Any, folder: Path, **settings: Any) -> list[Tensor]:
+    """Of the prompts with the adapters of ranks 4 and 8 that are saved there, then without."""
+    expected = []
+    for number, prompt in enumerate(PROMPTS[:2]):
+        rank = 4 * (number + 1)
+        own = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
+        adapted = save_adapter(hf, folder / str(number), number, **own)
+        expected.append(run_hf(adapted, prompt))
+        hf = adapted.unload()
+    return [*expected, run_hf(hf, PROMPTS[2])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_row_is_what_peft_makes_of_it(family: str, tmp_path: Path) -> None:
+    """An adapter of another row, of another part or in another order; a scale or a rank that is wrong."""
+    path, hf = make_tiny(family, tmp_path)
+    expected = peft_logits(hf, tmp_path, **FAMILIES[family])
+    backend = CPUAttention() if native.library() is not None else None
+    ours = Adapted(path, slots_for(2, 8), backend=backend)
+    for slot in (1, 0):
+        ours.put(slot, tmp_path / str(slot))
+    found = ours.run(PROMPTS, SLOT_OF)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+    if backend is not None:
+        for prompt, slot, together in zip(PROMPTS, SLOT_OF, found, strict=True):
+            assert torch.equal(ours.run([prompt], [slot])[0], together), "not what it is alone"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "granitemoehybrid"])
+def test_devices_that_share_layers_share_adapters(family: str, tmp_path: Path) -> None:
+    """Inputs or outputs of another device; what is added before and after a sum."""
+    path, hf = make_tiny(family, tmp_path, **({"vocab_size": 129} if family == "llama" else {}))
+    expected = peft_logits(hf, tmp_path, **FAMILIES[family])
+    worlds = tp_worlds(2)
+    models = [Adapted(path, slots_for(2, 8), world=world) for world in worlds]
+    for model in models:
+        for slot in (0, 1):
+            model.put(slot, tmp_path / str(slot))
+    for found in run_threads(
+        2, lambda world: models[world.tp.rank].run(PROMPTS, SLOT_OF), worlds=lambda _: worlds
+    ):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+
+
+def test_without_an_adapter_the_same_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that pays for adapters which none of its rows has."""
+    path, hf = make_tiny("llama", tmp_path)
+    peft_logits(hf, tmp_path, target_modules=PROJECTIONS)
+    ours = Adapted(path, slots_for(1, 8))
+    ours.put(0, tmp_path / "0")
+    used: list[str] = []
+    for module in ours.modules():
+        if isinstance(module, QKVLinear):
+            monkeypatch.setattr(module, "entered", lambda x, entry: used.append("entered"))
+        if isinstance(module, GateUpLinear):
+            gated = partial(_noted, used, module.weight.product, module.ops)
+            monkeypatch.setattr(module, "gated", gated)
+    monkeypatch.setattr(type(ours.slots.points["lm_head"].ops), "lora", lambda *_: used.append("lora"))
+    ours.run(PROMPTS, [PLAIN] * 3)
+    assert set(used) == {"entered", "gated"}
+
+
+def _noted(used: list[str], product: Callable[[Tensor], Tensor], ops: Ops, x: Tensor) -> Tensor:
+    used.append("gated")
+    return ops.gated(product(x), "silu")
+
+
+def test_a_model_of_transformers_takes_none() -> None:
+    facts: Any = SimpleNamespace(borrowed=object(), architecture="Odd")
+    scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 8, adapters=slots_for(1, 8))
+    with pytest.raises(ConfigError, match="takes no adapters"):
+        Transformers(facts, scope)
