@@ -4,7 +4,7 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import psutil
@@ -30,12 +30,19 @@ class Needs:
     """Of decodes that are played again: CUDA graphs, or tapes on a CPU."""
     counts: int = 0
     """Of tokens, for penalties."""
+    adapters: int = 0
+    """Their slots."""
     other: int = 0
     """Taken by the device's own libraries, and by others on it."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.graphs + self.counts + self.other
+        return self.weights + self.activations + self.graphs + self.counts + self.adapters + self.other
+
+    def with_slots(self, num_bytes: int, device: str) -> "Needs":
+        """With the slots that a GPU counts among what others take."""
+        other = self.other - num_bytes if device == "cuda" else self.other
+        return replace(self, adapters=num_bytes, other=other)
 
 
 def table(needs: Needs, cache: CacheSize) -> str:
@@ -45,6 +52,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
         "activations": needs.activations,
         "graphs or tapes": needs.graphs,
         "penalty counts": needs.counts,
+        "slots for adapters": needs.adapters,
         "libraries and others": needs.other,
         "KV cache": cache.num_bytes,
     }

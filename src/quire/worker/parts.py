@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.data.plan import StepPlan
+from quire.layers.lora import AdapterSlots
 from quire.sampling.logprobs import prompt_logprobs
 from quire.sampling.sampler import Sampled
 from quire.worker.rows import Rows
@@ -27,12 +28,21 @@ class Part(Protocol):
 class PromptLogprobs:
     """How likely each prompt token was, for the requests that ask."""
 
-    def __init__(self, head: Callable[[Tensor], Tensor], all_rows: Rows, logprobs_mode: str) -> None:
+    def __init__(
+        self,
+        head: Callable[[Tensor], Tensor],
+        all_rows: Rows,
+        logprobs_mode: str,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self.head = head
+        self.adapters = adapters
         self.all_rows = all_rows
         self.mode = logprobs_mode
         self._wanted: dict[int, int] = {}
         """How many of the best at each position, by row."""
+        self._slot = -1
+        """Of the row at hand."""
 
     def begin(self, plan: StepPlan) -> None:
         for row in plan.released:
@@ -50,6 +60,7 @@ class PromptLogprobs:
             computed = int(all_rows.num_computed[row])
             count = min(int(plan.num_tokens[place]), int(all_rows.prompt_len[row]) - 1 - computed)
             if row in self._wanted and count > 0:
+                self._slot = int(all_rows.adapter[row])
                 states = hidden[starts[place] : starts[place] + count]
                 next_ids = torch.from_numpy(
                     all_rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
@@ -59,4 +70,7 @@ class PromptLogprobs:
                 )
 
     def _wide_head(self, states: Tensor) -> Tensor:
+        if self.adapters is not None:
+            slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
+            self.adapters.logit_tokens = slots if self._slot >= 0 else None
         return self.head(states).float()

@@ -16,6 +16,7 @@ from quire.config.pooling import PoolingFacts
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.data.pooling import Floats, Pooled, PoolingParams
 from quire.errors import ConfigError
+from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
 from quire.logs import get_logger
 from quire.models.pooling import PoolingModel
@@ -57,6 +58,7 @@ class PoolingRunner:
         all_rows: Rows,
         pooling: PoolingFacts,
         device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         max_rows = len(all_rows.num_tokens)
         self.model = model
@@ -65,6 +67,7 @@ class PoolingRunner:
         self.all_rows = all_rows
         self.pooling = pooling
         self.device = device
+        self.adapters = adapters
         self.asked: dict[int, PoolingParams] = {}
         self.kept = torch.zeros((max_rows, model.hidden), device=device)
         """Of prompts that come in several chunks: the sum so far, or the first state."""
@@ -99,11 +102,15 @@ class PoolingRunner:
         if self.plan_attention is not None:
             for group in batch.groups:
                 self.plan_attention(group)
+        if self.adapters is not None:
+            self.adapters.tokens = batch.adapters
         out: Tensor = self.model(batch)
         return out
 
     def _batch(self, plan: StepPlan) -> Batch:
-        all_rows, sizes = self.all_rows, sizes_of(plan, 0, len(self.all_rows.block_tables))
+        all_rows = self.all_rows
+        adapts = self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         page = Page(memory, sizes)
         page.write(plan, all_rows)

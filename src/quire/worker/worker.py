@@ -19,22 +19,25 @@ from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
 from quire.config.ranks import Stage
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
+from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
 from quire.loader import load_model
 from quire.logs import get_logger
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
+from quire.worker.adapters import Adapters, check_slots
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
-from quire.worker.memory import Needs, bind, cache_room, table, unite_memory
+from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.profiler import Recorder
@@ -82,6 +85,8 @@ class Worker:
         self.balancer: Balancer | None = None
         self.backend = self._backend()
         self.model: Any = None
+        self.adapters: Adapters | None = None
+        """None: requests cannot ask for any."""
         self._needs: Needs | None = None
         """None of a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
@@ -121,7 +126,7 @@ class Worker:
 
     def load(self, tell: Callable[[float], None] | None = None) -> None:
         """The model with its weights, without a cache; the share of them that is there is told."""
-        config, started = self.config, time.monotonic()
+        config, started, slots = self.config, time.monotonic(), self._new_slots()
         self.model = load_model(
             config.checkpoint,
             dtype=self.dtype,
@@ -138,7 +143,10 @@ class Worker:
             world=self.world,
             stage=self.stage,
             ep=self.ep,
+            adapters=slots,
         )
+        if slots is not None:
+            self._open_slots(slots)
         if self.ep is not None and self.ep.is_counted:
             layers = [module for module in self.model.modules() if isinstance(module, Experts)]
             self.balancer = Balancer(layers, self.ep.group, Eplb.of(config.parallel))
@@ -175,6 +183,8 @@ class Worker:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
+        if self.adapters is not None:
+            self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
         return self._cache_size(self._needs)
 
     def allocate(self, size: CacheSize) -> None:
@@ -208,6 +218,9 @@ class Worker:
     def submit(self, plan: StepPlan) -> Pending:
         assert self._runner is not None, "start() comes first"
         with device_failures(self._fatal):
+            for each in plan.adapters:
+                assert self.adapters is not None, "enable_lora is off"
+                self.adapters.put(each.slot, each.adapter)
             pending = self._runner.submit(plan)
             if self.balancer is not None:
                 self.balancer.step()
@@ -223,6 +236,44 @@ class Worker:
         """Let go of model and cache."""
         self.model = self._runner = None
 
+    # ---- adapters
+
+    def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Read an adapter into host memory; in any thread, while steps run."""
+        if self.adapters is None:
+            raise RequestError("LoRA is not enabled: start with enable_lora", param="lora_request")
+        return self.adapters.fetch(lora)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget one that no request uses any more."""
+        if self.adapters is not None:
+            self.adapters.drop(name)
+
+    def _new_slots(self) -> AdapterSlots | None:
+        lora = self.config.lora
+        if not lora.enable_lora:
+            return None
+        dtype = self.dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
+        if self.device.type == "cpu" and dtype == torch.float16:
+            dtype = torch.float32  # no kernel reads the other there
+        return AdapterSlots(
+            max_slots=lora.max_loras,
+            max_rank=lora.max_lora_rank,
+            dtype=dtype,
+            device=self.device,
+            only=lora.lora_target_modules,
+        )
+
+    def _open_slots(self, slots: AdapterSlots) -> None:
+        lora, facts = self.config.lora, self.config.own_facts
+        check_slots(slots, free_bytes(self.config.machine))
+        slots.allocate()
+        layers = self.stage.layers(len(facts.layers)) if self.stage.count > 1 else None
+        if self.adapters is None:
+            self.adapters = Adapters(slots, max_kept=lora.max_cpu_loras, layers=layers)
+        else:
+            self.adapters.refill(slots)
+
     # ---- sleep
 
     def sleep(self, level: int) -> int:
@@ -235,8 +286,10 @@ class Worker:
             if self._stowed is not None:
                 self._stowed.drop()
             self.model = self._runner = self.balancer = self._stowed = None
+            self._release_slots()
         elif self.model is not None and self._stowed is None and self.device.type == "cuda":
             self._stowed = Stowed(self.model)
+            self._release_slots()
         give_back(self.device)
         freed = before - used_bytes(self.device)
         log.info("Asleep: %s given back in %.2f s", human(max(freed, 0)), time.monotonic() - started)
@@ -271,6 +324,9 @@ class Worker:
         if self._stowed is not None:
             self._stowed.restore()
             self._stowed = None
+            if self.adapters is not None:
+                self.adapters.slots.allocate()
+                self.adapters.refill(self.adapters.slots)
         if self.model is None:
             self.load(lambda share: None)
         if self._runner is None:
@@ -279,6 +335,10 @@ class Worker:
                 self._pooler(self.config.pooling, self._rows)
             else:
                 self._generator(self._rows)
+
+    def _release_slots(self) -> None:
+        if self.adapters is not None:
+            self.adapters.slots.release()
 
     def _drop_cache(self) -> None:
         """What knows where it lies, too."""
@@ -319,7 +379,9 @@ class Worker:
         link = None
         if self.stage.count > 1:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
-        device = open_device(Model(model, model.logits, self.backend, link, self.ep), all_rows, self.device)
+        slots = None if self.adapters is None else self.adapters.slots
+        own = Model(model, model.logits, self.backend, link, self.ep, slots)
+        device = open_device(own, all_rows, self.device)
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None
@@ -327,14 +389,15 @@ class Worker:
         if self.device.type == "cuda":
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
-        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode)]
+        parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
         return device, sampler
 
     def _pooler(self, pooling: PoolingFacts, all_rows: Rows) -> PoolingRunner:
         self.model.settle()
         plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
-        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, self.device)
+        slots = None if self.adapters is None else self.adapters.slots
+        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, self.device, slots)
         return self._runner
 
     def _cache_size(self, needs: Needs) -> CacheSize:

@@ -1,0 +1,98 @@
+"""Adapters: those that a worker has read, and which of them sit in the slots of its device."""
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quire.capacity import human
+from quire.data.lora import AdapterFacts, LoRARequest
+from quire.errors import ConfigError
+from quire.layers.lora import AdapterSlots
+from quire.loader.adapter import Adapter, AdapterReader
+from quire.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class _Kept(NamedTuple):
+    path: str
+    adapter: Adapter
+
+
+class Adapters:
+    """Adapters in host memory, those that were used last, and the way into slots. Reading may go on in other
+    threads while steps run."""
+
+    def __init__(self, slots: AdapterSlots, *, max_kept: int, layers: range | None = None) -> None:
+        self.slots = slots
+        self.max_kept = max(max_kept, slots.max_slots)
+        self._reader = AdapterReader(slots, layers)
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        """By name, those that were used last at the end."""
+        self._in_slots: dict[int, LoRARequest] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def fetch(self, lora: LoRARequest) -> AdapterFacts:
+        """Read an adapter, unless it is here; what is in a slot stays."""
+        if not lora.load_inplace and (found := self._find(lora)) is not None:
+            return found.facts
+        return self._read(lora).facts
+
+    def put(self, slot: int, lora: LoRARequest) -> None:
+        """Copy an adapter into a slot, in the order of the device's own work."""
+        adapter = self._find(lora) or self._read(lora)
+        self.slots.put(slot, adapter.factors)
+        with self._lock:
+            self._in_slots[slot] = lora
+
+    def drop(self, name: str) -> None:
+        """Forget an adapter that nobody uses any more."""
+        with self._lock:
+            self._kept.pop(name, None)
+            self._in_slots = {slot: lora for slot, lora in self._in_slots.items() if lora.name != name}
+
+    def refill(self, slots: AdapterSlots) -> None:
+        """What was in slots goes into these, which may be of a model that was loaded again."""
+        self.slots, self._reader = slots, AdapterReader(slots, self._reader.layers)
+        for slot, lora in self._in_slots.items():
+            self.put(slot, lora)
+
+    def _find(self, lora: LoRARequest) -> Adapter | None:
+        with self._lock:
+            kept = self._kept.get(lora.name)
+            if kept is None or kept.path != lora.path:
+                return None
+            self._kept.move_to_end(lora.name)
+            return kept.adapter
+
+    @torch.inference_mode()
+    def _read(self, lora: LoRARequest) -> Adapter:
+        adapter = self._reader.read(lora.name, Path(lora.path))
+        with self._lock:
+            self._kept[lora.name] = _Kept(lora.path, adapter)
+            self._kept.move_to_end(lora.name)
+            used = {each.name for each in self._in_slots.values()} | {lora.name}
+            unused = [name for name in self._kept if name not in used]
+            for name in unused[: max(len(self._kept) - self.max_kept, 0)]:
+                del self._kept[name]
+        return adapter
+
+
+def check_slots(slots: AdapterSlots, free: int) -> None:
+    """Refuse slots that there is no room for."""
+    if slots.num_bytes <= free:
+        return
+    per_number = slots.max_slots * slots.dtype.itemsize
+    experts = sum(point.size for point in slots.points.values() if point.num_experts) * per_number
+    of_experts = f" ({human(experts)} of it for experts)" if experts else ""
+    raise ConfigError(
+        f"{slots.max_slots} slots for adapters of rank {slots.max_rank} take {human(slots.num_bytes)}"
+        f"{of_experts}, and {human(free)} are free: lower max_loras or max_lora_rank, or name the layers "
+        "that take adapters with lora_target_modules"
+    )
