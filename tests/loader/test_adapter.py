@@ -1,0 +1,228 @@
+"""Adapters on disk: what fits is read, and what does not is refused by the name of what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.errors import RequestError
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import QKVLinear
+from quire.layers.lora import AdapterSlots
+from quire.layers.scope import Scope
+from quire.loader.adapter import AdapterReader
+
+HIDDEN, VOCAB = 12, 40
+LAYER = "base_model.model.model.layers.0.self_attn"
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+}
+
+
+def reader(*, layers: range | None = None, **options: Any) -> AdapterReader:
+    """Of a model that is two ends and an attention without a way back."""
+    device = torch.device("cpu")
+    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, **options)
+    scope = Scope(torch.float32, device, TorchSDPA(), 8, adapters=slots)
+    Embedding(VOCAB, HIDDEN, scope / "model" / "embed_tokens")
+    QKVLinear(HIDDEN, 4, 2, 8, scope / "model" / "layers" / 0 / "self_attn" / "qkv_proj")
+    Head(VOCAB, HIDDEN, scope / "lm_head")
+    slots.refused["model.layers.0.self_attn.kv_b_proj"] = "takes none"
+    return AdapterReader(slots, layers)
+
+
+def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
+    """An adapter of the queries; changes by the end of a tensor's name."""
+    found = {
+        f"{LAYER}.q_proj.lora_A.weight": torch.ones(2, HIDDEN),
+        f"{LAYER}.q_proj.lora_B.weight": torch.ones(32, 2),
+    }
+    for name, tensor in changes.items():
+        full = f"{LAYER}.q_proj.lora_{name}.weight"
+        found = {key: value for key, value in found.items() if key != full}
+        if tensor is not None:
+            found[full] = tensor
+    return found
+
+
+def save(path: Path, found: dict[str, Tensor], **config: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(found, path / "adapter_model.safetensors")
+    return path
+
+
+def test_parts_are_filled_up_and_scaled(tmp_path: Path) -> None:
+    """A rank, a part or a scale at the wrong place; the factor of the ranks of one layer for another."""
+    found = tensors() | {
+        f"{LAYER}.v_proj.lora_A.default.weight": torch.full((3, HIDDEN), 2.0),
+        f"{LAYER}.v_proj.lora_B.default.weight": torch.full((16, 3), 3.0),
+    }
+    path = save(tmp_path, found, rank_pattern={"v_proj": 3}, alpha_pattern={".*q_proj": 6})
+    adapter = reader().read("one", path)
+    assert (adapter.facts.rank, len(adapter.facts.digest)) == (3, 32)
+    ((name, (a, b)),) = adapter.factors.items()
+    assert name == "model.layers.0.self_attn.q_proj" and adapter.facts.num_bytes == a.nbytes + b.nbytes
+    expected = torch.zeros(3, 3, HIDDEN)
+    expected[0, :2], expected[2] = 1, 2
+    assert torch.equal(a, expected)
+    outputs = torch.zeros(64, 3)
+    outputs[:32, :2], outputs[48:] = 3, 3 * 4 / 3
+    assert torch.equal(b, outputs)
+
+
+def test_rslora_divides_by_the_root(tmp_path: Path) -> None:
+    adapter = reader().read("one", save(tmp_path, tensors(), use_rslora=True))
+    (factors,) = adapter.factors.values()
+    torch.testing.assert_close(factors.b[:32], torch.full((32, 2), 4 / 2**0.5))
+
+
+def test_other_names_of_the_same_layer(tmp_path: Path) -> None:
+    """A model beside one that sees, a body alone, and a file of torch."""
+    for prefix in ("base_model.model.language_model.model.", "base_model.model.model.language_model.", ""):
+        names = {
+            f"{prefix}layers.0.self_attn.q_proj.lora_{key[-8]}.weight": value
+            for key, value in tensors().items()
+        }
+        assert len(reader().read("one", save(tmp_path, names)).factors) == 1
+    torch.save(tensors(), tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert len(reader().read("one", tmp_path).factors) == 1
+
+
+def test_the_digest_is_that_of_the_contents(tmp_path: Path) -> None:
+    """Another adapter at the same place that is answered from the cache of the first."""
+    digests = [
+        reader().read("one", save(tmp_path, found, **config)).facts.digest
+        for found, config in (
+            (tensors(), {}),
+            (tensors(A=torch.zeros(2, HIDDEN)), {}),
+            (tensors(), {"lora_alpha": 8}),
+        )
+    ]
+    assert len(set(digests)) == 3
+    assert reader().read("two", save(tmp_path / "elsewhere", tensors())).facts.digest == digests[0]
+
+
+def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:
+    """PEFT saves an embedding beside the adapter that it has; one that has grown is refused."""
+    ends = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, VOCAB),
+        "base_model.model.model.embed_tokens.lora_embedding_B": torch.ones(HIDDEN, 2),
+        "base_model.model.model.embed_tokens.base_layer.weight": torch.ones(VOCAB, HIDDEN),
+        "base_model.model.lm_head.weight": torch.ones(VOCAB, HIDDEN),
+    }
+    (factors,) = reader().read("one", save(tmp_path, ends)).factors.values()
+    assert factors.a.shape == (VOCAB, 2) and factors.b.shape == (HIDDEN, 2)
+    ends["base_model.model.lm_head.weight"] = torch.ones(VOCAB + 3, HIDDEN)
+    with pytest.raises(RequestError, match=r"lm_head\.weight .*tokens of their own are not supported"):
+        reader().read("one", save(tmp_path, ends))
+
+
+def test_a_rank_that_no_slot_has_room_for(tmp_path: Path) -> None:
+    path = save(tmp_path, tensors(A=torch.ones(16, HIDDEN), B=torch.ones(32, 16)), r=16)
+    with pytest.raises(RequestError) as refused:
+        reader().read("one", path)
+    assert str(refused.value) == "LoRA rank 16 is greater than max_lora_rank 8."
+
+
+WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
+    "shape of A": (
+        tensors(A=torch.ones(2, 13)),
+        r"q_proj\.lora_A\.weight has the shape \(2, 13\), expected \(2, 12\)",
+    ),
+    "shape of B": (
+        tensors(B=torch.ones(31, 2)),
+        r"q_proj\.lora_B\.weight has the shape \(31, 2\), expected \(32, 2\)",
+    ),
+    "other rank": (tensors(A=torch.ones(3, HIDDEN)), r"q_proj\.lora_A\.weight has the shape \(3, 12\)"),
+    "not a matrix": (
+        tensors(B=torch.ones(32)),
+        r"q_proj\.lora_B\.weight is torch\.float32 of the shape \(32,\)",
+    ),
+    "whole numbers": (tensors(A=torch.ones(2, HIDDEN, dtype=torch.int8)), r"lora_A\.weight is torch\.int8"),
+    "one half": (tensors(B=None), r"q_proj\.lora_A\.weight has no counterpart"),
+    "no such layer": (
+        {name.replace("q_proj", "z_proj"): each for name, each in tensors().items()},
+        r"z_proj\.lora_A",
+    ),
+    "one that takes none": (
+        {name.replace("q_proj", "kv_b_proj"): each for name, each in tensors().items()},
+        r"kv_b_proj\.lora_A\.weight: takes none",
+    ),
+    "no tensor of LoRA": (
+        tensors() | {f"{LAYER}.q_norm.weight": torch.ones(8)},
+        r"q_norm\.weight is not a LoRA tensor",
+    ),
+    "nothing": ({}, "has no LoRA tensors"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_tensor_at_fault_is_named(what: str, tmp_path: Path) -> None:
+    found, message = WRONG[what]
+    with pytest.raises(RequestError, match=f"adapter 'one': .*{message}"):
+        reader().read("one", save(tmp_path, found))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, r"use_dora \(DoRA\) is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"lora_bias": True}, "lora_bias .* is not supported"),
+        ({"peft_type": "ADALORA"}, "peft_type ADALORA is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
+        ({"r": 0}, "r is 0, expected a positive integer"),
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
+        ({"rank_pattern": {"q": "x"}}, "rank_pattern is"),
+        ({"alpha_pattern": {"(": 2}}, "alpha_pattern has a pattern that is none"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        reader().read("one", save(tmp_path, tensors(), **config))
+
+
+def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="No adapter found for"):
+        reader().read("one", tmp_path / "nowhere")
+    path = save(tmp_path, tensors())
+    whole = (path / "adapter_model.safetensors").read_bytes()
+    (path / "adapter_model.safetensors").write_bytes(whole[:-9])
+    with pytest.raises(RequestError, match="not a whole safetensors file"):
+        reader().read("one", path)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(RequestError, match="has neither"):
+        reader().read("one", path)
+    (path / "adapter_config.json").write_text("[")
+    with pytest.raises(RequestError, match="is not valid JSON"):
+        reader().read("one", path)
+
+
+def test_some_layers_alone_take_adapters(tmp_path: Path) -> None:
+    found = tensors() | {name.replace("q_proj", "k_proj"): each[:16] for name, each in tensors().items()}
+    path = save(tmp_path, found)
+    assert (reader().read("one", path).factors["model.layers.0.self_attn.q_proj"].b[32:48]).any()
+    for only in (["q_proj"], ["qkv_proj"]):
+        b = reader(only=only).read("one", path).factors["model.layers.0.self_attn.q_proj"].b
+        assert b[:32].all() and bool(b[32:48].any()) == (only == ["qkv_proj"])
+    assert not reader(only=["o_proj"]).read("one", path).factors
+
+
+def test_layers_of_other_devices_are_left_to_them(tmp_path: Path) -> None:
+    found = tensors() | {name.replace("layers.0", "layers.7"): each for name, each in tensors().items()}
+    path = save(tmp_path, found)
+    assert len(reader(layers=range(1)).read("one", path).factors) == 1
+    with pytest.raises(RequestError, match=r"layers\.7"):
+        reader().read("one", path)
