@@ -166,8 +166,8 @@ def _lora(values: Mapping[str, Any]) -> LoRASection:
         )
     if own.setdefault("max_cpu_loras", most) < most:
         raise ConfigError(
-            f"max_cpu_loras ({own['max_cpu_loras']}) must be at least max_loras ({most}): what is on the device"
-            " is in host memory, too"
+            f"max_cpu_loras ({own['max_cpu_loras']}) must be at least max_loras ({most}): what is on the"
+            " device is in host memory, too"
         )
     return LoRASection(**own)
 
