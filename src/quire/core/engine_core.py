@@ -12,8 +12,10 @@ from quire.data.stats import StepStats
 from quire.executor import Executor
 from quire.sched.scheduler import Scheduler
 
-GRAMMAR_S = 0.01
-"""How long to wait for a grammar where others may want something, too."""
+GATES_S = 0.01
+"""How long to wait for a grammar or an adapter where others may want something, too,"""
+LOOK_S = 0.002
+"""and how often to look whether workers have said something."""
 
 
 class EngineCore:
@@ -54,7 +56,7 @@ class EngineCore:
         while self.pipeline.has_room and (plan := self.pipeline.agreed(self._plan())) is not None:
             self.pipeline.submit(plan)
             self._draw()
-        if not len(self.pipeline) and self.scheduler.constraints.wait(timeout_s and GRAMMAR_S):
+        if not len(self.pipeline) and self._wait_outside(timeout_s):
             return self.step(timeout_s)
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
             return None
@@ -65,6 +67,15 @@ class EngineCore:
         output = self.scheduler.update(plan, result)
         self._draw()
         return output
+
+    def _wait_outside(self, timeout_s: float | None) -> bool:
+        """Where nobody can run: whether something has come that somebody waits for."""
+        gates, until = self.scheduler.gates, None if timeout_s is None else time.monotonic() + GATES_S
+        while gates.is_awaiting and (until is None or time.monotonic() < until):
+            if gates.wait(LOOK_S):
+                return True
+            self.executor.watch()
+        return False
 
     def _draw(self) -> None:
         """Let the newest step sample, once it is known what its rows may."""

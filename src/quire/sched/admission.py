@@ -6,12 +6,12 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
-from quire.sched.constraints import Constraints
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
+from quire.sched.gates import GatedLine, Gates
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Hit, KVManager
 from quire.sched.limits import Claim, Limits
-from quire.sched.queues import LINES, FairLine, WaitingLine
+from quire.sched.queues import LINES, FairLine
 from quire.sched.running import RowIds, Running
 from quire.sched.shares import Room, Shares
 from quire.sched.trial import Trial
@@ -27,7 +27,7 @@ class Admitter:
         running: Running,
         limits: Limits,
         trial: Trial,
-        constraints: Constraints,
+        gates: Gates,
         policy: str,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
@@ -41,12 +41,13 @@ class Admitter:
         self.running = running
         self.limits = limits
         self.trial = trial
-        self.constraints = constraints
+        self.gates = gates
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
         self.shares = Shares() if fair else None
-        self.waiting: WaitingLine = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
+        line = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
+        self.waiting = GatedLine(line, gates)
 
     def divide(self, pending: Ints) -> Ints:
         """The tokens of a step, to the running rows in order."""
@@ -58,10 +59,9 @@ class Admitter:
     def _claim(self, num_pending: int) -> Claim | None:
         """What the running leave to the next in line, if it could come in."""
         assert self.shares is not None
-        if self.trial or not len(self.waiting) or len(self.running) >= self.limits.max_rows:
+        if self.trial or len(self.running) >= self.limits.max_rows:
             return None
-        request = self.waiting.peek()
-        if self.constraints.holds(request):
+        if (request := self.waiting.next()) is None:
             return None
         num_tokens = min(len(request.tokens), self.limits.max_chunk)
         if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
@@ -81,11 +81,10 @@ class Admitter:
 
     def in_the_way(self) -> int | None:
         """The row that makes way for the next in line, where shares are fair and it has too little of one."""
-        if self.shares is None or self.trial or not len(self.waiting):
+        kv, order = self.kv, self.running.order
+        if self.shares is None or self.trial or not len(order) or (request := self.waiting.next()) is None:
             return None
-        request, kv, order = self.waiting.peek(), self.kv, self.running.order
-        is_free = len(order) < self.limits.max_rows
-        if not len(order) or self.constraints.holds(request) or (is_free and self._fits(request)):
+        if len(order) < self.limits.max_rows and self._fits(request):
             return None
         wanted = -(-len(request.tokens) // kv.block_size)
         room = Room(self.limits.max_rows, kv.pool.num_usable, wanted, kv.block_size, kv.share_prefixes)
@@ -113,12 +112,9 @@ class Admitter:
         if self.trial:
             return self._admit_suspect(notes)
         admitted: list[tuple[Admission, int]] = []
-        passed: list[Request] = []
-        while budget > 0 and len(self.waiting) and len(self.running) < self.limits.max_rows:
-            request = self.waiting.peek()
-            if self.constraints.holds(request):
-                passed.append(self.waiting.pop())
-                continue
+        while budget > 0 and len(self.running) < self.limits.max_rows:
+            if (request := self.waiting.next()) is None:
+                break
             hit = self.kv.lookup(request)
             pending = len(request.tokens) - hit.num_tokens
             chunk = min(pending, self.limits.max_chunk, budget)
@@ -132,8 +128,6 @@ class Admitter:
             budget -= chunk
             if self.shares is not None:
                 self.shares.charge(np.array([request.tenant]), np.array([chunk]))
-        for request in reversed(passed):
-            self.waiting.push_front(request)
         return admitted
 
     def _may_split(self, num_tokens: int) -> bool:
@@ -143,9 +137,9 @@ class Admitter:
 
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """One at a time, and alone, until it has a token of its own."""
-        if len(self.running):
-            return []
         request = self.trial.first
+        if len(self.running) or self.gates.holds(request):
+            return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)
         chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk)
@@ -161,6 +155,7 @@ class Admitter:
         elif request.preempted_at:
             notes.resumed[request.id] = time.monotonic() - request.preempted_at
             request.preempted_at = 0.0
+        self.gates.enter(request)
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hit, num_computed + chunk)
         self.kv.index(self.running, np.array([row]), np.array([num_computed + chunk]))

@@ -1,7 +1,7 @@
 """Constraints: the requests whose text must fit a grammar, where each stands, and what it may say next."""
 
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +56,7 @@ class Constraints:
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
+        self.opened = False
         self._coming: dict[str, Future[Matcher]] = {}
         self._params: dict[str, SamplingParams] = {}
         """Of those."""
@@ -74,34 +75,40 @@ class Constraints:
         elif params.thinking_token_budget is not None:
             self._followers[request.id] = Follower(None, params)
 
-    def drop(self, request_id: str) -> None:
-        self._followers.pop(request_id, None)
-        coming = self._coming.pop(request_id, None)
+    def holds(self, request: Request) -> bool:
+        return request.id in self._coming
+
+    def enter(self, request: Request) -> None:
+        """Its follower is there."""
+
+    def leave(self, request: Request) -> None:
+        """Its follower stays where it is."""
+
+    def drop(self, request: Request) -> None:
+        self._followers.pop(request.id, None)
+        coming = self._coming.pop(request.id, None)
         if coming is not None:
             coming.cancel()
-            del self._params[request_id]
+            del self._params[request.id]
 
-    def settle(self) -> list[str]:
+    @property
+    def coming(self) -> Collection[Future[Any]]:
+        return self._coming.values()
+
+    def settle(self) -> dict[str, str | None]:
         """Take in the grammars that are ready. Returns the requests whose grammar has come to nothing."""
-        broken = []
+        broken: dict[str, str | None] = {}
         for id, coming in list(self._coming.items()):
             if not coming.done():
                 continue
             if (error := coming.exception()) is not None:
                 log.error("The grammar of request %s cannot be compiled: %s", id, error)
-                broken.append(id)
+                broken[id] = None
             else:
+                self.opened = True
                 self._followers[id] = Follower(coming.result(), self._params.pop(id))
                 del self._coming[id]
         return broken
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Until one more grammar is ready; False if none is in time."""
-        return bool(self._coming) and bool(wait(self._coming.values(), timeout_s, FIRST_COMPLETED).done)
-
-    def holds(self, request: Request) -> bool:
-        """Whether it cannot run yet."""
-        return request.id in self._coming
 
     # ---- what may come next
 

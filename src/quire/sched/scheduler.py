@@ -27,6 +27,7 @@ from quire.data.request import Request
 from quire.sched.admission import Admitter
 from quire.sched.constraints import Constraints, Grammars
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
+from quire.sched.gates import Gates
 from quire.sched.in_flight import Flight, Notes
 from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import Limits
@@ -68,12 +69,13 @@ class Scheduler:
         self.trial = Trial(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
+        self.gates = Gates(self.constraints)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
             limits=self.limits,
             trial=self.trial,
-            constraints=self.constraints,
+            gates=self.gates,
             policy=policy,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -99,7 +101,7 @@ class Scheduler:
         assert request.id not in self.requests, f"request {request.id} is already here"
         request.queued_at = request.queued_at or time.monotonic()
         self.requests[request.id] = request
-        self.constraints.add(request)
+        self.gates.add(request)
         self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
@@ -108,8 +110,8 @@ class Scheduler:
         return {request.id: self._finish(request, "abort") for request in known}
 
     def settle(self) -> dict[str, Finish]:
-        """Take in the grammars that are ready, and end the requests whose grammar has failed."""
-        return {id: self._finish(self.requests[id], "error") for id in self.constraints.settle()}
+        """Take in what requests wait for, and end those who do so in vain."""
+        return {id: self._finish(self.requests[id], "error", why) for id, why in self.gates.settle().items()}
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> Finish:
         if request.row >= 0:
@@ -117,7 +119,7 @@ class Scheduler:
         else:
             self.admitter.waiting.remove(request)
         del self.requests[request.id]
-        self.constraints.drop(request.id)
+        self.gates.drop(request)
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
@@ -128,6 +130,7 @@ class Scheduler:
         if self.admitter.drafting is not None:
             self.admitter.drafting.release(self.running, row)
         self._notes.released.append(row)
+        self.gates.leave(self.running.request(row))
         return self.running.release(row)
 
     # ---- before a step
