@@ -46,18 +46,23 @@ def extend(fingerprint: int, token_id: int) -> int:
     return ((fingerprint ^ (token_id + 1)) * 0x100000001B3 + 0x51ED270B) % 2**64
 
 
-def fingerprint_of(token_ids: list[int]) -> int:
-    fingerprint = START
+def start_of(digest: bytes) -> int:
+    """Where fingerprints begin: another adapter makes all of them others."""
+    return START ^ int.from_bytes(digest[:8], "little")
+
+
+def fingerprint_of(token_ids: list[int], digest: bytes = b"") -> int:
+    fingerprint = start_of(digest)
     for token_id in token_ids:
         fingerprint = extend(fingerprint, token_id)
     return fingerprint
 
 
-def continuation(prompt: list[int], count: int) -> list[int]:
+def continuation(prompt: list[int], count: int, digest: bytes = b"") -> list[int]:
     """What the symbolic model says after a prompt, computed without any cache."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(fingerprint_of(tokens) % VOCAB)
+        tokens.append(fingerprint_of(tokens, digest) % VOCAB)
     return tokens[len(prompt) :]
 
 
@@ -75,17 +80,22 @@ class Row:
     """By group."""
     prompt_len: int
     params: SamplingParams
+    slot: int = -1
+    digest: bytes = b""
+    """Of its adapter."""
     prints: list[int] = field(default_factory=list)
     """The fingerprints of its first tokens."""
 
     @classmethod
-    def of(cls, new: Admission) -> "Row":
-        blocks = [list(ids) for ids in new.block_ids]
-        return cls(new.row, list(new.token_ids), new.num_computed, blocks, new.prompt_len, new.params)
+    def of(cls, new: Admission, digest: bytes) -> "Row":
+        blocks, adapter = [list(ids) for ids in new.block_ids], (new.adapter, digest)
+        return cls(
+            new.row, list(new.token_ids), new.num_computed, blocks, new.prompt_len, new.params, *adapter
+        )
 
     def print_at(self, position: int) -> int:
         while len(self.prints) <= position:
-            before = self.prints[-1] if self.prints else START
+            before = self.prints[-1] if self.prints else start_of(self.digest)
             self.prints.append(extend(before, self.tokens[len(self.prints)]))
         return self.prints[position]
 
@@ -152,6 +162,10 @@ class SymbolicWorker:
     layout: CacheLayout = LAYOUTS["full"]
     rows: dict[int, Row] = field(default_factory=dict)
     num_computed: int = 0
+    slots: dict[int, bytes] = field(default_factory=dict)
+    """The digest of what is in each."""
+    host: dict[str, bytes] = field(default_factory=dict)
+    """Of what was read, by name."""
 
     def __post_init__(self) -> None:
         self.cache: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
@@ -162,9 +176,11 @@ class SymbolicWorker:
     def run(self, plan: StepPlan) -> StepResult:
         for number in plan.released:
             del self.rows[number]
+        for put in plan.adapters:
+            self.slots[put.slot] = self.host[put.adapter.lora_name]
         for new in plan.admitted:
             assert new.row not in self.rows, f"row {new.row} given to two requests"
-            self.rows[new.row] = Row.of(new)
+            self.rows[new.row] = Row.of(new, b"" if new.adapter < 0 else self.slots[new.adapter])
         for group, ids in enumerate(plan.block_ids.tolist()):
             for number, block in zip(plan.block_rows.tolist(), ids, strict=True):
                 self.rows[number].blocks[group].append(block)
@@ -174,6 +190,7 @@ class SymbolicWorker:
         drafts = self._drafts(plan)
         for number, count, samples in zip(plan.rows.tolist(), plan.num_tokens, plan.samples, strict=True):
             row, guessed = self.rows[number], drafts.get(number, [])
+            assert row.slot < 0 or self.slots[row.slot] == row.digest, f"another adapter in the slot of {row}"
             chunk = range(row.num_computed + 1, min(row.num_computed + int(count) + 1, row.prompt_len))
             length = len(row.tokens)
             row.tokens += guessed
@@ -412,8 +429,8 @@ class Engine:
         self.outputs[id] = []
         return request
 
-    def step(self) -> StepOutput:
-        output = self.core.step() or StepOutput([], [])
+    def step(self, timeout_s: float | None = None) -> StepOutput:
+        output = self.core.step(timeout_s) or StepOutput([], [])
         if not len(self.core.pipeline):
             self.device.refused = False  # the core has learnt of it
         for id, new in output.by_request():
@@ -486,7 +503,7 @@ class Engine:
             tokens = request.tokens
             if request.row >= 0:
                 tokens = running.tokens[request.row, : running.num_known[request.row]].tolist()
-            prints = [START]
+            prints = [start_of(request.adapter_digest)]
             for token_id in tokens:
                 prints.append(extend(prints[-1], token_id))
             for n, key in enumerate(request.block_keys):

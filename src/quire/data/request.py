@@ -49,6 +49,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Prompt tokens that the prefix cache held when it first ran."""
     num_prompt_logprobs: int = 0
     """Prompt positions whose logprobs have been delivered."""
+    adapter_digest: bytes = b""
+    """Of its adapter's contents, once that was read."""
     block_keys: list[bytes] = []
     """Prefix-cache keys of the full blocks hashed so far."""
     queued_at: float = 0.0

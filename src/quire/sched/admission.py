@@ -6,6 +6,7 @@ import numpy as np
 
 from quire.data.plan import Admission, FirstRun, Ints
 from quire.data.request import Request
+from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
 from quire.sched.gates import GatedLine, Gates
 from quire.sched.in_flight import Notes
@@ -28,6 +29,7 @@ class Admitter:
         limits: Limits,
         trial: Trial,
         gates: Gates,
+        adapters: AdapterGate,
         policy: str,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
@@ -42,6 +44,7 @@ class Admitter:
         self.limits = limits
         self.trial = trial
         self.gates = gates
+        self.adapters = adapters
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
@@ -171,4 +174,5 @@ class Admitter:
             stop_ids=request.held_ids,
             embeds=request.embeds,
             pooling=request.pooling,
+            adapter=self.adapters.slot_of(request),
         )

@@ -1,4 +1,4 @@
-"""Gates: what a request may have to wait for before it gets a row, and the line in which others pass it by."""
+"""Gates: what a request may have to wait for before it gets a row, and the line where others pass it by."""
 
 from collections.abc import Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait

@@ -42,9 +42,9 @@ class Growth(NamedTuple):
 
 def _root_key(request: Request) -> bytes:
     """The parent of a request's first block: everything beside its tokens that its cache depends on."""
-    return hashlib.sha256(
-        b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
-    ).digest()
+    salt = b"" if request.cache_salt is None else b"salt:" + request.cache_salt.encode()
+    adapter = b"adapter:" + request.adapter_digest if request.lora is not None else b""
+    return hashlib.sha256(adapter + salt).digest()
 
 
 def _held(table: Table) -> list[Block]:

@@ -24,6 +24,7 @@ from quire.data.plan import (
     StepResult,
 )
 from quire.data.request import Request
+from quire.sched.adapters import AdapterGate
 from quire.sched.admission import Admitter
 from quire.sched.constraints import Constraints, Grammars
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
@@ -55,6 +56,7 @@ class Scheduler:
         grammars: Grammars | None = None,
         fair: bool = False,
         drafting: Drafting | None = None,
+        adapters: AdapterGate | None = None,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
         and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
@@ -69,13 +71,15 @@ class Scheduler:
         self.trial = Trial(self.limits)
         self.running = Running(max_num_seqs, max_model_len, num_stages)
         self.constraints = Constraints(grammars)
-        self.gates = Gates(self.constraints)
+        self.adapters = adapters or AdapterGate()
+        self.gates = Gates(self.constraints, self.adapters)
         self.admitter = Admitter(
             kv=kv,
             running=self.running,
             limits=self.limits,
             trial=self.trial,
             gates=self.gates,
+            adapters=self.adapters,
             policy=policy,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -87,6 +91,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.in_flight: deque[Flight] = deque()
         """Plans without a result, oldest first."""
+        self.adapters.in_flight = self.in_flight
         self._notes = Notes()
         self._step = 0
         self._warn = PreemptionWarning()
@@ -172,6 +177,7 @@ class Scheduler:
             samples=self.running.launch(rows, num_tokens, drafts.counts),
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
+            adapters=self.adapters.take_filled(),
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
@@ -284,6 +290,7 @@ class Scheduler:
         """All running requests to the front of the line, in their order; no step may be in flight."""
         for row in self.running.order[::-1].tolist():
             self.admitter.waiting.push_front(self._vacate(row))
+        self.adapters.empty_slots()
 
     def forget_flights(self) -> None:
         """No result will come. Blocks are findable from the plan on that fills them: these are not filled."""
@@ -293,6 +300,7 @@ class Scheduler:
             self._notes.resumed |= flight.notes.resumed
         self.kv.forget(self.kv.take_fresh())
         self.in_flight.clear()
+        self.adapters.empty_slots()
 
     def _acquit(self, row: int) -> None:
         """The first suspect has computed a token alone. It makes way for the next."""
