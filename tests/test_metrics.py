@@ -181,3 +181,18 @@ def test_intervals_are_taken_from_the_right_stations() -> None:
     assert {name: sums[f"vllm:request_{name}_time_seconds"] for name in expected} == expected
     assert sums["vllm:request_time_per_output_token_seconds"] == 2.0
     assert sums["vllm:request_prefill_kv_computed_tokens"] == 4
+
+
+def test_the_adapters_of_all_engines_are_one_series_with_the_time_of_the_news() -> None:
+    pages = MetricsPages(Layout(64), num_engines=2)
+    assert "lora_requests_info" not in EngineMetrics(pages, model_name="m", cache_info={}).text()
+    metrics = EngineMetrics(pages, model_name="m", cache_info={}, max_loras=4)
+    metrics.note_adapters(0, ["b"], ["c"])
+    metrics.note_adapters(1, ["a", "b"], [])
+    (found,) = [each for each in metrics.snapshot() if each.name == "vllm:lora_requests_info"]
+    assert found.labels == {
+        "max_lora": "4",
+        "waiting_lora_adapters": "c",
+        "running_lora_adapters": "a,b",
+    }
+    assert isinstance(found, Gauge) and found.value == pytest.approx(time.time(), abs=60)

@@ -28,7 +28,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
     [
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
-        {"enable_lora": True},
+        {"max_loras": 0},
         {"speculative_config": {"method": "medusa"}},
         {"max_num_seqs": 0},
         {"no_such_name": 1},

@@ -48,7 +48,7 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
             RequestError,
             "`trace_decode_token_ids` is not supported",
         ),
-        ("call argument", "lora_request", {"x": 1}, RequestError, "`lora_request` is not supported yet"),
+        ("call argument", "structured_outputs", 1, RequestError, "`structured_outputs` is not supported yet"),
     ],
 )
 def test_each_place_refuses_in_the_same_words(
@@ -63,6 +63,6 @@ def test_each_place_refuses_in_the_same_words(
 
 def test_a_number_is_no_switch() -> None:
     """Catches `(0,) == (False,)`."""
-    assert is_switch("engine argument", "enable_lora") and is_switch("server flag", "grpc")
+    assert is_switch("engine argument", "return_sampling_mask") and is_switch("server flag", "grpc")
     for name in ("cpu_offload_gb", "kv_offloading_size", "offload_group_size"):
         assert not is_switch("engine argument", name)

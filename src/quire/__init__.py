@@ -19,6 +19,7 @@ _EXPORTS = LazyTable(
         "RequestOutputKind": "quire.data.params:RequestOutputKind",
         "RequestOutput": "quire.data.outputs:RequestOutput",
         "CompletionOutput": "quire.data.outputs:CompletionOutput",
+        "LoRARequest": "quire.data.lora:LoRARequest",
         "PoolingParams": "quire.data.pooling:PoolingParams",
         **{
             name: f"quire.data.pooled_outputs:{name}"

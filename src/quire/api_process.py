@@ -72,6 +72,7 @@ def make_engine(
         pooling=config.pooling,
         embeds=embeds_reader(config),
         grammars=open_grammars(config, tokenizer),
+        enable_lora=config.lora.enable_lora,
     )
     named = EngineMetrics(
         metrics,
@@ -79,6 +80,7 @@ def make_engine(
         cache_info=cache_info(config, num_blocks=0, num_tokens=0),
         first_engine=next(iter(addresses)),
         keys=keys,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else None,
     )
     shares = config.cache.enable_prefix_caching
     return AsyncEngine(

@@ -12,6 +12,7 @@ from quire.config.args import EngineArgs
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
 from quire.core.local import LocalEngine
+from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.data.pooled_outputs import (
@@ -42,6 +43,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or of each."""
 
 
 class LLM:
@@ -72,7 +75,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -94,7 +97,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -119,8 +122,8 @@ class LLM:
             )
             for conversation in with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        ids = self._queue(prompts, sampling_params, None)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        ids = self._queue(prompts, sampling_params, None, loras=lora_request)
         return cast(list[RequestOutput], self._run(ids, use_tqdm))
 
     def enqueue(
@@ -129,14 +132,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for a later `wait_for_completion`; their request ids."""
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        return self._queue(self._parsed(prompts, tokenization_kwargs, use_tqdm), sampling_params, priority)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
+        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm)
+        return self._queue(parsed, sampling_params, priority, loras=lora_request)
 
     def _parsed(
         self, prompts: Any, tokenization: Mapping[str, Any] | None, use_tqdm: Progress
@@ -178,29 +182,31 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         max_logprobs: int | None = None,
+        loras: Loras = None,
     ) -> list[str]:
         shared = self.get_default_sampling_params() if params is None else params
         each = [copy.copy(own) for own in _one_each("params", shared, SamplingParams, len(prompts))]
         for own in each:
             own.output_kind = RequestOutputKind.FINAL_ONLY
         urgency = _one_each("priority", 0 if priority is None else priority, int, len(prompts))
-        return self._add(prompts, each, urgency, max_logprobs)
+        return self._add(prompts, each, urgency, _loras_of(loras, len(prompts)), max_logprobs)
 
     def _add(
         self,
         prompts: list[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
         priority: Sequence[int],
+        loras: Sequence[LoRARequest | None],
         max_logprobs: int | None = None,
     ) -> list[str]:
         """Queue all of them, or none."""
         self._check_awake()
         added: list[str] = []
         try:
-            for prompt, own, level in zip(prompts, params, priority, strict=True):
+            for prompt, own, level, lora in zip(prompts, params, priority, loras, strict=True):
                 request_id = str(next(self._ids))
                 self.llm_engine.add_request(
-                    request_id, prompt, own, priority=level, max_logprobs=max_logprobs
+                    request_id, prompt, own, priority=level, max_logprobs=max_logprobs, lora_request=lora
                 )
                 added.append(request_id)
         except BaseException:
@@ -217,7 +223,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -225,9 +231,8 @@ class LLM:
         pools(self.config.pooling, "LLM.encode()")
         if pooling_task is None:
             raise RequestError(NO_TASK, param="pooling_task")
-        _refuse(lora_request=lora_request)
         parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm)
-        return self._pool(parsed, pooling_params, pooling_task, use_tqdm)
+        return self._pool(parsed, pooling_params, pooling_task, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -259,25 +264,24 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit, one to one or one to many: a cross-encoder reads both at once, of an embedding
         model it is the cosine of their embeddings."""
         pooling = pools(self.config.pooling, "LLM.score()")
-        _refuse(lora_request=lora_request)
         firsts, seconds = _as_list(data_1), _as_list(data_2)
         matched = pairs(firsts, seconds)
         if not reads_pairs(pooling):
             parsed = self._parsed([*firsts, *seconds], tokenization_kwargs, use_tqdm)
-            found = self._pool(parsed, pooling_params, "embed", use_tqdm)
+            found = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
             both = pairs(found[: len(firsts)], found[len(firsts) :])
             return [ScoringRequestOutput.from_base(cosine(*each)) for each in both]
         texts = [(text_of(first), text_of(second)) for first, second in matched]
         template = read_template(chat_template)
         parsed = [pair_prompt(self.llm_engine.inputs, *each, template) for each in texts]
-        found = self._pool(parsed, pooling_params, "classify", use_tqdm)
+        found = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
         return [ScoringRequestOutput.from_base(each) for each in found]
 
     def _pool(
@@ -286,10 +290,11 @@ class LLM:
         params: PoolingParams | Sequence[PoolingParams] | None,
         task: str,
         use_tqdm: Progress,
+        loras: Loras,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         given = _one_each("params", params or PoolingParams(), PoolingParams, len(prompts))
         each = [msgspec.structs.replace(own, task=own.task or task) for own in given]
-        ids = self._add(prompts, each, [0] * len(prompts))
+        ids = self._add(prompts, each, [0] * len(prompts), _loras_of(loras, len(prompts)))
         outputs = cast(list[PoolingRequestOutput[PoolingOutput]], self._run(ids, use_tqdm))
         for output in outputs:
             if not output.outputs.data.size:
@@ -302,13 +307,13 @@ class LLM:
         self,
         prompts: Sequence[PromptType],
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at
         once."""
-        _refuse(lora_request=lora_request, structured_outputs=params.structured_outputs)
+        _refuse(structured_outputs=params.structured_outputs)
         parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
         eos_ids = self.llm_engine.inputs.eos_ids
         searches = [
@@ -317,8 +322,9 @@ class LLM:
                 params,
                 eos_id=eos_ids[0] if eos_ids else None,
                 max_len=self.llm_engine.max_model_len,
+                lora_request=lora,
             )
-            for prompt in parsed
+            for prompt, lora in zip(parsed, _loras_of(lora_request, len(parsed)), strict=True)
         ]
         width = concurrency_limit or max(len(searches), 1)
         starts = range(0, len(searches), width)
@@ -330,9 +336,10 @@ class LLM:
 
     def _advance(self, searches: list[BeamSearch], params: BeamSearchParams) -> None:
         """One more token for every live beam of every search, in one batch."""
-        beams = [Prompt(beam.tokens) for search in searches for beam in search.live]
+        live = [beam for search in searches for beam in search.live]
+        beams, loras = [Prompt(beam.tokens) for beam in live], [beam.lora_request for beam in live]
         vocab = self.config.checkpoint.facts.vocab
-        ids = self._queue(beams, round_params(params), None, max_logprobs=vocab)
+        ids = self._queue(beams, round_params(params), None, max_logprobs=vocab, loras=loras)
         outputs = iter(cast(list[RequestOutput], self._run(ids, use_tqdm=False)))
         for search in searches:
             found = [next(outputs).outputs[0].logprobs for _ in search.live]
@@ -444,6 +451,20 @@ def _conversations(messages: Any) -> Sequence[Messages]:
             param="messages",
         )
     return [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+
+def _loras_of(given: Loras, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of `count` prompts."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if not isinstance(given, Sequence):
+        found = type(given).__name__
+        raise RequestError(f"lora_request must be of type LoRARequest, got {found}", param="lora_request")
+    if len(given) != count:
+        raise RequestError(
+            f"The lengths of prompts ({count}) and lora_request ({len(given)}) must be the same."
+        )
+    return list(given)
 
 
 def _one_each(name: str, given: Any, kind: type[T], count: int) -> list[T]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
+from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
@@ -68,6 +69,7 @@ class SpreadEngine:
         priority: int = 0,
         add_special_tokens: bool = True,
         max_logprobs: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
         if request_id in self._tasks:
@@ -78,10 +80,15 @@ class SpreadEngine:
         async def begin() -> None:
             answer: Answer[Any]
             if isinstance(params, PoolingParams):
-                answer = self._engine.encode(prompt, params, request_id, priority=priority)
+                answer = self._engine.encode(prompt, params, request_id, priority=priority, lora=lora_request)
             else:
                 answer = self._engine.generate(
-                    prompt, params, request_id, priority=priority, max_logprobs=max_logprobs
+                    prompt,
+                    params,
+                    request_id,
+                    priority=priority,
+                    max_logprobs=max_logprobs,
+                    lora=lora_request,
                 )
             self._tasks[request_id] = asyncio.create_task(self._follow(request_id, answer))
 

@@ -181,7 +181,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
     [
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
-        {"enable_lora": True},
         {"speculative_config": {"method": "medusa"}},
         {"speculative_model": "draft"},
         {"cpu_offload_gb": 4},
@@ -199,6 +198,16 @@ def test_drafts_are_settled_with_the_rest() -> None:
     assert make().speculation is None and found is not None and found.num_speculative_tokens == 4
     with pytest.raises(ConfigError, match="pooling model"):
         make({**given, "runner": "pooling"})
+
+
+def test_adapters_have_room_in_host_memory_and_a_rank_that_there_is() -> None:
+    lora = make({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}).lora
+    assert (lora.enable_lora, lora.max_cpu_loras, lora.lora_dtype) == (True, 4, "auto")
+    assert make({}).lora.max_cpu_loras == 1
+    with pytest.raises(ConfigError, match="max_cpu_loras .2. must be at least max_loras .4."):
+        make({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2})
+    with pytest.raises(ConfigError, match="max_lora_rank=12 is not supported; known: 1, 8, 16"):
+        make({"max_lora_rank": 12})
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,6 @@ def test_servers_share_a_model(
         ({"speculative_model": "small", "num_speculative_tokens": 5}, "speculative_config"),
         ({"quantization": "awq"}, "awq"),
         ({"quantization": "gptq"}, "gptq"),
-        ({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}, "enable_lora"),
         ({"cpu_offload_gb": 10}, "cpu_offload_gb"),
     ],
     ids=str,

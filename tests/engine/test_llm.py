@@ -16,6 +16,7 @@ from quire import (
     LLM,
     BeamSearchParams,
     EngineArgs,
+    LoRARequest,
     RequestOutputKind,
     SamplingParams,
     TextPrompt,
@@ -185,7 +186,21 @@ def test_urgent_requests_run_first(model: TextModel) -> None:
     assert ends[1] < ends[2] < ends[0]
 
 
-@pytest.mark.parametrize("name", ["lora_request", "mm_processor_kwargs"])
+def test_an_adapter_is_asked_for_by_a_request_for_it_where_there_may_be_some(llm: LLM) -> None:
+    """Catches a prompt that is answered by the model alone."""
+    one = LoRARequest("one", 1, "/nowhere")
+    for call in (llm.generate, llm.chat):
+        prompts: Any = ["a", "b"] if call == llm.generate else TURN
+        with pytest.raises(ValueError, match="Got lora_request 'one' but LoRA is not enabled"):
+            call(prompts, GREEDY, lora_request=one, use_tqdm=False)
+        with pytest.raises(ValueError, match="lora_request must be of type LoRARequest, got dict"):
+            call(prompts, GREEDY, lora_request={"x": 1}, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("prompts (2) and lora_request (3) must be the same.")):
+        llm.generate(["a", "b"], GREEDY, lora_request=[one, None, one], use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs"])
 def test_what_is_not_built_is_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(RequestError, match=f"`{name}` is not supported yet"):
         llm.generate("a", GREEDY, **{name: {"x": 1}})

@@ -8,6 +8,7 @@ from quire.dist.process import calm_threads
 from quire.executor import EXECUTORS, Executor
 from quire.grammar import Grammars
 from quire.prepare import open_grammars
+from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import Drafting
 from quire.sched.drafts.ngram import NGram
 from quire.sched.drafts.pace import Pace
@@ -23,11 +24,20 @@ def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[
     cache = executor.start()
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
     lockstep = open_lockstep(config.parallel)
-    scheduler = build_scheduler(config, cache, grammars or open_grammars(config))
+    lora = config.lora
+    adapters = None
+    if lora.enable_lora:
+        adapters = AdapterGate(executor, max_slots=lora.max_loras, max_read=lora.max_cpu_loras)
+    scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 
 
-def build_scheduler(config: EngineConfig, cache: CacheSize, grammars: Grammars | None = None) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig,
+    cache: CacheSize,
+    grammars: Grammars | None = None,
+    adapters: AdapterGate | None = None,
+) -> Scheduler:
     limits = config.scheduler
     kv = KVManager(
         num_blocks=cache.num_blocks,
@@ -51,6 +61,7 @@ def build_scheduler(config: EngineConfig, cache: CacheSize, grammars: Grammars |
         grammars=grammars,
         fair=limits.share_by_key,
         drafting=_drafting(config),
+        adapters=adapters,
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from quire.core.engine_core import EngineCore
 from quire.core.operator import Operator, Work
+from quire.data.lora import LoRARequest
 from quire.data.plan import Finish
 from quire.data.wire import Call, Reply
 from quire.errors import EngineDead, RequestError
@@ -73,6 +74,9 @@ class Desk:
             "warm_up": self.operator.warm_up,
             "collective_rpc": self.operator.collective_rpc,
             "profile": self.operator.profile,
+            "add_adapter": self._add_adapter,
+            "remove_adapter": self.operator.remove_adapter,
+            "list_adapters": lambda: core.scheduler.adapters.names,
         }
 
     @property
@@ -126,6 +130,9 @@ class Desk:
         ended = self.operator.abort(names)
         self._end(ended)
         return len(ended)
+
+    def _add_adapter(self, lora: dict[str, Any]) -> Work:
+        return self.operator.add_adapter(msgspec.convert(lora, LoRARequest))
 
     def _pause(self, mode: str, clear_cache: bool = False) -> Work:
         self._end(self.operator.pause(mode))

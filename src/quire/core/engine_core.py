@@ -100,6 +100,8 @@ class EngineCore:
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
         stats.sleep_level = self.gate.level
+        stats.running_adapters = scheduler.adapters.running_names
+        stats.waiting_adapters = scheduler.adapters.waiting_names
         stats.kv_usage = scheduler.kv.pool.usage
         return stats
 

@@ -10,6 +10,7 @@ from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
 from quire.core.operator import Operator, done
 from quire.core.stats_log import StatsLog
+from quire.data.lora import LoRARequest
 from quire.data.operating import LEVELS, check_choice
 from quire.data.params import SamplingParams
 from quire.data.plan import StepOutput
@@ -44,6 +45,7 @@ class LocalEngine:
             pooling=config.pooling,
             embeds=embeds_reader(config),
             grammars=grammars,
+            enable_lora=config.lora.enable_lora,
         )
         self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
         self.metrics: EngineMetrics | None = None
@@ -53,6 +55,7 @@ class LocalEngine:
                 MetricsPages(Layout(config.model.max_model_len)),
                 model_name=config.model.served_model_name[0],
                 cache_info=cache_info(config, num_blocks=cache.num_blocks, num_tokens=cache.num_tokens),
+                max_loras=config.lora.max_loras if config.lora.enable_lora else None,
             )
             self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
 
@@ -66,13 +69,14 @@ class LocalEngine:
         priority: int = 0,
         add_special_tokens: bool = True,
         max_logprobs: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Check and queue a prompt. Nothing is queued if anything about it is wrong."""
         if request_id in self.outputs:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
             prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
-        given: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time}
+        given: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time, "lora": lora_request}
         if isinstance(params, PoolingParams):
             requests = [self.inputs.pooling_request(request_id, prompt, params, **given)]
         else:
@@ -113,6 +117,7 @@ class LocalEngine:
         if self.metrics is not None and self.stats_log is not None:
             self.core.refresh(step.stats)
             self.metrics.pages.observe(step.stats, processed.stats)
+            self.metrics.note_adapters(0, step.stats.running_adapters, step.stats.waiting_adapters)
             self.stats_log.add(step.stats)
             (self.stats_log.tick if self.has_unfinished_requests() else self.stats_log.end_run)(step.stats)
         return processed.outputs

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.core.engine_core import EngineCore
+from quire.data.lora import LoRARequest
 from quire.data.operating import LEVELS, MEMORY, MODES, TAGS, check_choice
 from quire.data.plan import Finish
 from quire.errors import EngineDead, EngineError, RequestError
@@ -46,9 +47,10 @@ class Operator:
 
     @property
     def is_at_rest(self) -> bool:
-        """No step is under way, and none will be."""
+        """No step is under way, and none will be; no adapter is being read."""
         core, gate = self.core, self.core.gate
-        return not gate.is_open and not len(core.pipeline) and not (gate.drains and core.scheduler.has_work)
+        is_idle = not len(core.pipeline) and not core.scheduler.adapters.is_reading
+        return not gate.is_open and is_idle and not (gate.drains and core.scheduler.has_work)
 
     def pause(self, mode: str = "abort") -> dict[str, Finish]:
         """Take in nobody, and plan nothing that need not be; those who end with it. It is at rest once the
@@ -100,6 +102,8 @@ class Operator:
             return
         core.scheduler.send_back()
         core.reset_prefix_cache()
+        if level > 1:
+            core.scheduler.adapters.forget_all()
         # Even if it fails: workers wake up from whatever they have come to.
         gate.level, gate.asleep = level, set(MEMORY)
         yield partial(self._call_own, "sleep", [level])
@@ -134,6 +138,33 @@ class Operator:
                 f"{method} failed, and the engine sleeps; it may be woken up: {error}"
             ) from error
         log.info("%s took %.2f s", method, time.monotonic() - started)
+
+    # ---- adapters
+
+    def add_adapter(self, lora: LoRARequest) -> Work:
+        """Until it was read; what is known of it then."""
+        if self.core.gate.asleep:
+            raise RequestError("the engine sleeps: wake it up first")
+        adapters = self.core.scheduler.adapters
+        adapter = adapters.begin(lora)
+        try:
+            while not adapter.is_settled:
+                yield None
+                adapters.take_in()
+        finally:
+            adapter.num_asking -= 1
+        if adapter.error is not None:
+            raise adapter.error
+        return adapter.facts
+
+    def remove_adapter(self, name: str) -> Work:
+        """Until no request uses it any more. Whether it was known."""
+        adapters = self.core.scheduler.adapters
+        was_known = adapters.retire(name)
+        while not adapters.sweep(name):
+            yield None
+            adapters.take_in()
+        return was_known
 
     # ---- workers and requests
 

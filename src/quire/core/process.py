@@ -146,9 +146,10 @@ class CoreServer:
         if self._is_idle:
             in_a_hurry = self._is_stuck or self.clients.queues or self.desk.has_questions
             lockstep = self.core.pipeline.lockstep
-            self.clients.wait(
-                RETRY_S if in_a_hurry else BEAT_S, None if lockstep is None else lockstep.socket
-            )
+            wait_s = RETRY_S if in_a_hurry else BEAT_S
+            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+                wait_s = 0.0  # a step waits for that
+            self.clients.wait(wait_s, None if lockstep is None else lockstep.socket)
         until = time.monotonic() + max(TURN_S, TURN_SHARE * self._step_s)
         while (received := self.clients.receive()) is not None:
             self._handle(*received)

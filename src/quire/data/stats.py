@@ -30,6 +30,10 @@ class StepStats(msgspec.Struct):
     num_draft_tokens: int = 0
     held_by_place: list[int] = []
     """Of those rows: how many kept their first draft, their second, ..."""
+    running_adapters: list[str] = []
+    """Names of those that requests run with,"""
+    waiting_adapters: list[str] = []
+    """and of those that requests wait for."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,11 @@
 """Executors: how plans reach the workers. Importing this imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from quire.capacity import CacheSize
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.registry import LazyTable
 
@@ -30,6 +32,12 @@ class Executor(Protocol):
     def draw(self, masks: Masks) -> None:
         """What the confined rows of the last plan may sample. It comes before the next plan, and before
         anybody waits for the step."""
+
+    def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
+        """Have every worker read an adapter while steps go on. Somebody watches until it is done."""
+
+    def drop(self, name: str) -> None:
+        """Have them forget one, behind what was fetched before."""
 
     def watch(self) -> None:
         """Raise EngineDead if a worker is gone."""

@@ -19,6 +19,8 @@ ENGINES_OWN = frozenset(
         "sleep",
         "wake_up",
         "profile",
+        "fetch_adapter",
+        "drop_adapter",
     ]
 )
 """Methods that only the engine calls: it has to know what state its workers are in."""

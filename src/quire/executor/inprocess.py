@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from quire.comm.world import World, join
 from quire.config.engine import EngineConfig
 from quire.config.experts import meeting_of, steps_together
 from quire.config.ranks import Rank
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
@@ -24,6 +26,7 @@ class InProcessExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config, _meet(config))
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
 
     def start(self) -> CacheSize:
         """Load the model and set up its cache; how large the cache came out."""
@@ -47,10 +50,17 @@ class InProcessExecutor:
     def draw(self, masks: Masks) -> None:
         self._worker.draw(masks)
 
+    def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
+        return self._reading.submit(self._worker.fetch_adapter, lora)
+
+    def drop(self, name: str) -> None:
+        self._reading.submit(self._worker.drop_adapter, name)
+
     def watch(self) -> None:
         """It is here."""
 
     def close(self) -> None:
+        self._reading.shutdown(cancel_futures=True)
         self._worker.close()
 
 

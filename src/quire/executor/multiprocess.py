@@ -1,6 +1,7 @@
 """The executor over ranks: brings them up together, hands them plans, and knows when one is gone."""
 
 import contextlib
+import hashlib
 import itertools
 import os
 import sys
@@ -8,9 +9,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import Empty
 from typing import Any, NoReturn
 
+import msgspec
 from tqdm import tqdm
 
 from quire.capacity import CacheSize
@@ -18,9 +21,10 @@ from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.experts import meeting_of, steps_together
 from quire.data.codec import decode_outcome, encode_masks, encode_plan
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan, StepResult
 from quire.dist.scratch import Scratch
-from quire.errors import ConfigError, EngineDead, EngineError, RequestError
+from quire.errors import ConfigError, EngineDead, EngineError, QuireError, RequestError
 from quire.executor.crew import Crew, LocalCrew
 from quire.executor.nodes import NodesCrew
 from quire.executor.orders import (
@@ -70,6 +74,8 @@ class RankedExecutor:
         self._returned: dict[int, dict[int, Returned]] = {}
         """By call, then by rank."""
         self._numbers = itertools.count()
+        self._fetching: dict[int, Future[AdapterFacts]] = {}
+        """By number: of those that not all ranks have read."""
         self._dead: str | None = None
         self._end: Callable[[], object] = lambda: None
 
@@ -239,6 +245,28 @@ class RankedExecutor:
             raise EngineError(f"{self.crew.names[index]}: {returned.error}")
         return returned.value
 
+    # ---- adapters
+
+    def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
+        number, future = next(self._numbers), Future[AdapterFacts]()
+        self._fetching[number], self._returned[number] = future, {}
+        self.crew.tell(encode(Order("fetch", number=number, adapter=lora)))
+        return future
+
+    def drop(self, name: str) -> None:
+        self.crew.tell(encode(Order("drop", name=name)))
+
+    def _read(self, number: int) -> None:
+        """All ranks have answered."""
+        if (future := self._fetching.pop(number, None)) is None:  # heard by another thread
+            return
+        found = self._returned.pop(number)
+        try:
+            values = [self._value(index, found[index]) for index in sorted(found)]
+            future.set_result(united([msgspec.convert(each, AdapterFacts) for each in values]))
+        except QuireError as error:
+            future.set_exception(error)
+
     # ---- who is there
 
     def watch(self) -> None:
@@ -260,7 +288,10 @@ class RankedExecutor:
         if isinstance(word, Gone):
             self._die(f"{name} is gone: {word.why}")
         if isinstance(word, Returned) and word.number in self._returned:
-            self._returned[word.number][index] = word
+            found = self._returned[word.number]
+            found[index] = word
+            if word.number in self._fetching and len(found) == len(self.crew.names):
+                self._read(word.number)
         if not isinstance(word, Failed):
             return
         if word.step is None or word.is_fatal or word.step <= self._passed:
@@ -279,6 +310,13 @@ class RankedExecutor:
 
     def close(self) -> None:
         self._end()
+
+
+def united(facts: list[AdapterFacts]) -> AdapterFacts:
+    """An adapter as all ranks have it. Where they have read different contents, it is all of these."""
+    digests = [each.digest for each in facts]
+    one = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
+    return AdapterFacts(one, max(each.rank for each in facts), max(each.num_bytes for each in facts))
 
 
 class Remote:

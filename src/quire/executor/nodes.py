@@ -60,6 +60,7 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
         "kv_cache_dtype": config.cache.kv_cache_dtype,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "lora": config.lora,
     }
     return {name: str(value) for name, value in (named | model | parallel).items()}
 

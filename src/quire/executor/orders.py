@@ -5,18 +5,27 @@ from typing import Any, Literal
 import msgspec
 
 from quire.capacity import CacheSize
+from quire.data.lora import LoRARequest
 
 Phase = Literal["load", "measure", "allocate", "warm_up", "run"]
+Aside = Literal["fetch", "drop"]
+"""What a rank that takes steps does beside them."""
 DOING = {"load": "loading", "measure": "measuring", "allocate": "allocating", "warm_up": "warming up"}
 DONE = {"load": "loaded", "measure": "measured", "allocate": "allocated", "warm_up": "warm", "run": "ready"}
 
 
-class Order(msgspec.Struct):
-    """To a rank: the next phase."""
+class Order(msgspec.Struct, omit_defaults=True):
+    """To a rank: the next phase; behind the last one, what to do with an adapter."""
 
-    phase: Phase
+    phase: Phase | Aside
     size: CacheSize | None = None
     """Of the cache to allocate."""
+    number: int = 0
+    """Of a fetch, which is answered by a Returned."""
+    adapter: LoRARequest | None = None
+    """To fetch."""
+    name: str = ""
+    """Of the adapter to drop."""
 
 
 class Doing(msgspec.Struct, tag="doing"):

@@ -126,8 +126,35 @@ def serve(place: Place, port: Port) -> None:
             log.exception("%s cannot start", place.name)
         port.say(Failed(one_line(error), is_cause))
         return
+    if place.config.lora.enable_lora:
+        given = worker, port
+        threading.Thread(target=_read_adapters, args=given, name="quire-adapters", daemon=True).start()
     port.say(Did())
     Steps(worker, place, port).run()
+
+
+def _read_adapters(worker: Any, port: Port) -> None:
+    """Orders that come beside the steps, one after the other."""
+    if worker.device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(worker.device)  # each thread has its own
+    while True:
+        order = port.order()
+        if order.phase == "drop":
+            worker.drop_adapter(order.name)
+            continue
+        try:
+            port.say(Returned(order.number, worker.fetch_adapter(order.adapter)))
+        except Exception as error:
+            port.say(refusal(order.number, error))
+
+
+def refusal(number: int, error: Exception) -> Returned:
+    """What is said in place of a value."""
+    is_request = isinstance(error, RequestError | TypeError | ValueError)
+    text = str(error) if isinstance(error, QuireError) else one_line(error)
+    return Returned(number, error=text, is_request=is_request)
 
 
 def _join(place: Place, port: Port) -> Any:
@@ -214,11 +241,10 @@ class Steps:
             with self._rows:
                 value = invoke(self.worker, call.method, call.args, call.kwargs)
         except Exception as error:
-            is_request = isinstance(error, RequestError | TypeError | ValueError)
-            if not is_request:
+            refused = refusal(call.number, error)
+            if not refused.is_request:
                 log.error("The call of %s failed", call.method, exc_info=error)
-            text = str(error) if isinstance(error, QuireError) else one_line(error)
-            return Returned(call.number, error=text, is_request=is_request)
+            return refused
         try:
             encode(value)
         except Exception as error:

@@ -3,6 +3,7 @@ logprobs."""
 
 import math
 
+from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
@@ -32,13 +33,19 @@ class BeamSearch:
     """The beams of one prompt. `live` are to be continued; `done` have met their end."""
 
     def __init__(
-        self, prompt_ids: list[int], params: BeamSearchParams, *, eos_id: int | None, max_len: int
+        self,
+        prompt_ids: list[int],
+        params: BeamSearchParams,
+        *,
+        eos_id: int | None,
+        max_len: int,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.params = params
         self.eos_id = eos_id
         self.prompt_len = len(prompt_ids)
         self.max_len = min(max_len, len(prompt_ids) + params.max_tokens)
-        self.live = [BeamSearchSequence(tokens=list(prompt_ids), logprobs=[])]
+        self.live = [BeamSearchSequence(list(prompt_ids), [], lora_request)]
         self.done: list[BeamSearchSequence] = []
 
     @property
@@ -55,6 +62,7 @@ class BeamSearch:
                 longer = BeamSearchSequence(
                     tokens=[*beam.tokens, token_id] if keep_token else beam.tokens,
                     logprobs=[*beam.logprobs, choices],
+                    lora_request=beam.lora_request,
                     cum_logprob=beam.cum_logprob + choice.logprob,
                     finish_reason="stop" if ends else None,
                     stop_reason=self.eos_id if ends else None,

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import DEAD_END, Finish, StepOutput
@@ -191,13 +194,14 @@ class AsyncEngine:
         max_logprobs: int | None = None,
         timed: bool = False,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> Answer[RequestOutput]:
         """The outputs of a request as they come. What is wrong with it is raised here, at once. With a `rank`
         it goes to that core and no other; `timed`, its share of the steps is counted."""
         self._check_any()
         id = self._internal_id(request_id, rank)
         requests = self.inputs.requests(
-            id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed
+            id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
         return self._answer(id, _Flight(prompt, requests, rank, account))
 
@@ -210,11 +214,12 @@ class AsyncEngine:
         priority: int = 0,
         rank: int | None = None,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> Answer[PoolingRequestOutput[PoolingOutput]]:
         """The one output of a request to a pooling model. What is wrong with it is raised here, at once."""
         self._check_any()
         id = self._internal_id(request_id, rank)
-        request = self.inputs.pooling_request(id, prompt, params, priority=priority)
+        request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
         return self._answer(id, _Flight(prompt, [request], rank, account))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
@@ -247,7 +252,7 @@ class AsyncEngine:
         first, answer = flight.requests[0], flight.answer
         tokens = first.tokens if first.embeds is None else first.embeds.marks()
         place = self._router.place(
-            id, tokens, among=among, extra=first.cache_salt, num_sequences=len(flight.requests)
+            id, tokens, among=among, extra=_prefix_extra(first), num_sequences=len(flight.requests)
         )
         link = flight.link = self._links[place]
         put_text = answer.put_text if answer is not None and answer.takes_text else None
@@ -302,6 +307,7 @@ class AsyncEngine:
         self._router.hear(
             link.place, num_running=stats.num_running, num_waiting=stats.num_waiting, kv_usage=stats.kv_usage
         )
+        self.metrics.note_adapters(link.place, stats.running_adapters, stats.waiting_adapters)
         if page:
             self.metrics.pages.take_page(link.place, page)
 
@@ -390,6 +396,23 @@ class AsyncEngine:
                 raise each
         return found
 
+    # ---- adapters
+
+    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Have every core read it. A RequestError says what is wrong with it."""
+        if not self.inputs.enable_lora:
+            raise RequestError("LoRA is not enabled: start the engine with --enable-lora", "lora_request")
+        found = await self._call_all("add_adapter", {"lora": lora}, None)
+        return msgspec.convert(found[0], AdapterFacts)
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Over when no request of any process uses it any more. Whether some core had it."""
+        return any(await self._call_all("remove_adapter", {"name": name}, None))
+
+    async def list_adapters(self) -> list[str]:
+        """Names of those that some core has read and not forgotten."""
+        return sorted({name for names in await self._call_all("list_adapters", {}) for name in names})
+
     async def _block_map(self, method: str) -> bytes:
         return b"".join(await self._call(method))
 
@@ -436,4 +459,13 @@ def _failure(finish: Finish) -> QuireError:
             "every part of it an end",
             param="structured_outputs",
         )
+    if isinstance(finish.stop_reason, str):
+        return RequestError(finish.stop_reason, param="model")
     return EngineError("the engine failed on this request; others are not affected")
+
+
+def _prefix_extra(request: Request) -> str | None:
+    """What a prefix depends on beside its tokens, as far as it is known here."""
+    if request.lora is None:
+        return request.cache_salt
+    return f"{request.lora.lora_name}\0{request.lora.lora_path}\0{request.cache_salt or ''}"

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.config.pooling import PoolingFacts
 from quire.data.embeds import Embeds
+from quire.data.lora import LoRARequest
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
@@ -93,6 +94,7 @@ class InputProcessor:
         pooling: PoolingFacts | None = None,
         grammars: Grammars | None = None,
         embeds: EmbedsReader | None = None,
+        enable_lora: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -104,6 +106,7 @@ class InputProcessor:
         self.grammars = grammars
         self.embeds = embeds
         """None where prompts may not be vectors."""
+        self.enable_lora = enable_lora
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
@@ -243,8 +246,11 @@ class InputProcessor:
         arrived_at: float | None = None,
         max_logprobs: int | None = None,
         timed: bool = False,
+        lora: LoRARequest | None = None,
     ) -> list[Request]:
-        """One Request per sequence asked for; the engine finds out by itself that they share a prompt."""
+        """One Request per sequence asked for; the engine finds out by itself that they share a prompt. With
+        `lora` they are answered with that adapter."""
+        self._check_lora(lora)
         if self.pooling is not None:
             raise RequestError(GENERATES_NOT)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
@@ -277,6 +283,7 @@ class InputProcessor:
                     cache_salt=prompt.cache_salt,
                     embeds=prompt.embeds,
                     timed=timed,
+                    lora=lora,
                 )
             )
         return children
@@ -289,8 +296,10 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrived_at: float | None = None,
+        lora: LoRARequest | None = None,
     ) -> Request:
         """The sequence ends with its prompt. To all but the pooler it is one that wants a single token."""
+        self._check_lora(lora)
         params = completed(params, pools(self.pooling, "pooling"), prompt.second_start)
         return Request(
             id=request_id,
@@ -303,7 +312,20 @@ class InputProcessor:
             arrived_at=time.time() if arrived_at is None else arrived_at,
             cache_salt=prompt.cache_salt,
             pooling=params,
+            lora=lora,
         )
+
+    def _check_lora(self, lora: LoRARequest | None) -> None:
+        if lora is None:
+            return
+        if not isinstance(lora, LoRARequest):
+            found = type(lora).__name__
+            raise RequestError(f"lora_request must be of type LoRARequest, got {found}", param="lora_request")
+        if not self.enable_lora:
+            raise RequestError(
+                f"Got lora_request {lora.lora_name!r} but LoRA is not enabled! Give enable_lora=True",
+                param="lora_request",
+            )
 
     def _complete(self, params: SamplingParams, max_logprobs: int) -> SamplingParams:
         """The params as the core needs them: checked against this model, further eos ids and bad words as

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.data.lora import LoRARequest
 from quire.data.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -146,6 +147,7 @@ class _Parent:
     """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
     pools: bool = False
+    lora: LoRARequest | None = None
     account: Account | None = None
 
     @property
@@ -194,6 +196,7 @@ class OutputProcessor:
             request_id, prompt, first.params, first.arrived_at, interval, streams, num_open=len(requests)
         )
         parent.pools = first.pooling is not None
+        parent.lora = first.lora
         parent.account = account
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
@@ -403,6 +406,8 @@ class OutputProcessor:
             finished=finished,
             num_cached_tokens=parent.sequences[0].num_cached,
         )
+        if parent.lora is not None:
+            output.lora_request = parent.lora
         if kind is RequestOutputKind.DELTA:
             parent.prompt_logprobs = None  # they come with the first delta, and only with that
         if finished:
@@ -438,6 +443,8 @@ def _completion(
         cumulative_logprob=None if logprobs is None else sequence.cumulative_logprob,
         logprobs=logprobs,
     )
+    if sequence.parent.lora is not None:
+        made.lora_request = sequence.parent.lora
     if sequence.finish is not None:
         made.finish_reason, made.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
     return made

@@ -271,8 +271,10 @@ class EngineMetrics:
         cache_info: dict[str, Any],
         first_engine: int = 0,
         keys: KeyPages | None = None,
+        max_loras: int | None = None,
     ) -> None:
-        """`first_engine` is the data-parallel rank of the first."""
+        """`first_engine` is the data-parallel rank of the first; `max_loras` None: no request has an
+        adapter."""
         self.pages = pages
         self._keys = keys
         self._names = ["model_name", "engine"]
@@ -283,6 +285,31 @@ class EngineMetrics:
         self.cache_info = [cache_info | {"engine": labels[1]} for _, labels in self._engines]
         self._alone = len(pages.pages) <= 2
         """Whether this is the only API process: numbers of one of several would tell nothing."""
+
+        self._max_loras = max_loras
+        self._adapters: dict[int, tuple[list[str], list[str]]] = {}
+        """By place of the engine: those that run, and those that are waited for."""
+        self._adapters_at = 0.0
+
+    def note_adapters(self, engine: int, running: list[str], waiting: list[str]) -> None:
+        if self._max_loras is not None:
+            self._adapters[engine] = running, waiting
+            self._adapters_at = time.time()
+
+    def _lora_info(self) -> PromMetric:
+        """Of all engines together, since routers look for one series: the latest."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "When it was so, in unix time: which adapters requests run with, and which they wait for.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        if self._adapters:
+            running, waiting = (
+                ",".join(sorted({name for names in engines for name in names}))
+                for engines in zip(*self._adapters.values(), strict=True)
+            )
+            family.add_metric([str(self._max_loras), waiting, running], self._adapters_at)
+        return family
 
     def collect(self) -> Iterator[PromMetric]:
         """What `prometheus_client` asks of a collector."""
@@ -306,6 +333,8 @@ class EngineMetrics:
         for each in self.cache_info:
             info.add_metric([str(value) for value in each.values()], 1)
         yield info
+        if self._max_loras is not None:
+            yield self._lora_info()
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
         yield from () if self._keys is None else self._keys.families()
 
