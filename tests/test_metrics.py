@@ -1,6 +1,7 @@
 """Metrics: the numbers of known traffic, under the names that dashboards read."""
 
 import re
+import time
 from typing import Any
 
 import pytest

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from library import Library, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core.desk import Desk
@@ -14,6 +15,7 @@ from quire.data.stats import StepStats
 from quire.data.wire import Call, Reply
 from quire.errors import EngineError, RequestError
 from quire.frontend.operation import Operation
+from quire.sched.adapters import AdapterGate
 
 
 class Room:
@@ -243,3 +245,75 @@ def test_requests_end_by_the_ids_that_users_know(room: Room) -> None:
         room.add(id)
     assert room.answer("abort", names=["cmpl-1", "cmpl-2", "nobody"]).value == 3
     assert "cmpl-3-ab15" not in room.ended
+
+
+# ---- adapters
+
+
+def with_adapters(**limits: Any) -> tuple[Room, Library]:
+    library = Library(at_once=False)
+    room = Room(adapters=AdapterGate(library, max_slots=1, max_read=2), **limits)
+    room.engine.worker.host = library.host
+    return room, library
+
+
+def test_an_adapter_is_there_when_it_was_read_or_it_is_said_what_is_wrong_with_it() -> None:
+    room, library = with_adapters()
+    number = room.ask("add_adapter", lora={"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"})
+    room.turn()
+    assert number not in room.replies and room.answer("list_adapters").value == []
+    library.bring(RequestError("No adapter found for /x"))
+    room.until(lambda: number in room.replies)
+    assert room.replies[number].is_request and room.replies[number].error == "No adapter found for /x"
+    number = room.ask("add_adapter", lora={"lora_name": "x", "lora_int_id": 1, "lora_path": "/x"})
+    library.bring()
+    room.until(lambda: number in room.replies)
+    assert room.replies[number].value.digest == digest("/x")
+    assert room.answer("list_adapters").value == ["x"]
+
+
+def test_an_adapter_stays_until_its_requests_have_ended() -> None:
+    room, library = with_adapters()
+    room.engine.add("a", [1, 5, 7, 11], 20, lora=lora("x"))
+    library.bring()
+    room.until(lambda: "a" in room.tokens)
+    number = room.ask("remove_adapter", name="x")
+    room.turn()
+    assert number not in room.replies and library.host
+    room.until(lambda: number in room.replies)
+    assert room.ended["a"].reason == "length" and room.replies[number].value is True
+    assert not library.host and room.answer("list_adapters").value == []
+    assert room.answer("remove_adapter", name="x").value is False
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_who_wakes_up_has_its_adapter_put_again_and_after_a_deep_sleep_read_again(level: int) -> None:
+    room, library = with_adapters()
+    room.engine.add("a", [1, 5, 7, 11], 20, lora=lora("x"))
+    library.bring()
+    room.until(lambda: "a" in room.tokens)
+    room.answer("pause", mode="keep")
+    assert not room.answer("sleep", level=level).error
+    room.engine.worker.slots.clear()
+    if level == 2:
+        library.host.clear()
+    reply = room.answer("add_adapter", lora={"lora_name": "y", "lora_int_id": 1, "lora_path": "/y"})
+    assert reply.is_request and "wake it up" in reply.error
+    wake_up(room)
+    if level == 2:
+        room.core.scheduler.settle()
+        library.bring()
+    room.until(lambda: "a" in room.ended)
+    assert room.tokens["a"] == continuation([1, 5, 7, 11], 20, digest("/adapters/x"))
+    assert library.names == ["x"] * level
+
+
+def test_no_one_sleeps_while_an_adapter_is_read() -> None:
+    room, library = with_adapters()
+    room.engine.add("a", [1, 5, 7, 11], 20, lora=lora("x"))
+    number = room.ask("pause", mode="keep")
+    room.turn()
+    assert number not in room.replies
+    library.bring()
+    room.until(lambda: number in room.replies)
+    assert not room.replies[number].error

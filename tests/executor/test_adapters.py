@@ -1,0 +1,119 @@
+"""Adapters that ranks read beside their steps: when one is there, and what is said of one that is not."""
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.data.lora import AdapterFacts, LoRARequest
+from quire.errors import EngineError, RequestError
+from quire.executor.multiprocess import RankedExecutor
+from quire.executor.orders import Order, Returned, decode_order, decode_word, encode
+from quire.executor.rank import _read_adapters
+
+PATIENCE_S = 60.0
+ONE = LoRARequest("one", 1, "/one")
+
+
+class Port:
+    """A rank's, whose orders come from the test."""
+
+    def __init__(self) -> None:
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[Returned] = queue.SimpleQueue()
+
+    def order(self) -> Order:
+        return self.orders.get()
+
+    def say(self, word: Any) -> None:
+        self.said.put(decode_word(encode(word)))  # type: ignore[arg-type]
+
+
+class Crew:
+    """Two ranks, each with a reader of its own."""
+
+    names = ("first", "second")
+
+    def __init__(self, *workers: Any) -> None:
+        self.heard: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.ports = [Port() for _ in workers]
+        for worker, port in zip(workers, self.ports, strict=True):
+            worker.device = SimpleNamespace(type="cpu")
+            threading.Thread(target=_read_adapters, args=(worker, port), daemon=True).start()
+
+    def tell(self, order: bytes) -> None:
+        for port in self.ports:
+            port.orders.put(decode_order(order))
+
+    def hear(self, index: int) -> None:
+        """The next word of a rank reaches the executor."""
+        self.heard.put((index, self.ports[index].said.get(timeout=PATIENCE_S)))
+
+
+class Worker:
+    """Reads what it is told to, unless that is wrong."""
+
+    def __init__(self, digest: bytes = b"d" * 32, error: Exception | None = None) -> None:
+        self.digest, self.error = digest, error
+        self.kept: list[str] = []
+
+    def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        if self.error is not None:
+            raise self.error
+        self.kept.append(lora.lora_name)
+        return AdapterFacts(self.digest, 8, 100)
+
+    def drop_adapter(self, name: str) -> None:
+        self.kept.remove(name)
+
+
+def executor_of(*workers: Worker) -> tuple[Any, Crew]:
+    executor: Any = RankedExecutor(None)  # type: ignore[arg-type]
+    executor.crew = crew = Crew(*workers)
+    return executor, crew
+
+
+def test_an_adapter_is_there_when_every_rank_has_it() -> None:
+    workers = Worker(), Worker()
+    executor, crew = executor_of(*workers)
+    future = executor.fetch(ONE)
+    crew.hear(1)
+    executor.watch()
+    assert not future.done()
+    crew.hear(0)
+    executor.watch()
+    assert future.result(0).digest == b"d" * 32
+    executor.drop("one")
+    again = executor.fetch(LoRARequest("two", 2, "/two"))
+    for index in (0, 1):
+        crew.hear(index)
+    executor.watch()
+    assert again.result(0) and [worker.kept for worker in workers] == [["two"], ["two"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RequestError("No adapter found for /one"), RequestError, "^No adapter found for /one$"),
+        (MemoryError("none left"), EngineError, "second: MemoryError: none left"),
+    ],
+)
+def test_one_rank_that_cannot_read_it_is_enough(error: Exception, kind: type[Exception], words: str) -> None:
+    executor, crew = executor_of(Worker(), Worker(error=error))
+    future = executor.fetch(ONE)
+    for index in (0, 1):
+        crew.hear(index)
+    executor.watch()
+    with pytest.raises(kind, match=words):
+        future.result(0)
+
+
+def test_contents_that_differ_between_machines_are_the_prefix_of_neither() -> None:
+    executor, crew = executor_of(Worker(b"a" * 32), Worker(b"b" * 32))
+    future = executor.fetch(ONE)
+    for index in (0, 1):
+        crew.hear(index)
+    executor.watch()
+    assert future.result(0).digest not in (b"a" * 32, b"b" * 32)
