@@ -87,7 +87,7 @@ class Row:
     """The fingerprints of its first tokens."""
 
     @classmethod
-    def of(cls, new: Admission, digest: bytes) -> "Row":
+    def of(cls, new: Admission, digest: bytes = b"") -> "Row":
         blocks, adapter = [list(ids) for ids in new.block_ids], (new.adapter, digest)
         return cls(
             new.row, list(new.token_ids), new.num_computed, blocks, new.prompt_len, new.params, *adapter

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import RequestError, nearest
 
 ENGINES_OWN = frozenset(
@@ -44,6 +45,15 @@ def check_open(method: str) -> None:
             "have it called",
             param="method",
         )
+
+
+def read_adapter(worker: Any, lora: LoRARequest) -> AdapterFacts:
+    """What a worker says of an adapter once it has read it. Where there is none, the caller is wrong."""
+    try:
+        found: AdapterFacts = worker.fetch_adapter(lora)
+        return found
+    except OSError as error:
+        raise RequestError(str(error), param="lora_request") from error
 
 
 def invoke(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

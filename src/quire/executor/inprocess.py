@@ -16,7 +16,7 @@ from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
-from quire.executor.calls import invoke
+from quire.executor.calls import invoke, read_adapter
 from quire.executor.remote import interface_to
 from quire.worker.worker import Worker
 
@@ -51,7 +51,7 @@ class InProcessExecutor:
         self._worker.draw(masks)
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        return self._reading.submit(self._worker.fetch_adapter, lora)
+        return self._reading.submit(read_adapter, self._worker, lora)
 
     def drop(self, name: str) -> None:
         self._reading.submit(self._worker.drop_adapter, name)

@@ -20,7 +20,7 @@ from quire.data.plan import Masks, Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
 from quire.errors import EngineDead, QuireError, RequestError
-from quire.executor.calls import invoke
+from quire.executor.calls import invoke, read_adapter
 from quire.executor.orders import (
     DOING,
     Call,
@@ -145,7 +145,8 @@ def _read_adapters(worker: Any, port: Port) -> None:
             worker.drop_adapter(order.name)
             continue
         try:
-            port.say(Returned(order.number, worker.fetch_adapter(order.adapter)))
+            assert order.adapter is not None
+            port.say(Returned(order.number, read_adapter(worker, order.adapter)))
         except Exception as error:
             port.say(refusal(order.number, error))
 

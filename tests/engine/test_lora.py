@@ -1,0 +1,171 @@
+"""Engines whose requests have adapters: together they say what each says alone, wherever the worker is."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_tiny
+from safetensors.torch import save_file
+from tiny import prompts_of
+
+from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.data.outputs import RequestOutput
+from quire.errors import RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = prompts_of(*[9, 14, 5, 22] * 3)
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 5,
+    "block_size": 4,
+    "num_gpu_blocks_override": 80,
+    "use_tqdm_on_load": False,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+}
+
+
+def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
+    """A random one for the attention of a tiny Llama."""
+    draw, hidden, rank = torch.Generator().manual_seed(seed), model["hidden_size"], 4
+    kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
+    tensors = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, size in (("q_proj", hidden), ("v_proj", kv)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw)
+            tensors[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=draw)
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(path.name, seed, str(path))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("lora"))[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny: Path) -> list[LoRARequest]:
+    model = json.loads((tiny / "config.json").read_text())
+    return [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    llm = LLM(str(tiny), **SETTINGS)
+    yield llm
+    llm.llm_engine.close()
+
+
+def asked(adapters: list[LoRARequest]) -> list[LoRARequest | None]:
+    return [None if number % 4 == 3 else adapters[number % 3] for number in range(len(PROMPTS))]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM, adapters: list[LoRARequest]) -> list[list[int]]:
+    """What each request says if there is no other."""
+    wanted = zip(PROMPTS, asked(adapters), strict=True)
+    return [tokens(llm.generate([ids], GREEDY, lora_request=lora, use_tqdm=False))[0] for ids, lora in wanted]
+
+
+def test_mixed_requests_say_what_each_says_alone(
+    llm: LLM, adapters: list[LoRARequest], alone: list[list[int]]
+) -> None:
+    plain = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert [mine == base for mine, base in zip(alone, plain, strict=True)] == [
+        lora is None for lora in asked(adapters)
+    ], "an adapter changes what is said"
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)
+    assert tokens(outputs) == alone
+    assert [output.lora_request for output in outputs] == asked(adapters)
+    assert [output.outputs[0].lora_request for output in outputs] == asked(adapters)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"distributed_executor_backend": "mp"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+    ids=str,
+)
+def test_so_they_do_in_other_processes(
+    tiny: Path, adapters: list[LoRARequest], alone: list[list[int]], layout: dict[str, Any]
+) -> None:
+    llm = LLM(str(tiny), **SETTINGS, **layout)
+    try:
+        assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
+        missing = llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 9, "/nowhere"))
+        assert missing[0].outputs[0].finish_reason == "error"
+    finally:
+        llm.llm_engine.close()
+
+
+def test_an_adapter_that_is_not_there_ends_its_own_requests(
+    llm: LLM, adapters: list[LoRARequest], alone: list[list[int]]
+) -> None:
+    wanted = asked(adapters)
+    wanted[0] = wanted[5] = LoRARequest("none", 9, "/nowhere")
+    outputs = llm.generate(PROMPTS, GREEDY, lora_request=wanted, use_tqdm=False)
+    for number, output in enumerate(outputs):
+        answer = output.outputs[0]
+        if number in (0, 5):
+            assert answer.finish_reason == "error" and not answer.token_ids
+            assert answer.stop_reason == "Loading lora none failed: No adapter found for /nowhere"
+        else:
+            assert list(answer.token_ids) == alone[number]
+
+
+def test_prefixes_are_those_of_the_content_and_what_is_read_again_has_others(
+    llm: LLM, adapters: list[LoRARequest], tiny: Path
+) -> None:
+    def cached(lora: LoRARequest) -> int:
+        (output,) = llm.generate([PROMPTS[3]], GREEDY, lora_request=lora, use_tqdm=False)
+        return output.num_cached_tokens or 0
+
+    llm.reset_prefix_cache()
+    model = json.loads((tiny / "config.json").read_text())
+    own = write_adapter(tiny.parent / "own", model, 1)
+    assert cached(adapters[1]) == 0 and cached(adapters[0]) == 0
+    assert cached(own) == 20, "another name of the first adapter"
+    write_adapter(tiny.parent / "own", model, 7)
+    assert cached(own) == 20, "nobody said that it has changed"
+    assert cached(LoRARequest("own", 1, own.lora_path, load_inplace=True)) == 0
+    assert cached(own) == 20 and cached(adapters[0]) == 20
+
+
+def test_beams_have_the_adapter_of_their_prompt(llm: LLM, adapters: list[LoRARequest]) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    prompts: Any = [{"prompt_token_ids": ids} for ids in PROMPTS[:2]]
+    together = llm.beam_search(prompts, params, lora_request=[adapters[0], None])
+    apart = [
+        llm.beam_search([prompt], params, lora_request=lora)[0]
+        for prompt, lora in zip(prompts, (adapters[0], None), strict=True)
+    ]
+    assert [[beam.tokens for beam in each.sequences] for each in together] == [
+        [beam.tokens for beam in each.sequences] for each in apart
+    ]
+    assert [each.sequences[0].lora_request for each in together] == [adapters[0], None]
+    with pytest.raises(RequestError, match="prompts .2. and lora_request .1. must be the same"):
+        llm.beam_search(prompts, params, lora_request=[None])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_who_has_slept_has_its_adapters_again(
+    tiny: Path, adapters: list[LoRARequest], alone: list[list[int]], level: int
+) -> None:
+    llm = LLM(str(tiny), **SETTINGS, enable_sleep_mode=True)
+    for _ in range(2):
+        assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=asked(adapters), use_tqdm=False)) == alone
+        llm.sleep(level=level)
+        llm.wake_up()
+    llm.llm_engine.close()
