@@ -47,8 +47,37 @@ def test_how_many_layers_a_group_has(specs: list[CacheSpec], sizes: list[int]) -
 @pytest.mark.parametrize("odd", [LATENT, window(9, numbers=4)], ids=["one plane", "fewer heads"])
 def test_layers_with_different_pages_share_no_memory(odd: CacheSpec) -> None:
     made = layout([FULL, odd, FULL], 100)
-    assert made.windows == (None,) and made.slabs == (16, odd.planes * odd.numbers, 16)
-    assert made.places == {0: (0, 0), 1: (0, 1), 2: (0, 2)}
+    assert made.windows == (None,) and made.slabs == (16, 16, odd.planes * odd.numbers)
+    assert made.places == {0: (0, 0), 2: (0, 1), 1: (0, 2)}
+
+
+@pytest.mark.parametrize("draft", [CacheSpec("full", numbers=2), LATENT, window(5, numbers=2)])
+def test_a_draft_with_other_pages_lies_where_all_is_kept(draft: CacheSpec) -> None:
+    """The target's windows stay windows; what the draft keeps is idle in their blocks."""
+    made = layout([FULL, window(6)] * 4 + [draft] * 2, 1000)
+    assert made.windows == (None, 6) and made.groups[0].layers == (0, 2, 4, 6, 8, 9)
+    assert made.slabs == (16,) * 4 + (draft.planes * draft.numbers,) * 2
+    assert [made.places[layer] for layer in (7, 8, 9)] == [(1, 3), (0, 4), (0, 5)]
+    last = made.of({7, 8, 9})
+    assert last.windows == made.windows and last.places == {8: (0, 0), 9: (0, 1), 7: (1, 2)}
+
+
+def test_a_draft_with_the_same_pages_is_more_layers() -> None:
+    made = layout([FULL, window(6)] * 4 + [FULL], 1000)
+    assert [len(group.layers) for group in made.groups] == [4, 1, 4] and len(made.slabs) == 4
+    assert layout([FULL] * 8 + [FULL], 1000).groups[0].layers == tuple(range(9))
+
+
+def test_windows_alone_are_given_up_for_a_draft_that_keeps_all() -> None:
+    """Its blocks have room for all layers anyway, unless it has the same pages."""
+    assert layout([window(6)] * 4 + [CacheSpec("full", numbers=2)], 1000).windows == (None,)
+    assert layout([window(6)] * 4 + [FULL], 1000).windows == (None, 6, 6, 6, 6)
+
+
+def test_windows_are_given_up_for_a_draft_whose_pages_would_make_them_cost_more() -> None:
+    """Each of nine groups with windows would have room for the draft."""
+    specs = [FULL, *[window(600)] * 9, *[LATENT] * 2]
+    assert layout(specs, 1000).windows == (None,) and len(layout(specs, 100_000).windows) == 10
 
 
 def test_a_window_that_no_sequence_outgrows_is_none() -> None:

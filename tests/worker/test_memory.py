@@ -99,6 +99,16 @@ def test_pages_of_several_kinds_and_states() -> None:
     assert layers[1].memory.data_ptr() != layers[3].memory.data_ptr()
 
 
+def test_a_draft_lies_beside_the_groups_of_its_target() -> None:
+    """In memory that none of the target's layers has."""
+    layers = bound([NARROW, FULL, NARROW, FULL, LATENT])
+    assert [layer.group for layer in layers] == [1, 0, 1, 0, 0]
+    assert layers[0].memory.data_ptr() == layers[1].memory.data_ptr()
+    spans = sorted({(layer.memory.data_ptr(), len(layer.memory)) for layer in layers})
+    assert [size for _, size in spans].count(BLOCKS * 4 * 24 * 2) == 1 and len(spans) == 3
+    assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
+
+
 def test_a_layer_that_keeps_other_than_was_planned_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="layer 1 keeps"):
         cpu = torch.device("cpu")

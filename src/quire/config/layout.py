@@ -1,7 +1,10 @@
 """The layout of the cache: what each layer keeps, and how all of them share one pool of equal blocks."""
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 
@@ -36,7 +39,8 @@ class CacheGroup:
 
     window: int | None
     layers: tuple[int, ...]
-    """Numbers of layers of the model; the j-th lies in slab j."""
+    """Numbers of layers of the model, and behind them of its draft; the j-th with pages of one kind lies in
+    slab j of those with such pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +58,36 @@ class CacheLayout:
 
     @property
     def slabs(self) -> tuple[int, ...]:
-        """Numbers of a token in each piece of memory that a layer of every group lies in."""
-        most = max((group.layers for group in self.groups), key=len)
-        specs = [spec for layer in most if (spec := self.specs[layer]) is not None]
-        return tuple(spec.planes * spec.numbers for spec in specs)
+        """Numbers of a token in each piece of memory that a layer of every group lies in, those with pages of
+        one kind side by side."""
+        return tuple(math.prod(page) for page, count in self._pages.items() for _ in range(count))
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
         """Group and slab of each layer with pages."""
-        return {
-            layer: (number, slab)
-            for number, group in enumerate(self.groups)
-            for slab, layer in enumerate(group.layers)
-        }
+        places, firsts = {}, dict(zip(self._pages, accumulate(self._pages.values(), initial=0), strict=False))
+        for number, group in enumerate(self.groups):
+            slabs = dict(firsts)
+            for layer in group.layers:
+                page = self._page(layer)
+                places[layer] = (number, slabs[page])
+                slabs[page] += 1
+        return places
 
-    def of(self, layers: range) -> "CacheLayout":
+    @property
+    def _pages(self) -> dict[tuple[int, int], int]:
+        """How many slabs there are for each kind of page: what the group with the most such layers needs."""
+        most = Counter[tuple[int, int]]()
+        for group in self.groups:
+            most |= Counter(self._page(layer) for layer in group.layers)
+        return dict(most)
+
+    def _page(self, layer: int) -> tuple[int, int]:
+        spec = self.specs[layer]
+        assert spec is not None, f"layer {layer} keeps nothing"
+        return spec.page
+
+    def of(self, layers: Container[int]) -> "CacheLayout":
         """What a stage of these layers has of it: as many groups, of which some may be empty there."""
         specs = tuple(spec if number in layers else None for number, spec in enumerate(self.specs))
         groups = (
@@ -104,21 +123,43 @@ def has_states(specs: Sequence[CacheSpec | None]) -> bool:
 
 def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     """Layers that see as far as each other go into groups of about equal size, since a block of a small group
-    leaves slabs unused. If pages differ, no memory can be shared: then all are one group that keeps all."""
+    leaves slabs unused. Those whose pages are not like most others', as a draft's may be, share no memory
+    with them: they lie in a group that keeps all. Where that takes more than to keep all of every layer, all
+    are that one group."""
     paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.kind != "state"}
+    whole = CacheLayout(tuple(specs), (CacheGroup(None, tuple(paged)),))
     by_window: dict[int | None, list[int]] = {}
-    for layer, spec in paged.items():
-        by_window.setdefault(_useful(spec.window, max_len), []).append(layer)
-    if len({spec.page for spec in paged.values()}) > 1 or not paged:
-        by_window = {None: list(paged)}
+    odd = _odd(paged)
+    for layer in (layer for layer in paged if layer not in odd):
+        by_window.setdefault(_useful(paged[layer].window, max_len), []).append(layer)
+    if not by_window:
+        return whole
     counts = [len(layers) for layers in by_window.values()]
     size = max(counts) if max(counts) < _MAX_WASTE * min(counts) else min(counts)
     groups = [
         CacheGroup(window, tuple(layers[start : start + size]))
         for window, layers in sorted(by_window.items(), key=lambda item: item[0] or 0)
-        for start in range(0, max(len(layers), 1), max(size, 1))
+        for start in range(0, len(layers), size)
     ]
-    return CacheLayout(tuple(specs), tuple(groups))
+    if odd:
+        first = groups.pop(0).layers if groups[0].window is None else ()
+        groups.insert(0, CacheGroup(None, tuple(sorted({*first, *odd}))))
+    made = CacheLayout(whole.specs, tuple(groups))
+    return made if _numbers(made, max_len) <= _numbers(whole, max_len) or not odd else whole
+
+
+def _odd(paged: Mapping[int, CacheSpec]) -> set[int]:
+    """The layers whose pages are not of the kind that most numbers lie in."""
+    numbers = Counter[tuple[int, int]]()
+    for spec in paged.values():
+        numbers[spec.page] += spec.planes * spec.numbers
+    return {layer for layer, spec in paged.items() if spec.page != numbers.most_common(1)[0][0]}
+
+
+def _numbers(made: CacheLayout, num_tokens: int) -> int:
+    """What blocks for so many tokens hold, about."""
+    kept = (num_tokens if window is None else min(window, num_tokens) for window in made.windows)
+    return sum(made.slabs) * sum(kept)
 
 
 def _useful(window: int | None, max_len: int) -> int | None:
