@@ -73,6 +73,7 @@ def load_model(
     stage: Stage = _WHOLE,
     ep: Dispatch | None = None,
     adapters: AdapterSlots | None = None,
+    partly: bool = False,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
@@ -80,12 +81,11 @@ def load_model(
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. The share of the weights
     that is there is told to `tell` as it grows. With `ep` each worker has some of the experts. Layers
-    take `adapters` beside their weights.
+    take `adapters` beside their weights; `partly`: most of the checkpoint is another model's.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
-        method = None if quant is None else quant.method
-        kept = Kept.of(checkpoint.facts.architecture, dtype, device, method, world.tp.size)
+        kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
@@ -111,13 +111,16 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
-    bar = Progress(tell, disable=not show_progress or not sys.stderr.isatty())
-    with torch.no_grad(), bar:
+    with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
-            _load(source, model, checkpoint, stage, bar, spread=ep is not None)
+            _load(source, model, checkpoint, stage, bar, spread=ep is not None, partly=partly)
     return model.eval()
+
+
+def _method(quant: QuantFacts | None) -> str | None:
+    return None if quant is None else quant.method
 
 
 def _open_saved(source: ShardedSource, kept: Kept, rank: int, *, spread: bool) -> None:
@@ -162,12 +165,15 @@ def _load(
     progress: "Progress",
     *,
     spread: bool,
+    partly: bool,
 ) -> None:
     stored = source.shapes({})
     layers = [module for module in model.modules() if isinstance(module, Loads)]
     found = _as_stored([(target, layer) for layer in layers for target in layer.targets()], stored)
     targets = {name: target for name, (target, _) in found.items()}
-    _check(source, targets, checkpoint, stage, spread=spread)
+    _check_needed(source, targets, checkpoint)
+    if not partly:
+        _check_others(source, targets, checkpoint, stage, spread=spread)
     progress.reset(len(targets))
     left = Counter(id(layer) for _, layer in found.values())
     for name in _filled(source, _begun(source.order(targets), found, stored)):
@@ -246,10 +252,8 @@ def _cut(target: Target, stored: Mapping[str, tuple[int, ...]]) -> Target:
     return target._replace(tensor=target.tensor[: shape[0]]) if target.is_text and shape else target
 
 
-def _check(
-    source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage, *, spread: bool
-) -> None:
-    """Compare names and shapes before a byte is read; `spread`: other workers have other experts."""
+def _check_needed(source: Source, targets: dict[str, Target], checkpoint: Checkpoint) -> None:
+    """Compare names and shapes before a byte is read."""
     shapes = source.shapes(targets)
     missing = [name for name in targets if name not in shapes]
     if missing:
@@ -263,6 +267,13 @@ def _check(
                 f"{checkpoint.path}: {name} has the shape {shapes[name]}, but the model's configuration says "
                 f"{target.shape}"
             )
+
+
+def _check_others(
+    source: Source, targets: dict[str, Target], checkpoint: Checkpoint, stage: Stage, *, spread: bool
+) -> None:
+    """What the checkpoint has beside the targets; `spread`: other workers have other experts."""
+    shapes = source.shapes(targets)
     known = stage.layers(len(checkpoint.facts.layers)) if stage.count > 1 else None
     shared = {_EXPERT.sub(".*.", name) for name in targets} if spread else set()
     extra = [
