@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.args import checked
+from quire.config.draft import Draft
 from quire.config.env import Env
 from quire.config.experts import with_experts
 from quire.config.facts import ArchFacts
@@ -74,6 +75,8 @@ class EngineConfig:
     """None for an engine that generates."""
     speculation: SpecFacts | None = None
     """None for an engine without drafts."""
+    draft: Draft | None = None
+    """What drafts on the device; None: nothing does."""
 
     @property
     def quant(self) -> QuantFacts | None:
@@ -88,6 +91,12 @@ class EngineConfig:
         parallel = self.parallel
         with_experts = not parallel.enable_expert_parallel
         return of_one(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
+
+    @property
+    def own_draft(self) -> ArchFacts | None:
+        """The same of its draft."""
+        size = self.parallel.tensor_parallel_size
+        return None if self.draft is None else of_one(self.draft.facts, size)
 
 
 def resolve(

@@ -149,6 +149,23 @@ class EncoderFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """A model that drafts on what another one makes of the same tokens: what it takes of that one."""
+
+    target_hidden: int
+    taps: tuple[int, ...] = ()
+    """It takes what goes into these layers of the target, side by side; none: what the target's head sees."""
+    vocab: int = 0
+    """How many tokens its own output head knows; 0: it has none, or one of all tokens."""
+    keeps_normed: bool = False
+    """Whether what it adds to is what it took after a norm."""
+    layers_of: str = ""
+    """The architecture whose layers it has, for one that is a part of the target's own checkpoint."""
+    first: int = 0
+    """The number of layers in front of it there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Borrowed:
     """A model whose code is not Quire's: what builds it."""
 
@@ -217,5 +234,7 @@ class ArchFacts:
     encoder: EncoderFacts | None = None
     unused: str = ""
     """An expression that finds the tensors of the checkpoint which are passed over on purpose."""
+    drafts: HeadFacts | None = None
+    """Set of a model that only drafts."""
     borrowed: Borrowed | None = None
     """Set where transformers runs the model."""

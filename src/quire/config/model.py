@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.config.borrowed import is_installed, read_borrowed, source_of
 from quire.config.facts import ArchFacts
-from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
+from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
@@ -55,11 +55,13 @@ def read_checkpoint(
     *,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
+    family: Family | None = None,
 ) -> Checkpoint:
-    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first."""
+    """Every fact of the model at `path`; `overrides` (hf_overrides) are merged into its config.json first. It
+    is of the family that it names, unless one is given."""
     path = Path(path)
     if path.is_dir():
-        return _read_directory(path, overrides or {}, model_impl, trust_remote_code)
+        return _read_directory(path, overrides or {}, model_impl, trust_remote_code, family)
     if not path.exists():
         raise ConfigError(f"there is no model at {path}: give a directory with config.json or a .gguf file")
     if overrides:
@@ -78,12 +80,17 @@ def _merge(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _read_directory(path: Path, overrides: dict[str, Any], model_impl: str, trusted: bool) -> Checkpoint:
+def _read_directory(
+    path: Path, overrides: dict[str, Any], model_impl: str, trusted: bool, family: Family | None
+) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
     keys = keys if model_impl == "transformers" else _text_part(keys)
-    named, facts = _facts(keys, path, model_impl, trusted)
+    if family is None:
+        named, facts = _facts(keys, path, model_impl, trusted)
+    else:
+        named, facts = family.model_type, family.read(keys)
     dtype = _dtype(keys)
     generation_path = path / "generation_config.json"
     generation = Keys(str(generation_path), read_json(generation_path) if generation_path.is_file() else {})

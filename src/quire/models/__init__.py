@@ -81,3 +81,12 @@ CLASSIFIERS = LazyTable(
     },
 )
 """By architecture, where it is more than one product."""
+DRAFTS = LazyTable(
+    "draft",
+    {
+        "Eagle3LlamaForCausalLM": "quire.models.eagle:Eagle3",
+        "EagleLlamaForCausalLM": "quire.models.eagle:Eagle",
+        "MTP": "quire.models.mtp:MTP",
+    },
+)
+"""Models that draft on the states of another."""

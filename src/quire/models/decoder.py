@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
@@ -38,6 +39,8 @@ class Decoder(nn.Module):
         scope = replace(scope, across=facts.across)
         body, stage = scope / self.body, scope.stage
         self.ops = scope.ops
+        self.taps: tuple[int, ...] = ()
+        """In front of these layers, what they will see is noted in `batch.taps`, for a draft."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
         self.embed: Embedding | None = None
@@ -68,13 +71,26 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
+        if self.taps:
+            x, residual = self._tapped(x, residual, batch)
+        else:
+            for layer in self.layers:
+                x, residual = layer(x, residual, batch)
         if self.norm is None:
             assert residual is not None, "a stage has at least one layer"
             return x, residual
         out: Tensor = self.norm(x, residual)[0]
         return out
+
+    def _tapped(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """All layers, and the states in front of some of them."""
+        states = []
+        for number, layer in enumerate(self.layers):
+            if number in self.taps:
+                states.append(x.clone() if residual is None else x + residual)
+            x, residual = layer(x, residual, batch)
+        batch.taps = torch.cat(states, 1)
+        return x, residual
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Where learned positions are the residual, the first norm adds the two."""

@@ -35,6 +35,10 @@ class Needs:
     other: int = 0
     """Taken by the device's own libraries, and by others on it."""
 
+    def beside(self, activations: int) -> "Needs":
+        """With room for another computation that comes after the step."""
+        return replace(self, activations=max(self.activations, activations))
+
     @property
     def total(self) -> int:
         return self.weights + self.activations + self.graphs + self.counts + self.adapters + self.other

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
 from quire.capacity import CacheSize, embeds_bytes, human, size_cache
@@ -15,6 +16,7 @@ from quire.comm.dispatch import open_dispatch
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.experts import Eplb
+from quire.config.facts import ArchFacts
 from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
@@ -35,6 +37,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.adapters import Adapters, check_slots
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
+from quire.worker.drafter import Drafter, draft_bytes, load_draft, open_drafter
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
@@ -70,9 +73,12 @@ class Worker:
         """The type of the cache."""
         facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
-        whole = layout(cache_specs(facts), config.model.max_model_len)
-        self.layout = whole.of(self.stage.layers(len(facts.layers)))
-        """Of the layers that are here."""
+        drafting = () if config.own_draft is None else cache_specs(config.own_draft)
+        whole = layout((*cache_specs(facts), *drafting), config.model.max_model_len)
+        num_layers = len(facts.layers)
+        behind = range(num_layers, num_layers + len(drafting) * self.stage.is_last)
+        self.layout = whole.of({*self.stage.layers(num_layers), *behind})
+        """Of the layers that are here, those of the draft last."""
         self.ep = open_dispatch(
             world,
             parallel.all2all_backend,
@@ -83,10 +89,13 @@ class Worker:
         if self.ep is not None:
             self.ep.is_counted = parallel.enable_eplb
         self.balancer: Balancer | None = None
-        self.backend = self._backend()
+        self.backend = self._backend(facts)
         self.model: Any = None
         self.adapters: Adapters | None = None
         """None: requests cannot ask for any."""
+        self.draft: Any = None
+        """The model that drafts, if there is one."""
+        self.drafter: Drafter | None = None
         self._needs: Needs | None = None
         """None of a model without a cache."""
         self._fatal: tuple[type[Exception], ...] = (torch.AcceleratorError,)
@@ -107,8 +116,8 @@ class Worker:
         if profiling is not None:
             self._recorder = Recorder(profiling, self._name, on_gpu=self.device.type == "cuda")
 
-    def _backend(self) -> AttentionBackend:
-        config, facts = self.config, self.config.own_facts
+    def _backend(self, facts: ArchFacts) -> AttentionBackend:
+        config = self.config
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
@@ -147,15 +156,24 @@ class Worker:
         )
         if slots is not None:
             self._open_slots(slots)
+        if config.draft is not None and config.own_draft is not None and self.stage.is_last:
+            backend = self._backend(config.own_draft)
+            self.draft = load_draft(config, config.draft, backend, self.device, self.world)
+            self.drafter = open_drafter(config, self.draft, self.model, backend)
         if self.ep is not None and self.ep.is_counted:
             layers = [module for module in self.model.modules() if isinstance(module, Experts)]
             self.balancer = Balancer(layers, self.ep.group, Eplb.of(config.parallel))
         log.info("Loaded %s of weights in %.2f s", human(self._weights), time.monotonic() - started)
 
     @property
+    def _models(self) -> nn.ModuleList:
+        """Target and draft."""
+        return nn.ModuleList(model for model in (self.model, self.draft) if model is not None)
+
+    @property
     def _weights(self) -> int:
         """Bytes."""
-        parameters = {parameter.data_ptr(): parameter for parameter in self.model.parameters()}
+        parameters = {parameter.data_ptr(): parameter for parameter in self._models.parameters()}
         return sum(parameter.nbytes for parameter in parameters.values())
 
     def measure(self) -> CacheSize:
@@ -183,6 +201,8 @@ class Worker:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
+            if config.own_draft is not None:
+                self._needs = self._needs.beside(draft_bytes(config, config.own_draft))
         if self.adapters is not None:
             self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
         return self._cache_size(self._needs)
@@ -234,7 +254,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of model and cache."""
-        self.model = self._runner = None
+        self.model = self.draft = self.drafter = self._runner = None
 
     # ---- adapters
 
@@ -285,10 +305,11 @@ class Worker:
         if level > 1:
             if self._stowed is not None:
                 self._stowed.drop()
-            self.model = self._runner = self.balancer = self._stowed = None
+            self.model = self.draft = self.drafter = None
+            self._runner = self.balancer = self._stowed = None
             self._release_slots()
         elif self.model is not None and self._stowed is None and self.device.type == "cuda":
-            self._stowed = Stowed(self.model)
+            self._stowed = Stowed(self._models)
             self._release_slots()
         give_back(self.device)
         freed = before - used_bytes(self.device)
@@ -416,7 +437,7 @@ class Worker:
     def _bind(self, num_blocks: int, num_rows: int | None = None) -> None:
         """Give every layer a cache of this many blocks, or a state for each row."""
         bind(
-            caching_layers(self.model.modules()),
+            caching_layers(self._models.modules()),
             self.layout,
             num_blocks=num_blocks,
             num_rows=self.config.scheduler.max_num_seqs if num_rows is None else num_rows,

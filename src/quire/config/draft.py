@@ -1,0 +1,175 @@
+"""Draft: the model that proposes tokens beside the target, and whether the two fit together."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.config.facts import ArchFacts, HeadFacts
+from quire.config.families import Family
+from quire.config.families.dense import llama
+from quire.config.keys import Keys, read_json
+from quire.config.layout import cache_specs, has_states
+from quire.config.model import Checkpoint, read_checkpoint
+from quire.errors import ConfigError
+
+_PREDICTS = (
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+"""Whose checkpoints have layers that predict more than one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The model that makes drafts on the device of the target."""
+
+    method: str
+    """draft_model | eagle | eagle3 | mtp"""
+    checkpoint: Checkpoint
+    """Its own; for `mtp` the target's, with the facts of the layers that draft."""
+    num_tokens: int
+    """How many it proposes at most, each time."""
+
+    @property
+    def facts(self) -> ArchFacts:
+        return self.checkpoint.facts
+
+
+def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | None = None) -> Draft:
+    """The draft at `path` for this target; for `mtp` it lies in the target's own checkpoint."""
+    if method == "mtp":
+        return Draft(method, replace(target, facts=_predicting(target.facts, target.path)), num_tokens)
+    if path is None:
+        raise ConfigError(f"speculation by {method!r} needs a model: name one in speculative_config")
+    if method == "draft_model":
+        draft = Draft(method, read_checkpoint(path), num_tokens)
+        _check_whole(draft.facts)
+        return draft
+    read = _HEADS[method]
+    family = Family(method, lambda keys: read(_flat(keys), target.facts))
+    return Draft(method, read_checkpoint(path, family=family), num_tokens)
+
+
+def detect_method(path: Path) -> str:
+    """What a draft's config.json says that it is: eagle3, eagle, or a model of its own."""
+    if not path.is_dir():
+        return "draft_model"
+    config = read_json(path / "config.json")
+    known = [*(config.get("architectures") or []), config.get("model_type"), path.name]
+    named = " ".join(str(name) for name in (*known, config.get("speculators_model_type"))).lower()
+    return "eagle3" if "eagle3" in named else "eagle" if "eagle" in named else "draft_model"
+
+
+def check_target(facts: ArchFacts) -> None:
+    """Refuse a model that no draft can be verified with."""
+    if has_states(cache_specs(facts)):
+        raise ConfigError(
+            f"{facts.architecture} has layers whose state cannot go back to before a draft that was not "
+            "accepted: it has to run without speculation"
+        )
+
+
+def check_tokens(
+    draft: Draft, target: ArchFacts, ours: Mapping[str, int] | None, theirs: Mapping[str, int] | None
+) -> None:
+    """Refuse a model whose tokens are not the target's. Where both tokenizers are known, `ours` being the
+    target's, they may leave different numbers of ids unused."""
+    if draft.method != "draft_model":
+        return
+    if ours is None or theirs is None:
+        if draft.facts.vocab != target.vocab:
+            raise ConfigError(
+                f"the draft model knows {draft.facts.vocab} tokens and the target {target.vocab}: they need "
+                "the same tokenizer"
+            )
+        return
+    names = {token_id: token for token, token_id in ours.items()}
+    for token, token_id in theirs.items():
+        if ours.get(token) != token_id:
+            own = f"is {names[token_id]!r}" if token_id in names else "does not exist"
+            raise ConfigError(
+                f"the draft model needs the target's tokenizer: token {token_id} is {token!r} in its own, "
+                f"and {own} in the target's"
+            )
+
+
+def _check_whole(draft: ArchFacts) -> None:
+    """Whether a model can draft: it is given tokens again that it has seen."""
+    cannot = {
+        "reads in both directions": draft.encoder is not None,
+        "is run by transformers": draft.borrowed is not None,
+        "has layers whose state cannot go back": has_states(cache_specs(draft)),
+    }
+    for why in (why for why, is_so in cannot.items() if is_so):
+        raise ConfigError(f"the draft model is a {draft.architecture}, which {why}: it cannot draft")
+
+
+def _flat(keys: Keys) -> Keys:
+    """Where the layer is described by an object of its own, with what that says."""
+    layer = keys.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        return keys
+    known = {key: value for key, value in keys.values.items() if value is not None}
+    return Keys(keys.source, {"norm_before_residual": True, "num_hidden_layers": 1, **layer, **known})
+
+
+def _eagle(keys: Keys, target: ArchFacts) -> ArchFacts:
+    """EAGLE: a layer or more on the target's last states and the tokens behind them."""
+    facts = llama(keys)
+    _check_sizes(keys, facts, target)
+    if facts.hidden != target.hidden:
+        raise keys.wrong("hidden_size", f"{target.hidden}, the target's")
+    head = HeadFacts(target.hidden)
+    return replace(facts, architecture="EagleLlamaForCausalLM", drafts=head, unused=r"^lm_head\.")
+
+
+def _eagle3(keys: Keys, target: ArchFacts) -> ArchFacts:
+    """EAGLE-3: one layer on states from the beginning, the middle and the end of the target."""
+    if keys.size("num_hidden_layers", 1) != 1:
+        raise keys.wrong("num_hidden_layers", "1 (no other is supported)")
+    facts, own = llama(keys.but(num_hidden_layers=1)), keys.get("eagle_config")
+    own = own if isinstance(own, dict) else {}
+    _check_sizes(keys, facts, target)
+    count = len(target.layers)
+    taps: Any = keys.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
+    taps = taps or [2, count // 2, count - 3]
+    if not isinstance(taps, list) or not all(isinstance(at, int) and 0 <= at < count for at in taps):
+        raise keys.wrong("eagle_aux_hidden_state_layer_ids", f"numbers of the target's {count} layers")
+    if own.get("use_aux_hidden_state") is False:
+        raise keys.wrong("eagle_config", "use_aux_hidden_state: true (nothing else is supported)")
+    if keys.size("target_hidden_size", target.hidden) != target.hidden:
+        raise keys.wrong("target_hidden_size", f"{target.hidden}, the target's")
+    head = HeadFacts(
+        target.hidden,
+        taps=tuple(taps),
+        vocab=keys.size("draft_vocab_size", facts.vocab),
+        keeps_normed=keys.flag("norm_before_residual"),
+    )
+    return replace(facts, architecture="Eagle3LlamaForCausalLM", drafts=head, unused="^t2d$")
+
+
+def _check_sizes(keys: Keys, facts: ArchFacts, target: ArchFacts) -> None:
+    if facts.vocab != target.vocab:
+        raise keys.wrong("vocab_size", f"{target.vocab}, the target's")
+
+
+_HEADS: dict[str, Callable[[Keys, ArchFacts], ArchFacts]] = {"eagle": _eagle, "eagle3": _eagle3}
+
+
+def _predicting(target: ArchFacts, path: Path) -> ArchFacts:
+    """The layer that predicts the next token but one: like the target's last that attends."""
+    if target.architecture not in _PREDICTS:
+        raise ConfigError(
+            f"{path}: a {target.architecture} has no layers for multi-token prediction; "
+            f"those that have: {', '.join(_PREDICTS)}"
+        )
+    layer = next(layer for layer in reversed(target.layers) if layer.mixer in ("attention", "latent"))
+    head = HeadFacts(target.hidden, layers_of=target.architecture, first=len(target.layers))
+    return replace(target, architecture="MTP", layers=(layer,), drafts=head, state=None)

@@ -1,0 +1,149 @@
+"""EAGLE and EAGLE-3: one layer on the states of another model, and the tokens behind them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope, Target
+from quire.models import llama
+from quire.models.decoder import MakesLayer
+from quire.models.drafting import DraftHead
+
+
+def _own_embedding(facts: ArchFacts, scope: Scope) -> Embedding | None:
+    """Most checkpoints leave it out, or have a copy of the target's."""
+    if not scope.is_stored(f"{scope.name}.embed_tokens.weight"):
+        return None
+    return Embedding(facts.vocab, facts.hidden, scope / "embed_tokens")
+
+
+def _biased(facts: ArchFacts, scope: Scope) -> ArchFacts:
+    """With biases where the checkpoint has them, whatever its configuration says."""
+    return replace(facts, qkv_bias=scope.is_stored(f"{scope.name}.self_attn.q_proj.bias"))
+
+
+class FirstLayer(llama.Layer):
+    """A layer without its first norm."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        del self.attention_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.mlp_norm(self.attention(x, batch), x)
+        return self.mlp(x), residual
+
+
+class Eagle(DraftHead):
+    """EAGLE. Its head is the target's."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        body = scope / "model"
+        self.ops = scope.ops
+        self.embed = _own_embedding(facts, body)
+        biased = scope.is_stored((body / "fc").name + ".bias")
+        self.fc = WholeLinear(2 * facts.hidden, facts.hidden, body / "fc", bias=biased)
+        rope = Rope(facts.layers[0].rope, scope)
+        facts = _biased(facts, body / "layers" / 0)
+        kinds: list[MakesLayer] = [FirstLayer, *[llama.Layer] * (len(facts.layers) - 1)]
+        self.layers = nn.ModuleList(
+            kind(facts, layer, rope, body / "layers" / number)
+            for number, (kind, layer) in enumerate(zip(kinds, facts.layers, strict=True))
+        )
+
+    def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.fc(torch.cat((self.embedded(batch.token_ids), states), 1)), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        assert residual is not None, "it has a layer"
+        x = self.ops.add(x, residual)
+        return x, x
+
+
+class WideAttention(llama.Attention):
+    """Attention over two vectors of each token."""
+
+    num_inputs = 2
+
+
+class Layer3(llama.Layer):
+    """Looks at tokens and states side by side, and adds to the states."""
+
+    Mixer: MakesLayer = WideAttention
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        assert facts.drafts is not None
+        self.keeps_normed = facts.drafts.keeps_normed
+        self.states_norm = norm_of(facts, scope / "hidden_norm")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`residual` are the states."""
+        assert residual is not None
+        tokens, states = self.attention_norm.alone(x), self.states_norm.alone(residual)
+        seen = self.attention(torch.cat((tokens, states), 1), batch)
+        x, residual = self.mlp_norm(seen, states if self.keeps_normed else residual)
+        return self.mlp(x), residual
+
+
+class Eagle3(DraftHead):
+    """EAGLE-3. Its head may know the most frequent tokens only."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        drafts, body = facts.drafts, scope / "model"
+        assert drafts is not None
+        self.embed = _own_embedding(facts, body)
+        self.fc = WholeLinear(len(drafts.taps) * drafts.target_hidden, facts.hidden, body / "fc")
+        known = [body / "midlayer", body / "layers" / 0]
+        own = next((each for each in known if scope.is_stored(f"{each.name}.hidden_norm.weight")), known[0])
+        layer = facts.layers[0]
+        self.layer = Layer3(_biased(facts, own), layer, Rope(layer.rope, scope), own)
+        self.norm = norm_of(facts, body / "norm")
+        self.head: Head | None = None
+        if drafts.vocab != facts.vocab or scope.is_stored("lm_head.weight"):
+            self.head = Head(drafts.vocab, facts.hidden, scope / "lm_head")
+        self.offsets = _Offsets(drafts.vocab, scope) if scope.is_stored("d2t") else None
+
+    def states(self, taken: Tensor) -> Tensor:
+        out: Tensor = self.fc(taken)
+        return out
+
+    def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.layer(self.embedded(batch.token_ids), states, batch)
+        out: tuple[Tensor, Tensor] = self.norm(x, residual)
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self.head is None:
+            return super().logits(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def names(self, ids: Tensor) -> Tensor:
+        return ids if self.offsets is None else ids + self.offsets.weight[ids]
+
+
+class _Offsets(nn.Module):
+    """How far each token that is drafted lies before the same one of the target."""
+
+    def __init__(self, vocab: int, scope: Scope) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.zeros(vocab, dtype=torch.int64, device=scope.device), requires_grad=False
+        )
+
+    def targets(self) -> Iterator[Target]:
+        yield Target("d2t", self.weight)
+
+    def finish(self) -> None:
+        """Used as they were loaded."""

@@ -1,0 +1,71 @@
+"""MTP: the layer of a checkpoint that predicts the next token but one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models import MODELS
+from quire.models.drafting import DraftHead
+
+
+class Names(NamedTuple):
+    """What a checkpoint calls the parts. `{}` is the number of layers in front."""
+
+    layer: str
+    join: str
+    token_norm: str
+    states_norm: str
+    last: str
+    gives_normed: bool = False
+    """Whether the states for the next token are those behind the last norm."""
+
+
+_DEEPSEEK = Names(
+    "model.layers.{}",
+    "model.layers.{}.eh_proj",
+    "model.layers.{}.enorm",
+    "model.layers.{}.hnorm",
+    "model.layers.{}.shared_head.norm",
+)
+_QWEN = Names(
+    "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", True
+)
+_NAMES = {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
+"""By architecture; all others have DeepSeek's."""
+
+
+class MTP(DraftHead):
+    """A token and the states before it, each behind a norm, joined; one layer of the target's kind. Embedding
+    and head are the target's."""
+
+    embed = None
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.drafts is not None
+        (layer,), of = facts.layers, facts.drafts.layers_of
+        names = _NAMES.get(of, _DEEPSEEK)
+
+        def at(name: str) -> Scope:
+            assert facts.drafts is not None
+            return scope / name.format(facts.drafts.first)
+
+        self.gives_normed = names.gives_normed
+        self.token_norm = norm_of(facts, at(names.token_norm))
+        self.states_norm = norm_of(facts, at(names.states_norm))
+        self.join = WholeLinear(2 * facts.hidden, facts.hidden, at(names.join))
+        self.layer = MODELS[of].Layer(facts, layer, Rope(layer.rope, scope), at(names.layer))
+        self.norm = norm_of(facts, at(names.last))
+
+    def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.token_norm.alone(self.embedded(batch.token_ids))
+        x = self.join(torch.cat((tokens, self.states_norm.alone(states)), 1))
+        out, summed = self.norm(*self.layer(x, None, batch))
+        return out, out if self.gives_normed else summed

@@ -1,0 +1,274 @@
+"""Drafts behind steps of a target, against the same computed anew from all tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from heads import (
+    CONFIG,
+    HIDDEN,
+    VOCAB,
+    add_prediction,
+    drafted,
+    eagle,
+    eagle3,
+    layer_weights,
+    mtp,
+    norm_weights,
+    save_head,
+)
+from oracle import make_batch, make_tiny, run_hf
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.draft import detect_method, read_draft
+from quire.prepare import configure
+from quire.worker.drafter import Told
+from quire.worker.worker import Worker
+
+BLOCK, LONGEST, ROWS, MOST = 4, 64, 3, 3
+WIDTH = LONGEST // BLOCK
+Expected = Callable[[list[int], int], list[int]]
+"""Tokens so far -> as many drafts."""
+
+
+class Pair:
+    """A target that runs, and draws what chance says; its draft."""
+
+    def __init__(self, target: Path, method: str, draft: Path | None = None, **settings: Any) -> None:
+        given = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
+        given |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
+        config = configure(given | settings)
+        draft_of = read_draft(method, config.checkpoint, MOST, draft)
+        self.worker = Worker(replace(config, draft=draft_of))
+        self.worker.start()
+        self.rng = np.random.default_rng(5)
+        self.vocab = config.checkpoint.facts.vocab
+        groups = len(self.worker.layout.groups)
+        blocks = self.rng.permutation(np.arange(1, 200))[: groups * ROWS * WIDTH]
+        self.tables = torch.from_numpy(blocks.reshape(groups, ROWS, WIDTH).astype(np.int32))
+        self.tokens: dict[int, list[int]] = {}
+        """By row; all but the last are computed."""
+        self.drafts: dict[int, list[int]] = {}
+
+    def batch(self, chunks: dict[int, tuple[list[int], int]]) -> Batch:
+        rows = list(chunks)
+        batch = make_batch(list(chunks.values()), [[0]] * len(rows), BLOCK)
+        batch.rows = torch.tensor(rows, dtype=torch.int32)
+        seqs = np.repeat(rows, batch.query_lens_host)
+        places = [
+            table[seqs, batch.positions // BLOCK].long() * BLOCK + batch.positions % BLOCK
+            for table in self.tables
+        ]
+        batch.slots, batch.block_tables = places[0], self.tables[0]
+        others = zip(places[1:], self.tables[1:], strict=True)
+        batch.others = tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others)
+        return batch
+
+    @torch.inference_mode()
+    def run(
+        self, chunks: dict[int, tuple[list[int], int]], kept: list[int], following: list[int], **told: Any
+    ) -> Tensor:
+        """One step: for each row the tokens that it computes and how many came before; how many of them
+        count, and what follows those."""
+        worker, batch = self.worker, self.batch(chunks)
+        assert worker.drafter is not None
+        for group in batch.groups:
+            worker.backend.plan(group)
+        hidden = worker.model(batch)
+        says = {"num_slots": torch.full((len(chunks),), LONGEST), "is_decode": False} | told
+        most = says.pop("most", MOST)
+        states = hidden if batch.taps is None else batch.taps
+        step = Told(torch.tensor(following), torch.tensor(kept), states=states, **says)
+        return worker.drafter.propose(batch, step, most)
+
+    def prompt(self, lens: dict[int, int]) -> None:
+        """New sequences, in two chunks each, the first beside nothing and the second beside all others."""
+        for row, length in lens.items():
+            self.tokens[row] = self.rng.integers(3, self.vocab, length).tolist()
+        half = {row: length // 2 for row, length in lens.items()}
+        first = {row: (self.tokens[row][: half[row]], 0) for row in lens}
+        self.run(first, list(half.values()), [self.tokens[row][half[row]] for row in lens])
+        chunks = {row: (self.tokens[row][half[row] :], half[row]) for row in lens}
+        others = self._verify([row for row in self.tokens if row not in lens])
+        kept = [len(ids) for ids, _ in chunks.values()]
+        self._finish(chunks | others[0], kept + others[1], is_decode=False)
+
+    def decode(self, accepted: dict[int, int], most: int = MOST) -> None:
+        """All rows verify their drafts, and so many of each are accepted."""
+        chunks, kept = self._verify(list(self.tokens), accepted)
+        self._finish(chunks, kept, is_decode=True, most=most)
+
+    def _verify(
+        self, rows: list[int], accepted: dict[int, int] | None = None
+    ) -> tuple[dict[int, tuple[list[int], int]], list[int]]:
+        chunks, kept = {}, []
+        for row in rows:
+            known, drafts = self.tokens[row], self.drafts[row]
+            chunks[row] = ([known[-1], *drafts], len(known) - 1)
+            count = min((accepted or {}).get(row, 0), len(drafts))
+            kept.append(1 + count)
+            known += drafts[:count]
+        return chunks, kept
+
+    def _finish(self, chunks: dict[int, tuple[list[int], int]], kept: list[int], **told: Any) -> None:
+        following = self.rng.integers(3, self.vocab, len(chunks)).tolist()
+        for row, token in zip(chunks, following, strict=True):
+            self.tokens[row].append(token)
+        drafts = self.run(chunks, kept, following, **told).tolist()
+        self.drafts = dict(zip(chunks, drafts, strict=True))
+
+    def check(self, expected: Expected) -> None:
+        for row, drafts in self.drafts.items():
+            assert drafts == expected(self.tokens[row], len(drafts)), f"row {row}"
+
+
+def drive(pair: Pair, expected: Expected) -> None:
+    """Prompts in chunks, drafts of which none, some and all are accepted, steps that draft nothing, a new
+    sequence among others."""
+    pair.prompt({0: 9, 2: 6})
+    pair.check(expected)
+    for accepted in ({0: 3, 2: 0}, {0: 3, 2: 3}, {0: 1, 2: 2}):
+        pair.decode(accepted)
+        pair.check(expected)
+    pair.decode({0: 3, 2: 1}, most=0)
+    assert pair.drafts == {0: [], 2: []}
+    pair.decode({})
+    pair.check(expected)
+    pair.prompt({1: 7})
+    pair.check(expected)
+    pair.decode({0: 3, 1: 3, 2: 0}, most=2)
+    pair.check(expected)
+    pair.decode({0: 2, 1: 2, 2: 2})
+    pair.check(expected)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+@pytest.mark.parametrize("target", ["qwen3", "gpt_oss"])
+def test_a_model_of_its_own_continues_greedily(folder: Path, target: str) -> None:
+    """Beside a target with other pages, with windows and without."""
+    path, _ = make_tiny(target, folder)
+    draft, hf = make_tiny("llama", folder, **SMALL)
+
+    def expected(tokens: list[int], count: int) -> list[int]:
+        said = list(tokens)
+        for _ in range(count):
+            said.append(int(run_hf(hf, said)[-1].argmax()))
+        return said[len(tokens) :]
+
+    pair = Pair(path, "draft_model", draft)
+    assert pair.worker.layout.windows == ((None, 7) if target == "gpt_oss" else (None,))
+    drive(pair, expected)
+
+
+@pytest.fixture(scope="module")
+def deep(folder: Path) -> tuple[Path, Any]:
+    return make_tiny("llama", folder / "deep", num_hidden_layers=8)
+
+
+@torch.no_grad()
+def states_of(hf: Any, tokens: list[int], taps: list[int]) -> Tensor:
+    """[T, n * hidden]: what the target's head sees, or its layers before `taps`."""
+    found = hf.model(torch.tensor([tokens]), output_hidden_states=True)
+    return torch.cat([found.hidden_states[tap][0] for tap in taps], -1) if taps else found[0][0]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the target's embedding", "an embedding of its own"])
+def test_eagle(folder: Path, deep: tuple[Path, Any], own: bool) -> None:
+    path, hf = deep
+    torch.manual_seed(1)
+    weights = layer_weights("layers.0") | {"fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)}
+    embed = hf.model.embed_tokens.weight
+    if own:
+        embed = torch.randn(VOCAB, HIDDEN)
+        weights |= {"fc.bias": torch.randn(HIDDEN), "embed_tokens.weight": embed}
+    draft = save_head(folder / f"eagle{own}", weights, architectures=["LlamaForCausalLM"])
+
+    @torch.no_grad()
+    def expected(tokens: list[int], count: int) -> list[int]:
+        say = lambda x: int(hf.lm_head(x).argmax())  # noqa: E731
+        states = states_of(hf, tokens[:-1], [])
+        return drafted(partial(eagle, weights), embed, say, tokens, states, count)
+
+    drive(Pair(path, "eagle", draft), expected)
+
+
+PUBLISHED = {"architectures": ["LlamaForCausalLMEagle3"]}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": CONFIG,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+    **dict.fromkeys(CONFIG),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "prefix", "taps"), [(PUBLISHED, "midlayer", [2, 4, 5]), (SPECULATORS, "layers.0", [1, 3, 6])]
+)
+def test_eagle3(
+    folder: Path, deep: tuple[Path, Any], config: dict[str, Any], prefix: str, taps: list[int]
+) -> None:
+    """Its head knows every third token. Those who write the layer's configuration apart keep states that are
+    normed."""
+    path, hf = deep
+    torch.manual_seed(2)
+    known = torch.arange(1, VOCAB, 3)
+    weights = layer_weights(prefix, 2 * HIDDEN) | {
+        **norm_weights(f"{prefix}.input_layernorm", f"{prefix}.hidden_norm", "norm"),
+        "fc.weight": 0.1 * torch.randn(HIDDEN, 3 * HIDDEN),
+        "lm_head.weight": torch.randn(len(known), HIDDEN),
+        "d2t": known - torch.arange(len(known)),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, known, True),
+    }
+    draft = save_head(folder / f"eagle3.{prefix}", weights, draft_vocab_size=len(known), **config)
+    assert detect_method(draft) == "eagle3"
+    head = partial(eagle3, weights, prefix=prefix, keeps_normed=config is SPECULATORS)
+
+    @torch.no_grad()
+    def expected(tokens: list[int], count: int) -> list[int]:
+        say = lambda x: int(known[(weights["lm_head.weight"] @ x).argmax()])  # noqa: E731
+        states = states_of(hf, tokens[:-1], taps) @ weights["fc.weight"].T
+        return drafted(head, hf.model.embed_tokens.weight, say, tokens, states, count)
+
+    drive(Pair(path, "eagle3", draft), expected)
+
+
+DEEPSEEK = {
+    "join": "model.layers.2.eh_proj",
+    "token_norm": "model.layers.2.enorm",
+    "states_norm": "model.layers.2.hnorm",
+    "last": "model.layers.2.shared_head.norm",
+}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_mtp(folder: Path, family: str) -> None:
+    """The third layer of a tiny model is the one that predicts."""
+    path, hf = make_tiny(family, folder / "mtp", num_hidden_layers=3)
+    torch.manual_seed(3)
+    weights = norm_weights(*(DEEPSEEK[name] for name in ("token_norm", "states_norm", "last")))
+    weights["model.layers.2.eh_proj.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)
+    add_prediction(path, ["model.layers.2", "model.layers.2"], weights)
+    layer, hf.model.layers = hf.model.layers[2], hf.model.layers[:2]
+    head = partial(mtp, hf, layer, weights, names=DEEPSEEK, plus=0.0)
+
+    @torch.no_grad()
+    def expected(tokens: list[int], count: int) -> list[int]:
+        say = lambda x: int(hf.lm_head(x).argmax())  # noqa: E731
+        states = states_of(hf, tokens[:-1], [])
+        return drafted(head, hf.model.embed_tokens.weight, say, tokens, states, count)
+
+    drive(Pair(path, "mtp"), expected)
