@@ -27,6 +27,8 @@ from torch import Tensor
 
 from quire.attention.batch import Batch
 from quire.config.draft import detect_method, read_draft
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, StepPlan
 from quire.prepare import configure
 from quire.worker.drafter import Told
 from quire.worker.worker import Worker
@@ -148,6 +150,13 @@ def drive(pair: Pair, expected: Expected) -> None:
     pair.check(expected)
 
 
+def greedy(hf: Any, tokens: list[int], count: int) -> list[int]:
+    said = list(tokens)
+    for _ in range(count):
+        said.append(int(run_hf(hf, said)[-1].argmax()))
+    return said[len(tokens) :]
+
+
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1, "num_hidden_layers": 3}
 
 
@@ -162,15 +171,9 @@ def test_a_model_of_its_own_continues_greedily(folder: Path, target: str) -> Non
     path, _ = make_tiny(target, folder)
     draft, hf = make_tiny("llama", folder, **SMALL)
 
-    def expected(tokens: list[int], count: int) -> list[int]:
-        said = list(tokens)
-        for _ in range(count):
-            said.append(int(run_hf(hf, said)[-1].argmax()))
-        return said[len(tokens) :]
-
     pair = Pair(path, "draft_model", draft)
     assert pair.worker.layout.windows == ((None, 7) if target == "gpt_oss" else (None,))
-    drive(pair, expected)
+    drive(pair, partial(greedy, hf))
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +275,48 @@ def test_mtp(folder: Path, family: str) -> None:
         return drafted(head, hf.model.embed_tokens.weight, say, tokens, states, count)
 
     drive(Pair(path, "mtp"), expected)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["its own draft", "another"])
+def test_a_worker_says_the_same_with_drafts(folder: Path, deep: tuple[Path, Any], same: bool) -> None:
+    """What the plan says of drafts is how many; a row that is not done with its prompt computes beside."""
+    path, hf = deep
+    worker = Pair(path, "draft_model", path if same else make_tiny("llama", folder, **SMALL)[0]).worker
+    prompts = {0: list(range(20, 29)), 2: list(range(50, 64))}
+    none = np.empty(0, np.int32)
+    new = [
+        Admission(
+            row=row,
+            request_id=str(row),
+            token_ids=ids,
+            prompt_len=len(ids),
+            num_computed=0,
+            block_ids=[list(range(1 + row * WIDTH, 1 + (row + 1) * WIDTH))],
+            params=SamplingParams(temperature=0),
+            seed=0,
+        )
+        for row, ids in prompts.items()
+    ]
+    said: dict[int, list[int]] = {0: [], 2: []}
+    lens = []
+    for step, (tokens, drafts) in enumerate([((9, 6), (0, 0)), ((4, 8), (3, 0)), *[((4, 3), (3, 2))] * 5]):
+        plan = StepPlan(
+            step=step + 1,
+            released=[],
+            admitted=new if not step else [],
+            block_rows=none,
+            block_ids=none,
+            rows=np.array([0, 2], np.int32),
+            num_tokens=np.array(tokens, np.int32),
+            samples=np.array([True, step > 0]),
+            num_drafts=np.array(drafts, np.int32) if any(drafts) else none,
+        )
+        result = worker.submit(plan).wait()
+        counts = result.counts.tolist() or [1] * len(plan.sampling_rows)
+        found = iter(result.token_ids.tolist())
+        for row, count in zip(plan.sampling_rows.tolist(), counts, strict=True):
+            said[row] += [next(found) for _ in range(count)]
+        lens.append(counts)
+    for row, ids in prompts.items():
+        assert said[row] == greedy(hf, ids, len(said[row])), f"row {row}"
+    assert not same or lens == [[1], [4, 1], *[[4, 3]] * 5]

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.capacity import activation_bytes
 from quire.config.engine import EngineConfig
-from quire.data.plan import Pending, StepPlan, StepResult, spread
+from quire.data.plan import Ints, Pending, StepPlan, StepResult, spread
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
@@ -25,6 +25,7 @@ from quire.worker.device import (
     blank_batch,
     hold,
 )
+from quire.worker.drafter import Drafter, Told
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
@@ -53,6 +54,9 @@ class Host:
         self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
+        self.drafter: Drafter | None = None
+        self._batch: Batch | None = None
+        """Of the last step."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Reckoned: to use memory is to take it here."""
@@ -88,6 +92,7 @@ class Host:
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
         batch.embeds = embeds
         self._make_room(batch, plan)
+        self._batch = batch
 
         in_passing = not len(plan.confined)  # what those may sample is known later
 
@@ -124,12 +129,41 @@ class Host:
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
+        first = all_rows.num_computed[plan.rows]
         if len(plan.num_drafts):
             num_drafts = plan.num_drafts[plan.samples]
-            counts = hold(token_ids, plan.drafts, num_drafts)
+            counts = hold(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.learn(*NewTokens.of(plan, all_rows), token_ids, counts)
+        if self.drafter is not None and self._batch is not None:
+            self._propose(self.drafter, self._batch, plan, all_rows, first, counts, done.hidden)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
+
+    def _propose(
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        plan: StepPlan,
+        all_rows: Rows,
+        first: Ints,
+        counts: Ints,
+        hidden: Tensor,
+    ) -> None:
+        """Drafts for the rows of a step, of which the tokens from `first` on were computed."""
+        rows = plan.rows.astype(np.intp)
+        num_kept, is_decode = plan.num_tokens, plan.is_decode
+        if len(counts):
+            num_kept = num_kept - plan.num_drafts
+            is_decode = bool(plan.samples.all() and (num_kept == 1).all())
+            num_kept[plan.samples] += counts - 1
+        told = Told(
+            next_ids=torch.from_numpy(all_rows.tokens[rows, first + num_kept].astype(np.int64)),
+            num_kept=torch.from_numpy(num_kept.astype(np.int64)),
+            num_slots=torch.from_numpy(all_rows.num_blocks[rows].astype(np.int64) * all_rows.block_size),
+            is_decode=is_decode,
+            states=hidden if batch.taps is None else batch.taps,
+        )
+        all_rows.drafts[rows] = drafter.propose(batch, told, all_rows.drafts.shape[1]).numpy()
 
 
 class Done:

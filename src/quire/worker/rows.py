@@ -16,7 +16,14 @@ class Rows:
     """Columns by row. Pages that no request has reached are never touched, so large arrays cost little."""
 
     def __init__(
-        self, *, max_rows: int, max_len: int, block_size: int, sampling: SamplingRows, num_groups: int = 1
+        self,
+        *,
+        max_rows: int,
+        max_len: int,
+        block_size: int,
+        sampling: SamplingRows,
+        num_groups: int = 1,
+        most_drafts: int = 0,
     ) -> None:
         self.block_size = block_size
         self.sampling = sampling
@@ -40,6 +47,8 @@ class Rows:
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
         """What the last plan changed in `block_tables`: places in the flat tables, and block ids."""
+        self.drafts: Ints = np.zeros((max_rows, most_drafts), np.int32)
+        """What was proposed here to follow each row's tokens."""
         self.embeds: dict[int, Embeds] = {}
         """By row: prompts that came as vectors, and are not computed yet."""
         self.version = 0
@@ -57,7 +66,7 @@ class Rows:
         self._append_blocks(plan.block_rows, plan.block_ids)
         if plan.values.size:
             self._hear(*plan.values)
-        if len(plan.drafts):
+        if len(plan.num_drafts):
             self._draft(plan)
 
     def _admit(self, new: Admission, step: int) -> None:
@@ -101,8 +110,15 @@ class Rows:
         them hold."""
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
-        self.tokens[np.repeat(rows, plan.num_drafts), places] = plan.drafts
+        self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)
         self.num_known[rows] += plan.num_drafts
+
+    def drafts_of(self, plan: StepPlan) -> Ints:
+        """Those of all its rows, one after the other, whoever proposed them."""
+        if len(plan.drafts):
+            return plan.drafts
+        rows, counts = plan.rows.astype(np.intp), plan.num_drafts
+        return self.drafts[np.repeat(rows, counts), spread(np.zeros_like(counts), counts)]
 
     def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
         """`block_ids` [groups, len(rows)]"""

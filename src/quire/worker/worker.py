@@ -185,6 +185,7 @@ class Worker:
             block_size=config.cache.block_size,
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
             num_groups=len(self.layout.groups),
+            most_drafts=0 if config.draft is None else config.draft.num_tokens,
         )
         weights = self._weights
         if facts.encoder is None:
@@ -403,6 +404,8 @@ class Worker:
         slots = None if self.adapters is None else self.adapters.slots
         own = Model(model, model.logits, self.backend, link, self.ep, slots)
         device = open_device(own, all_rows, self.device)
+        if isinstance(device, Host):
+            device.drafter = self.drafter
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None
