@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.args import checked
+from quire.config.draft import METHODS as DRAFT_METHODS
+from quire.config.draft import Draft, check_target, check_tokens, read_draft
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
+from quire.config.keys import read_json
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
+from quire.config.shares import check_shares
 from quire.config.speculation import asked
 from quire.dist.platform import detect
+from quire.errors import ConfigError
 from quire.grammar import Grammars, Vocabulary
 from quire.hub import DEFAULT_MODEL, locate
 from quire.logs import get_logger
@@ -30,7 +35,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     env = Env.read(os.environ)
     warn_unknown(os.environ)
     values = checked(given)
-    asked(values)  # says what is wrong with it
+    drafts = asked(values)  # says what is wrong with it
     if ids := values.get("device_ids"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
     machine = detect(values.get("device", "auto"))
@@ -44,8 +49,11 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         )
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
-        return resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env)
+        said = _said_of_draft(drafts, draft or path)
+        config = resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=said)
+        return _with_draft(config, draft)
 
+    draft = _locate_draft(drafts, values, env)
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
@@ -63,6 +71,52 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     return config
+
+
+def _locate_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) -> Path | None:
+    """Where the model lies that drafts; None if none was named."""
+    if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
+        return None
+    return locate(
+        drafts["model"],
+        revision=drafts.get("revision"),
+        download_dir=values.get("download_dir"),
+        token=values.get("hf_token"),
+        cache_root=env.cache_root,
+        progress=values.get("use_tqdm_on_load", True),
+        load_format=values.get("load_format", "auto"),
+    )
+
+
+def _said_of_draft(drafts: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """Its config.json."""
+    return read_json(path / "config.json") if drafts and path.is_dir() else None
+
+
+def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
+    """The same with the model that drafts, if one does: it has to fit the target."""
+    if config.speculation is None:
+        return config
+    target = config.checkpoint
+    check_target(target.facts)
+    if config.speculation.method not in DRAFT_METHODS:
+        return config
+    if config.machine.device != "cpu" or config.parallel.pipeline_parallel_size > 1:
+        where = "pipeline stages" if config.machine.device == "cpu" else f"a {config.machine.device} device"
+        raise ConfigError(f"speculation by {config.speculation.method!r} is not supported with {where} yet")
+    draft = read_draft(config.speculation.method, target, config.speculation.num_speculative_tokens, path)
+    check_shares(draft.facts, config.parallel.tensor_parallel_size)
+    vocabs = [None if each is None else each.get_vocab() for each in _tokenizers(config, draft)]
+    check_tokens(draft, target.facts, *vocabs)
+    return replace(config, draft=draft)
+
+
+def _tokenizers(config: EngineConfig, draft: Draft) -> tuple[Tokenizer | None, Tokenizer | None]:
+    """The target's and the draft's, where they have to be alike and there are any."""
+    path = draft.checkpoint.path
+    if draft.method != "draft_model" or not (path.is_file() or (path / "tokenizer.json").is_file()):
+        return None, None
+    return open_tokenizer(config), load_tokenizer(path, draft.checkpoint.format)
 
 
 def open_tokenizer(config: EngineConfig) -> Tokenizer | None:

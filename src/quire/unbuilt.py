@@ -47,7 +47,7 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "speculative key": {
         "speculative_config.draft_sample_method": ("greedy",),
-        "speculative_config.method": ("ngram", "suffix"),
+        "speculative_config.method": ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"),
         "speculative_config.parallel_drafting": (False,),
         "speculative_config.rejection_sample_method": ("standard", "synthetic"),
         "speculative_config.use_heterogeneous_vocab": (False,),

@@ -26,7 +26,6 @@ from oracle import make_batch, make_tiny, run_hf
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.config.draft import detect_method, read_draft
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.prepare import configure
@@ -45,9 +44,9 @@ class Pair:
     def __init__(self, target: Path, method: str, draft: Path | None = None, **settings: Any) -> None:
         given = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
         given |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
-        config = configure(given | settings)
-        draft_of = read_draft(method, config.checkpoint, MOST, draft)
-        self.worker = Worker(replace(config, draft=draft_of))
+        asked = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
+        config = configure(given | {"speculative_config": asked} | settings)
+        self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
         self.vocab = config.checkpoint.facts.vocab
@@ -237,7 +236,6 @@ def test_eagle3(
         "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, known, True),
     }
     draft = save_head(folder / f"eagle3.{prefix}", weights, draft_vocab_size=len(known), **config)
-    assert detect_method(draft) == "eagle3"
     head = partial(eagle3, weights, prefix=prefix, keeps_normed=config is SPECULATORS)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 from quire.config.facts import ArchFacts, HeadFacts
 from quire.config.families import Family
 from quire.config.families.dense import llama
-from quire.config.keys import Keys, read_json
+from quire.config.keys import Keys
 from quire.config.layout import cache_specs, has_states
 from quire.config.model import Checkpoint, read_checkpoint
 from quire.errors import ConfigError
@@ -26,12 +26,16 @@ _PREDICTS = (
 """Whose checkpoints have layers that predict more than one token."""
 
 
+METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Drafts that the worker makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """The model that makes drafts on the device of the target."""
 
     method: str
-    """draft_model | eagle | eagle3 | mtp"""
+    """One of METHODS."""
     checkpoint: Checkpoint
     """Its own; for `mtp` the target's, with the facts of the layers that draft."""
     num_tokens: int
@@ -55,16 +59,6 @@ def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | No
     read = _HEADS[method]
     family = Family(method, lambda keys: read(_flat(keys), target.facts))
     return Draft(method, read_checkpoint(path, family=family), num_tokens)
-
-
-def detect_method(path: Path) -> str:
-    """What a draft's config.json says that it is: eagle3, eagle, or a model of its own."""
-    if not path.is_dir():
-        return "draft_model"
-    config = read_json(path / "config.json")
-    known = [*(config.get("architectures") or []), config.get("model_type"), path.name]
-    named = " ".join(str(name) for name in (*known, config.get("speculators_model_type"))).lower()
-    return "eagle3" if "eagle3" in named else "eagle" if "eagle" in named else "draft_model"
 
 
 def check_target(facts: ArchFacts) -> None:
