@@ -1,6 +1,7 @@
 """Drafter: the tokens that a draft proposes behind a step of the target. Nothing here needs the host to know
 what the target drew."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -16,9 +17,13 @@ from quire.config.draft import Draft
 from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
 from quire.data.plan import Ints
+from quire.kernels.tape import Tapes
 from quire.loader import load_model
 from quire.models import DRAFTS
 from quire.models.drafting import DraftHead
+
+_MAX_TAPED = 64
+"""Tokens: what is computed of more has work enough to hide the calls."""
 
 
 class Told(NamedTuple):
@@ -45,28 +50,59 @@ class Drafter(Protocol):
         called behind each step, with 0 if nothing is wanted of it: the draft has to see every token. What is
         proposed to a sequence without room for it means nothing."""
 
+    def forget(self) -> None:
+        """Weights and cache will lie elsewhere."""
+
 
 class _Ahead:
-    """Batches for the tokens behind those of a batch of the target."""
+    """Batches for the tokens behind those of a batch of the target. Those of few tokens lie where the last of
+    their size lay, so that what is computed of them can be played again."""
 
-    def __init__(self, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
         self.block_size = block_size
+        self.max_taped = max_taped
+        self._sheets: dict[tuple[int, ...], Batch] = {}
+        self._tapes = Tapes()
+
+    def forget(self) -> None:
+        self._tapes = Tapes()
 
     def planned(self, batch: Batch) -> Batch:
         for group in batch.groups:
             self.backend.plan(group)
         return batch
 
-    def lens(self, batch: Batch, seq_lens: Tensor, most: int) -> Ints:
-        """Lengths as backends want to know them in advance: as they are on a CPU, and no less than that, by
-        so many tokens more than in `batch`, where kernels read them on the device."""
+    def hidden(self, model: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        """What the model makes of a batch from here; on a CPU, of a small one, without a call by operation.
+        Valid until the next one."""
+        key = _key(batch)
+        if self._sheets.get(key) is batch and batch.token_ids.device.type == "cpu":
+            return self._tapes.run(key, lambda: model(batch))
+        return model(batch)
+
+    def _placed(self, batch: Batch) -> Batch:
+        """The same where the last of its size lay."""
+        if len(batch.token_ids) > self.max_taped:
+            return batch
+        kept = self._sheets.setdefault(_key(batch), batch)
+        if kept is not batch:
+            for name in ("token_ids", "positions", "seq_lens", "rows"):
+                getattr(kept, name).copy_(getattr(batch, name))
+            for group, new in zip(kept.groups, batch.groups, strict=True):
+                group.slots.copy_(new.slots)
+                group.seq_lens_host = self.lens(batch, kept.seq_lens)
+        return kept
+
+    def lens(self, batch: Batch, seq_lens: Tensor, more: int = 0) -> Ints:
+        """Lengths as backends want to know them in advance: as they are on a CPU, and where kernels read them
+        on the device no less than that, which is at most so many more than in `batch`."""
         if seq_lens.device.type == "cpu":
             return seq_lens.numpy()
         if not self.backend.capturable:
             return seq_lens.cpu().numpy()
         width = batch.block_tables.shape[1] * self.block_size
-        return np.minimum(batch.seq_lens_host + most, width).astype(np.int32)
+        return np.minimum(batch.seq_lens_host + more, width).astype(np.int32)
 
     def slots(self, group: Batch, seqs: Tensor, positions: Tensor, num_slots: Tensor) -> Tensor:
         """Of these positions of sequences, -1 where there is none."""
@@ -87,11 +123,12 @@ class _Ahead:
         wanted = torch.where(last < num_slots, num_slots, 0)
         made = replace(
             batch,
-            token_ids=ids.flatten(),
+            token_ids=ids.flatten().clone(),
             positions=positions,
             slots=self.slots(batch, seqs, positions, wanted),
             query_starts=torch.arange(0, (count + 1) * width, width, dtype=torch.int32, device=ids.device),
             seq_lens=seq_lens,
+            rows=batch.rows.clone(),
             query_lens_host=np.full(count, width, np.int32),
             seq_lens_host=self.lens(batch, seq_lens, most),
             **_NOTHING,
@@ -100,7 +137,7 @@ class _Ahead:
             replace(made, slots=self.slots(group, seqs, positions, wanted), block_tables=group.block_tables)
             for group in batch.others
         )
-        return self.planned(made)
+        return self.planned(self._placed(made))
 
     def longer(self, batch: Batch, next_ids: Tensor, at: Tensor, num_slots: Tensor) -> Batch:
         """The batch with one more place for each sequence, and `next_ids` in the places `at` of it."""
@@ -148,6 +185,11 @@ _NOTHING: dict[str, Any] = {
 """What a draft's batch does not have of the target's."""
 
 
+def _key(batch: Batch) -> tuple[int, ...]:
+    """Batches of one key are alike but for what is in their tensors."""
+    return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
+
+
 def _merged(old: Tensor, kept: Tensor, more: Tensor, new: Tensor) -> Tensor:
     """Old values in the places `kept`, and more in the places `new`."""
     return old.new_empty(len(old) + len(more)).index_copy_(0, kept, old).index_copy_(0, new, more)
@@ -156,9 +198,12 @@ def _merged(old: Tensor, kept: Tensor, more: Tensor, new: Tensor) -> Tensor:
 class ModelDrafter:
     """Drafts by a model of its own, which has to see all tokens."""
 
-    def __init__(self, model: Any, backend: AttentionBackend, *, block_size: int, vocab: int) -> None:
+    def __init__(
+        self, model: Any, backend: AttentionBackend, *, block_size: int, max_taped: int, vocab: int
+    ) -> None:
         self.model = model
-        self.ahead = _Ahead(backend, block_size)
+        self.ahead = _Ahead(backend, block_size, max_taped)
+        self.forget = self.ahead.forget
         self.vocab = vocab
         """The ids that it has in common with the target."""
 
@@ -167,15 +212,15 @@ class ModelDrafter:
         last = batch.positions[kept - 1] + 1
         if told.is_decode:
             # Where all drafts were accepted, it has not seen the last of them yet.
-            ids = torch.stack((batch.token_ids[kept - 1], told.next_ids), 1)
+            ids = torch.stack((batch.token_ids[kept - 1], told.next_ids), 1).clamp_(0, self.vocab - 1)
             ahead, at = self.ahead.behind(batch, ids, last, told.num_slots, 1), None
         else:
             at = kept + torch.arange(len(kept), device=kept.device)
             ahead = self.ahead.longer(batch, told.next_ids, at, told.num_slots)
+            ahead.token_ids.clamp_(0, self.vocab - 1)
         drafts: list[Tensor] = []
         for number in range(max(most, 1)):
-            ahead.token_ids = ahead.token_ids.clamp(0, self.vocab - 1)
-            hidden = self.model(ahead)
+            hidden = self.ahead.hidden(self.model, ahead)
             if number == most:
                 break
             hidden = hidden[1::2] if not number and at is None else hidden if number else hidden[at]
@@ -194,9 +239,12 @@ class HeadDrafter:
     """Drafts by a head on the states of the target. Each token is computed in the place of the one before it,
     whose states it goes with."""
 
-    def __init__(self, model: DraftHead, backend: AttentionBackend, *, block_size: int) -> None:
+    def __init__(
+        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int
+    ) -> None:
         self.model = model
-        self.ahead = _Ahead(backend, block_size)
+        self.ahead = _Ahead(backend, block_size, max_taped)
+        self.forget = self.ahead.forget
 
     def propose(self, batch: Batch, told: Told, most: int) -> Tensor:
         at = batch.query_starts[:-1].long() + told.num_kept - 1
@@ -251,10 +299,13 @@ def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
 def open_drafter(config: EngineConfig, model: Any, target: Any, backend: AttentionBackend) -> Drafter:
     """The drafter of a loaded draft; the target notes what it needs from now on."""
     assert config.draft is not None
-    facts, block_size = config.draft.facts, config.cache.block_size
+    facts = config.draft.facts
+    sizes = {
+        "block_size": config.cache.block_size,
+        "max_taped": 0 if config.model.enforce_eager else _MAX_TAPED,
+    }
     if facts.drafts is None:
-        vocab = min(facts.vocab, config.checkpoint.facts.vocab)
-        return ModelDrafter(model, backend, block_size=block_size, vocab=vocab)
+        return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
     model.adopt(target)
     target.taps = facts.drafts.taps
-    return HeadDrafter(model, backend, block_size=block_size)
+    return HeadDrafter(model, backend, **sizes)

@@ -78,6 +78,8 @@ class Host:
 
     def forget(self) -> None:
         self._tapes = Tapes()
+        if self.drafter is not None:
+            self.drafter.forget()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         if not len(plan.rows):
