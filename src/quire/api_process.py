@@ -119,7 +119,7 @@ def run_api(
             config,
             addresses=addresses,
             metrics=MetricsPages(
-                Layout(config.model.max_model_len),
+                Layout.of(config),
                 metrics_file,
                 process=index + 1,
                 num_engines=len(addresses),

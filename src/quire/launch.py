@@ -152,7 +152,7 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         self._advise()
         engines = self.topology.served or self.topology.local
-        layout = Layout(self.config.model.max_model_len)
+        layout = Layout.of(self.config)
         MetricsPages.create(self._metrics_file, layout, num_api=len(self.apis), num_engines=len(engines))
         PrefixMap.create(self._prefix_file)
         if names := key_names(self.settings.keys):
@@ -237,7 +237,7 @@ class Supervisor:
     def _clear_gauges(self, core: Child) -> None:
         """Nobody shall see the requests of the dead."""
         (rank,) = (rank for rank, child in self.cores.items() if child is core)
-        seat, layout = self._seat(rank), Layout(self.config.model.max_model_len)
+        seat, layout = self._seat(rank), Layout.of(self.config)
         MetricsPages(layout, seat.metrics_file, engine=seat.page, num_engines=seat.num_pages).clear_gauges()
 
     def _deal(self, dealer: Dealer) -> None:

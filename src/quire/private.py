@@ -28,7 +28,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     """An engine that is up. Whatever happens, nothing of it is left afterwards."""
     with ExitStack() as stack:
         folder = stack.enter_context(Scratch()).path
-        metrics_file, layout = folder / "metrics", Layout(config.model.max_model_len)
+        metrics_file, layout = folder / "metrics", Layout.of(config)
         ranks = local_ranks(config.parallel)
         if len(ranks) != config.parallel.data_parallel_size:
             raise ConfigError("without a server all data-parallel ranks are on this machine")

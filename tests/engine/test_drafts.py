@@ -181,3 +181,19 @@ def test_prompt_lookup_finds_what_repeats_itself(model: TextModel, plain: LLM) -
     pace = let(llm)
     assert facts(ask(llm, asked)) == facts(ask(plain, asked))
     assert pace.num_held > 40
+
+
+def test_what_became_of_drafts_is_counted(model: TextModel, plain: LLM) -> None:
+    asked = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    llm = open_text(model, speculative_config=config, disable_log_stats=False)
+    pace = let(llm, Knowing(sequences(ask(plain, asked))))
+    outputs = ask(llm, asked)
+    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
+    drafts, tokens, held = (found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    assert (tokens, held) == (pace.num_drafts, pace.num_held)
+    by_place = found["accepted_tokens_per_pos"].values
+    assert sum(by_place) == held and len(by_place) == 5 and drafts >= by_place[0] >= by_place[1] > 0
+    of_each = [output.outputs[0].spec_decode_metrics for output in outputs]
+    assert sum(each["num_accepted_tokens"] for each in of_each if each) == held
+    assert sum(output.metrics.num_draft_tokens for output in outputs if output.metrics) == tokens

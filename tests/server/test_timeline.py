@@ -12,6 +12,7 @@ from quire.data.timeline import RequestTimeline
 NAMES = {
     *("total_ms", "queue_ms", "prefill_ms", "decode_ms", "preempted_ms"),
     *("num_preemptions", "cached_tokens", "step_share_ms"),
+    *("draft_tokens", "accepted_tokens"),
 }
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES, "max_tokens": 4},

@@ -52,7 +52,7 @@ class LocalEngine:
         self.stats_log: StatsLog | None = None
         if not config.observability.disable_log_stats:
             self.metrics = EngineMetrics(
-                MetricsPages(Layout(config.model.max_model_len)),
+                MetricsPages(Layout.of(config)),
                 model_name=config.model.served_model_name[0],
                 cache_info=cache_info(config, num_blocks=cache.num_blocks, num_tokens=cache.num_tokens),
                 max_loras=config.lora.max_loras if config.lora.enable_lora else None,

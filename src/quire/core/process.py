@@ -71,9 +71,7 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     except QuireError as error:
         parent.send(f"engine {rank}: {error}" if size > 1 else str(error))
         sys.exit(1)
-    metrics = MetricsPages(
-        Layout(config.model.max_model_len), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages
-    )
+    metrics = MetricsPages(Layout.of(config), seat.metrics_file, engine=seat.page, num_engines=seat.num_pages)
     ready = Ready(os.getpid(), cache.max_model_len, cache.num_blocks, cache.num_tokens)
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats

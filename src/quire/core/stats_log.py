@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from itertools import zip_longest
 
 from quire.data.stats import StepStats
 from quire.logs import get_logger
@@ -50,6 +51,8 @@ class StatsLog:
         self._said_at = float("-inf")
         self._num_preempted = 0
         self._lookups: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._drafts = StepStats()
+        """Since the last line."""
         self._was_idle = False
 
     def begin_run(self) -> None:
@@ -66,6 +69,12 @@ class StatsLog:
         self._interval.add(stats)
         self._run.add(stats)
         self._num_preempted += stats.num_preempted
+        if stats.num_drafts:
+            drafts = self._drafts
+            drafts.num_drafts += stats.num_drafts
+            drafts.num_draft_tokens += stats.num_draft_tokens
+            each = zip_longest(drafts.held_by_place, stats.held_by_place, fillvalue=0)
+            drafts.held_by_place = [sum(pair) for pair in each]
         if stats.prefix_queries:
             self._lookups.append((stats.prefix_hits, stats.prefix_queries))
 
@@ -84,6 +93,9 @@ class StatsLog:
         self._said_at = time.monotonic()
         if not self.quiet:
             (log.debug if again else log.info)("%s", self._line(*tally.rates(), now))
+            if self._drafts.num_drafts:
+                log.info("%s", _draft_line(self._drafts, tally.age_s))
+        self._drafts = StepStats()
 
     def _line(self, prompt: float, generated: float, now: StepStats) -> str:
         hits, queries = (sum(pair[i] for pair in self._lookups) for i in (0, 1))
@@ -94,3 +106,17 @@ class StatsLog:
             f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "
             f"Preemptions: {self._num_preempted}"
         )
+
+
+def _draft_line(drafts: StepStats, age_s: float) -> str:
+    """What became of the drafts of so many seconds."""
+    held = sum(drafts.held_by_place)
+    rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.held_by_place)
+    return (
+        f"SpecDecoding metrics: Mean acceptance length: {1 + held / drafts.num_drafts:.2f}, "
+        f"Accepted throughput: {held / age_s:.2f} tokens/s, "
+        f"Drafted throughput: {drafts.num_draft_tokens / age_s:.2f} tokens/s, "
+        f"Accepted: {held} tokens, Drafted: {drafts.num_draft_tokens} tokens, "
+        f"Per-position acceptance rate: {rates}, "
+        f"Avg Draft acceptance rate: {held / drafts.num_draft_tokens:.1%}"
+    )

@@ -114,6 +114,9 @@ class RequestStateStats:
     num_preemptions: int = 0
     step_share_s: float = 0.0
     """What its tokens took of the steps; 0 unless it was asked for."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of those; of all sequences together, too."""
 
 
 @dataclass
@@ -132,7 +135,8 @@ class CompletionOutput:
     """The stop string or token id that ended it; None for the end-of-sequence token."""
     lora_request: Any = field(default=None, repr=False)
     sampling_mask: Any = field(default=None, repr=False)
-    spec_decode_metrics: Any = field(default=None, repr=False)
+    spec_decode_metrics: dict[str, int] | None = field(default=None, repr=False)
+    """Of a sequence that had drafts, at its end: num_drafts, num_draft_tokens, num_accepted_tokens."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -49,6 +49,10 @@ class Timeline:
     num_preemptions: int = 0
     step_share_s: float = 0.0
     """Of a sequence that is timed."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_held: int = 0
+    """Of those."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,10 @@ class RequestTimeline(msgspec.Struct):
     """Of the prompt, found in the prefix cache."""
     step_share_ms: float
     """What its tokens took of the steps that they were in, which others shared."""
+    draft_tokens: int = 0
+    """That were guessed ahead,"""
+    accepted_tokens: int = 0
+    """and those of them that held."""
 
     @classmethod
     def of(cls, stats: RequestStateStats, num_cached: int) -> "RequestTimeline":
@@ -36,6 +40,8 @@ class RequestTimeline(msgspec.Struct):
             num_preemptions=stats.num_preemptions,
             cached_tokens=num_cached,
             step_share_ms=_ms(stats.step_share_s),
+            draft_tokens=stats.num_draft_tokens,
+            accepted_tokens=stats.num_accepted_tokens,
         )
 
     @classmethod
@@ -52,6 +58,8 @@ class RequestTimeline(msgspec.Struct):
                 first.num_preemptions + each.num_preemptions,
                 first.cached_tokens + each.cached_tokens,
                 first.step_share_ms + each.step_share_ms,
+                first.draft_tokens + each.draft_tokens,
+                first.accepted_tokens + each.accepted_tokens,
             )
         return first
 

@@ -260,6 +260,10 @@ class OutputProcessor:
         for id, seconds in step.shares.items():
             if (sequence := sequences.get(id)) is not None:
                 sequence.times.step_share_s += seconds
+        for id, count in step.drafted.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.times.num_drafts += 1
+                sequence.times.num_draft_tokens += count
         for id, positions in step.prompt_logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 self._add_prompt_logprobs(sequence.parent, positions)
@@ -278,6 +282,7 @@ class OutputProcessor:
             sequence.token_ids += new
             stats.num_tokens += len(new)
             times = sequence.times
+            times.num_held += len(new) - 1
             if times.first_token_at == 0.0:
                 times.first_token_at = at
                 if sequence.index == 0:
@@ -447,6 +452,12 @@ def _completion(
         made.lora_request = sequence.parent.lora
     if sequence.finish is not None:
         made.finish_reason, made.stop_reason = sequence.finish.reason, sequence.finish.stop_reason
+        if (times := sequence.times).num_drafts:
+            made.spec_decode_metrics = {
+                "num_drafts": times.num_drafts,
+                "num_draft_tokens": times.num_draft_tokens,
+                "num_accepted_tokens": times.num_held,
+            }
     return made
 
 
@@ -478,4 +489,6 @@ def _stats(parent: _Parent) -> RequestStateStats:
         preempted_s=sum(each.preempted_s for each in times),
         num_preemptions=sum(each.num_preemptions for each in times),
         step_share_s=sum(each.step_share_s for each in times),
+        num_draft_tokens=sum(each.num_draft_tokens for each in times),
+        num_accepted_tokens=sum(each.num_held for each in times),
     )

@@ -20,7 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PromMetric
 from prometheus_client.utils import floatToGoString
 
+from quire.config.engine import EngineConfig
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
+from quire.metrics import drafts
 from quire.metrics.http import EDGES, SERIES, Exchange, families
 from quire.metrics.keys import KeyPages
 
@@ -102,9 +104,11 @@ def length_buckets(longest: int) -> list[float]:
 class Layout:
     """Where each series stands in a page of numbers. All processes of an engine agree on it."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
-        self.places = {name: place for place, name in enumerate([*GAUGES, *COUNTERS, *labelled, *SERIES])}
+        self.most_drafts = most_drafts
+        every = [*GAUGES, *COUNTERS, *labelled, *drafts.names(most_drafts), *SERIES]
+        self.places = {name: place for place, name in enumerate(every)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
         self.edges = {name: np.array(each, np.float64) for name, each in edges.items()}
@@ -113,6 +117,11 @@ class Layout:
             self.places[name] = size
             size += len(each) + 2  # a count per bucket, one beyond the last, and the sum
         self.size = size
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Layout":
+        asked = config.speculation
+        return cls(config.model.max_model_len, 0 if asked is None else asked.num_speculative_tokens)
 
 
 class MetricsPages:
@@ -185,6 +194,9 @@ class MetricsPages:
         self._add("prompt_tokens_cached", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
+        if step.num_drafts:
+            for name, count in drafts.additions(step).items():
+                self._add(name, count)
         if step.num_computed_tokens:
             self._put("iteration_tokens_total", step.num_computed_tokens)
         self.observe_front(front)
@@ -335,6 +347,9 @@ class EngineMetrics:
         yield info
         if self._max_loras is not None:
             yield self._lora_info()
+        yield from drafts.families(
+            self.pages.layout.most_drafts, self._names, self._engines, self.pages.value
+        )
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
         yield from () if self._keys is None else self._keys.families()
 
@@ -378,7 +393,7 @@ class EngineMetrics:
         for family in self.collect():
             by_labels: dict[tuple[tuple[str, str], ...], list[Any]] = {}
             for sample in family.samples:
-                key = tuple(item for item in sample.labels.items() if item[0] != "le")
+                key = tuple(item for item in sample.labels.items() if item[0] not in ("le", "position"))
                 by_labels.setdefault(key, []).append(sample)
             found += [
                 _metric(family.name, family.type, dict(key), samples) for key, samples in by_labels.items()
@@ -425,6 +440,8 @@ class Histogram(Metric):
 
 
 def _metric(name: str, kind: str, labels: dict[str, str], samples: list[Any]) -> Metric:
+    if "position" in samples[0].labels:
+        return Vector(name, labels, [int(sample.value) for sample in samples])
     if kind == "counter":
         return Counter(name, labels, int(samples[0].value))
     if kind == "gauge":

@@ -45,6 +45,8 @@ class Timeline(BaseModel):
     num_preemptions: int
     cached_tokens: int
     step_share_ms: float
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class Usage(BaseModel):
