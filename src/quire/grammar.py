@@ -38,7 +38,8 @@ LEXERS_S = 0.25
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in (4, 8, 12)), f"{_IN_STRINGS}+"]
+_SHORT = (1, 3, 5, 8, 12)
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRINGS}{{1,{most}}}" for most in _SHORT), f"{_IN_STRINGS}+"]
 """Tokens that are looked at together: where all of a slice may come, none of them is tried. Those of a few
 characters are for strings that may not be longer than so many (tests/engine/masks_speed.py)."""
 MAX_REASON_CHARS = 500

@@ -1,0 +1,120 @@
+"""What one mask costs, without a model: `python tests/engine/masks_speed.py FOLDER [--slices general]`.
+
+FOLDER has a tokenizer.json. Microseconds of one thread: of texts as a model would write them, and of tokens
+drawn from all that are allowed, as a model of random weights does. Each is followed a few times, and the
+quickest counts: others may use the same cores.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+from structured_speed import ASKED
+
+from quire import grammar
+from quire.data.params import StructuredOutputsParams
+from quire.grammar import Grammars, Matcher
+from quire.prepare import vocabulary_of
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+NUM_TEXTS = 8
+NUM_TOKENS = 200
+REPEATS = 3
+PEOPLE = ["Alice", "Bob", "Carla", "Dmitri", "Eleanor", "Farid", "Hiroshi", "Ines", "Katarina", "Liam", "Mei"]
+PLACES = ["Berlin", "Paris", "London", "Springfield", "Kyoto", "Oslo", "Madrid", "Zürich", "Boston", "Lagos"]
+STREETS = ["Main", "Oak", "Elm", "High", "Park", "Lake", "Hill"]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "while", "nobody", "is", "watching"]
+
+
+def record(draw: random.Random) -> dict[str, object]:
+    return {
+        "name": f"{draw.choice(PEOPLE)} {draw.choice(STREETS)}",
+        "age": draw.randrange(100),
+        "kind": draw.choice(["customer", "supplier", "employee"]),
+        "tags": [draw.choice(["vip", "new", "late", "gold member"]) for _ in range(draw.randrange(4))],
+        "address": {
+            "street": f"{draw.randint(1, 99)} {draw.choice(STREETS)} Street",
+            "city": draw.choice(PLACES),
+            "zip": f"{draw.randrange(100000):05d}",
+        },
+    }
+
+
+def text(kind: str, draw: random.Random) -> str:
+    if kind in ("usual", "records"):
+        separators = (",", ":") if kind == "records" else None
+        return json.dumps([record(draw) for _ in range(20)], separators=separators, ensure_ascii=False)
+    if kind == "text":
+        return json.dumps([" ".join(draw.choices(WORDS, k=draw.randint(3, 15))) for _ in range(40)])
+    if kind == "names":
+        return " ".join(draw.choices(PEOPLE, k=200))
+    if kind == "times":
+        return "".join(f"2026-0{draw.randint(1, 9)}-1{draw.randrange(10)}T09:30:00Z " for _ in range(20))
+    return " ".join(draw.choices(WORDS, k=399)) + " "
+
+
+def draw_tokens(grammars: Grammars, matcher: Matcher, draw: random.Random) -> list[int]:
+    """Some that are allowed."""
+    bits, token_ids = np.zeros((1, grammars.num_words), np.uint32), []
+    for _ in range(NUM_TOKENS):
+        grammars.fill([(matcher, 0)], bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        token_ids.append(int(draw.choice(allowed)))
+        if matcher.advance(token_ids[-1]):
+            break
+    return token_ids
+
+
+def follow(grammars: Grammars, matcher: Matcher, token_ids: list[int]) -> list[float]:
+    """Microseconds of each mask."""
+    bits, spent = np.zeros((1, grammars.num_words), np.uint32), []
+    for token_id in token_ids:
+        started = time.thread_time()
+        grammars.fill([(matcher, 0)], bits)
+        spent.append((time.thread_time() - started) * 1e6)
+        assert bits[0, token_id // 32] >> token_id % 32 & 1, "the text does not fit"
+        matcher.advance(token_id)
+    return spent
+
+
+def measure(grammars: Grammars, tokenizer: Tokenizer, kind: str, is_random: bool) -> str:
+    draw, spent = random.Random(1), []
+    asked = StructuredOutputsParams(**(ASKED[kind] or {}))
+    for _ in range(NUM_TEXTS):
+        if is_random:
+            token_ids = draw_tokens(grammars, grammars.compile(asked), draw)
+        else:
+            token_ids = tokenizer.encode(text(kind, draw), add_special_tokens=False)[:NUM_TOKENS]
+        runs = [follow(grammars, grammars.compile(asked), token_ids) for _ in range(REPEATS)]
+        spent += np.min(runs, axis=0).tolist()
+    return f"{np.mean(spent):.0f}, {np.median(spent):.0f}, {np.percentile(spent, 99):.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--slices", choices=["ours", "general"], default="ours")
+    args = parser.parse_args()
+    if args.slices == "general":
+        from llguidance import LLTokenizer
+
+        grammar.SLICES[:] = LLTokenizer.general_slices()
+    tokenizer = load_tokenizer(args.folder, "hf")
+    end = tokenizer.eos_token_id
+    vocabulary = vocabulary_of(tokenizer, 0, (tokenizer.max_token_id if end is None else end,))
+    grammars = Grammars(lambda: vocabulary)
+    started = time.thread_time()
+    grammars.open()
+    print(f"{len(vocabulary.tokens)} tokens, opened in {time.thread_time() - started:.2f} s")
+    print("us a mask: mean, median, 99th percentile | of texts | at random")
+    for kind, asked in ASKED.items():
+        if asked is not None:
+            row = [measure(grammars, tokenizer, kind, is_random) for is_random in (False, True)]
+            print(" | ".join([kind, *row]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
