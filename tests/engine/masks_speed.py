@@ -48,11 +48,11 @@ def text(kind: str, draw: random.Random) -> str:
         separators = (",", ":") if kind == "records" else None
         return json.dumps([record(draw) for _ in range(20)], separators=separators, ensure_ascii=False)
     if kind == "text":
-        return json.dumps([" ".join(draw.choices(WORDS, k=draw.randint(3, 15))) for _ in range(40)])
+        return json.dumps([" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) for _ in range(40)])
     if kind == "names":
-        return " ".join(draw.choices(PEOPLE, k=200))
+        return json.dumps([" ".join(draw.choices(PEOPLE, k=draw.randint(1, 3))) for _ in range(60)])
     if kind == "times":
-        return "".join(f"2026-0{draw.randint(1, 9)}-1{draw.randrange(10)}T09:30:00Z " for _ in range(20))
+        return json.dumps([f"2026-0{draw.randint(1, 9)}-1{draw.randrange(10)}T09:30:00Z" for _ in range(40)])
     return " ".join(draw.choices(WORDS, k=399)) + " "
 
 
