@@ -183,9 +183,9 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
                 if (matcher := found.serve()) is not None:
                     return matcher
-        started = time.perf_counter()
+        started = time.thread_time()
         lexer = Lexer(self._compile(grammar))
-        seconds = time.perf_counter() - started
+        seconds = time.thread_time() - started
         with self._lock:
             self._compiled.setdefault(grammar, Lexers()).add(lexer, seconds)
             self._compiled.move_to_end(grammar)
