@@ -135,7 +135,7 @@ class Head(nn.Module):
             self.point.places[scope.name] = Place(self.point, slice(0, 1), Run(hidden), (own,))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.point is None or not self.point.is_active:
+        if self.point is None or self.point.tokens is None:
             return self.table.multiply(x)
         return self.table.gathered(self.point.add(self.table.weight.product(x), x))
 

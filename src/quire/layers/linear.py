@@ -75,7 +75,7 @@ class Linear(nn.Module):
     @property
     def adapts(self) -> bool:
         """Whether an adapter is to be added to the product of some token of the step."""
-        return self.point is not None and self.point.is_active
+        return self.point is not None and self.point.tokens is not None
 
     def orders(self) -> list[Tensor]:
         """For each part, where each of its outputs lies in the checkpoint; empty: they lie in order."""

@@ -132,14 +132,13 @@ class Point:
         slots.points[name] = self
 
     @property
-    def is_active(self) -> bool:
-        """Whether some token of the step has an adapter."""
-        return self.slots.tokens is not None
+    def tokens(self) -> Tensor | None:
+        """The slots of what the layer sees in this step; None: nothing of it has an adapter."""
+        return self.slots.tokens
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """What the adapters of its tokens make of x, added to the layer's own output in place."""
-        tokens = self.slots.tokens
-        if tokens is None:
+        if (tokens := self.tokens) is None:
             return out
         return self.ops.lora(out, x, self.a, self.b, self.part_sizes, tokens)
 
@@ -179,14 +178,8 @@ class HeadPoint(Point):
     """The same of the head, which sees the tokens alone whose logits are wanted."""
 
     @property
-    def is_active(self) -> bool:
-        return self.slots.logit_tokens is not None
-
-    def add(self, out: Tensor, x: Tensor) -> Tensor:
-        tokens = self.slots.logit_tokens
-        if tokens is None:
-            return out
-        return self.ops.lora(out, x, self.a, self.b, self.part_sizes, tokens)
+    def tokens(self) -> Tensor | None:
+        return self.slots.logit_tokens
 
 
 class TablePoint(Point):
@@ -194,8 +187,7 @@ class TablePoint(Point):
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """x: [T] ids"""
-        tokens = self.slots.tokens
-        if tokens is None:
+        if (tokens := self.tokens) is None:
             return out
         return self.ops.lora_rows(out, x, self.a, self.b, tokens)
 

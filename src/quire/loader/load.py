@@ -6,6 +6,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,10 +90,7 @@ def load_model(
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored = source.shapes({})
     plain = PlainFormat(_narrow(checkpoint, dtype, device))
-
-    def is_stored(name: str) -> bool:
-        return _stored_name(name, stored) in stored
-
+    is_stored = partial(_is_stored, stored)
     format = source.format(plain) if packed else plain
     if quant is not None:
         format = SchemeFormat(quant, plain, is_stored if stored else None)
@@ -239,6 +237,10 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)
+
+
+def _is_stored(stored: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    return _stored_name(name, stored) in stored
 
 
 def _as_stored(found: list[Found], stored: Mapping[str, tuple[int, ...]]) -> dict[str, Found]:

@@ -1,0 +1,60 @@
+"""Adapters beside weights of any format, and the memory of slots."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lora_oracle import Adapted, slots_for
+from oracle import make_tiny
+
+from quire.config.quant import ONLINE
+from quire.kernels.reference import Reference
+from quire.layers.linear import Linear
+from quire.layers.lora import Factors
+from quire.quant.plain import Plain
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_the_weight_may_be_in_any_format(method: str, tmp_path: Path) -> None:
+    """A product of a format that goes past the adapters."""
+    path, _ = make_tiny("llama", tmp_path)
+    ours = Adapted(path, slots_for(2, 4), quant=ONLINE[method])
+    assert {type(module.weight) for module in ours.modules() if isinstance(module, Linear)} != {Plain}
+    tokens = torch.tensor([0, -1, 1, 1, 0], dtype=torch.int32)
+    for module in ours.modules():
+        if not isinstance(module, Linear):
+            continue
+        point = module.point
+        assert point is not None
+        for each in (point.a, point.b):
+            each.normal_()
+        x = torch.randn(5, point.size_in)
+        ours.slots.tokens = None
+        plain = module.multiply(x)
+        ours.slots.tokens = tokens
+        expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
+        torch.testing.assert_close(module.multiply(x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
+    """What is left of an adapter with more ranks or other layers; a neighbour that is written over."""
+    path, _ = make_tiny("llama", tmp_path)
+    ours = Adapted(path, slots_for(3, 4))
+    slots, names = ours.slots, list(ours.slots.points)
+    for slot, rank in ((1, 4), (0, 3), (2, 2)):
+        full = {
+            name: Factors(*(each.fill_(rank) for each in both))
+            for name, both in slots.room(dict.fromkeys(names, rank)).items()
+        }
+        slots.put(slot, full)
+    slots.put(
+        1,
+        {
+            name: Factors(*(each.fill_(9) for each in both))
+            for name, both in slots.room({names[1]: 1}).items()
+        },
+    )
+    for name, point in slots.points.items():
+        assert point.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
+        assert [set(point.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
+        assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
