@@ -18,7 +18,7 @@ from openai import APIError, AsyncOpenAI
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from quire.config.env import Env
+from quire.config.env import Env, StoreLimits
 from quire.config.sections import ParallelSection
 from quire.errors import ConfigError
 from quire.launch import launch
@@ -30,7 +30,7 @@ from quire.server.responses.encoder import ResponseEncoder
 from quire.server.responses.messages import Conversation
 from quire.server.responses.store import Full, Store, Stored, Turn
 from quire.server.responses.translate import chat_of
-from quire.server.settings import StoreLimits, make_settings
+from quire.server.settings import make_settings
 
 PATH = "/v1/responses"
 PATIENCE_S = 60
@@ -497,7 +497,7 @@ def test_no_more_run_in_the_background_than_the_store_holds() -> None:
         running = await client.responses.create(model="fake", input="x", background=True)
         await client.responses.delete(running.id)
 
-    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_responses=1))
+    with_client(use, FakeEngine("x" * 400, step_s=0.05), StoreLimits(max_count=1))
 
 
 def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +519,7 @@ def test_those_that_came_at_once_do_not_all_run(monkeypatch: pytest.MonkeyPatch)
         await raw.delete(f"{PATH}/{replies[0].json()['id']}")
         assert engine.num_in_flight == 0
 
-    with_client(use, engine, StoreLimits(max_responses=1))
+    with_client(use, engine, StoreLimits(max_count=1))
 
 
 def test_what_runs_in_the_background_counts_with_what_it_has_said() -> None:
@@ -626,7 +626,7 @@ def stored(id: str, *turns: Turn, text: str = "") -> Stored:
 
 def test_the_store_forgets_what_is_too_old_or_too_much() -> None:
     clock = [0.0]
-    store = Store(StoreLimits(max_responses=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
+    store = Store(StoreLimits(max_count=2, max_bytes=10_000, ttl_s=10), now=lambda: clock[0])
     for id in ("a", "b", "c"):
         store.put(stored(id))
         clock[0] += 1
@@ -666,7 +666,7 @@ def test_an_item_is_there_as_long_as_any_turn_has_it() -> None:
 def test_the_environment_turns_the_store_on() -> None:
     names = {"VLLM_ENABLE_RESPONSES_API_STORE": "1", "QUIRE_RESPONSES_STORE_TTL_S": "5"}
     limits = make_settings({}, env=Env.read(names)).responses
-    assert limits is not None and (limits.ttl_s, limits.max_responses) == (5.0, 4096)
+    assert limits is not None and (limits.ttl_s, limits.max_count) == (5.0, 4096)
     assert make_settings({}, env=Env.read({})).responses is None
 
 

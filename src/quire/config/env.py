@@ -33,8 +33,19 @@ NO_EFFECT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """How much the store of /v1/responses holds, and how long."""
+
+    max_count: int = 4096
+    max_bytes: int = 256 << 20
+    ttl_s: float = 86400.0
+    """For a response that is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
-    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME."""
+    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; those of a group begin with the
+    name of its field."""
 
     cache_root: Path
     logging_level: str = "INFO"
@@ -53,10 +64,7 @@ class Env:
     """Most sequences that one call of the API may ask for: prompts times n."""
     enable_responses_api_store: bool = False
     """Keep responses of /v1/responses in memory, so that they can be asked for again."""
-    responses_store_max_count: int = 4096
-    responses_store_max_bytes: int = 256 << 20
-    responses_store_ttl_s: float = 86400.0
-    """For a response that is over."""
+    responses_store: StoreLimits = StoreLimits()
     engine_ready_timeout_s: float = 600.0
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
@@ -81,6 +89,9 @@ class Env:
                 ) from None
         cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
         found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
+        for group, kind in _GROUPS.items():
+            members = [name for name in found if name.startswith(f"{group}_")]
+            found[group] = kind(**{name.removeprefix(f"{group}_"): found.pop(name) for name in members})
         return cls(**found)
 
 
@@ -110,6 +121,8 @@ _ENV_KINDS: dict[str, Any] = {
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,
 }
+_GROUPS: dict[str, type] = {"responses_store": StoreLimits}
+"""Fields that are made of several variables."""
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from quire.config.args import checked_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
-from quire.config.env import Env
+from quire.config.env import Env, StoreLimits
 from quire.config.sections import Option, Rule, options_of
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
@@ -139,22 +139,6 @@ class LogSection:
     """Log the stack of an error that is answered with 500 within the API."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """How much the store of /v1/responses holds, and how long."""
-
-    max_responses: int = 4096
-    max_bytes: int = 256 << 20
-    ttl_s: float = 86400.0
-
-    @classmethod
-    def of(cls, env: Env | None) -> "StoreLimits | None":
-        """None: no store."""
-        if env is None or not env.enable_responses_api_store:
-            return None
-        return cls(env.responses_store_max_count, env.responses_store_max_bytes, env.responses_store_ttl_s)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Everything the HTTP wing is told at the start."""
@@ -252,7 +236,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
         keys=read_keys(values.get("api_key", ())),
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         dev_mode=env is not None and env.server_dev_mode,
-        responses=StoreLimits.of(env),
+        responses=env.responses_store if env is not None and env.enable_responses_api_store else None,
         **{
             section: cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
             for section, cls in SERVER_SECTIONS.items()

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from quire.config.env import StoreLimits
 from quire.server.errors import NotFound, TooMany
 from quire.server.responses.items import Item
 from quire.server.responses.run import Run
-from quire.server.settings import StoreLimits
 
 NO_STORE = (
     "this server keeps no responses; start it with VLLM_ENABLE_RESPONSES_API_STORE=1, or send all items as "
@@ -113,8 +113,8 @@ class Store:
         """For one more that runs in the background."""
         self._expire()
         running = [stored for stored in self._kept.values() if stored.is_running]
-        if len(running) >= self.limits.max_responses:
-            raise Full(f"{self.limits.max_responses} responses run in the background, and no more may")
+        if len(running) >= self.limits.max_count:
+            raise Full(f"{self.limits.max_count} responses run in the background, and no more may")
         turns = {id(turn): turn.num_bytes for stored in running for turn in stored.held}
         grown = sum(stored.num_bytes + stored.run.num_bytes for stored in running if stored.run)
         if sum(turns.values()) + grown >= self.limits.max_bytes:
@@ -156,7 +156,7 @@ class Store:
         limits, now = self.limits, self.now()
         for id, stored in list(self._kept.items()):
             old = now - stored.kept_at > limits.ttl_s
-            if not old and len(self._kept) <= limits.max_responses and self.num_bytes <= limits.max_bytes:
+            if not old and len(self._kept) <= limits.max_count and self.num_bytes <= limits.max_bytes:
                 return
             if not stored.is_running:
                 self.drop(id)
