@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -24,10 +25,14 @@ from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.metrics.keys import KeyPages
 from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer, settings_of
+from quire.server.adapters.roster import Roster
 from quire.server.keys import key_names
 from quire.server.settings import ServerSettings
 from quire.server.spread import Hand
 from quire.version import __version__
+
+if TYPE_CHECKING:
+    from quire.server.app import Application
 
 log = get_logger(__name__)
 
@@ -107,6 +112,7 @@ def run_api(
     metrics_file: Path,
     prefix_file: Path,
     key_file: Path,
+    roster_file: Path,
     parent: connection.Connection,
 ) -> None:
     """Entry of an API process, which accepts on a socket or is dealt connections. Tells `parent` when it is
@@ -129,7 +135,17 @@ def run_api(
             index=index,
             keys=keys,
         )
-        uvloop.run(_answer(engine, settings, entrance, announce=index == 0, parent=parent, keys=keys))
+        uvloop.run(
+            _answer(
+                engine,
+                settings,
+                entrance,
+                is_first=index == 0,
+                parent=parent,
+                keys=keys,
+                roster=Roster(roster_file),
+            )
+        )
     except QuireError as error:
         parent.send(str(error))
         sys.exit(1)
@@ -144,28 +160,50 @@ async def _answer(
     settings: ServerSettings,
     entrance: socket.socket | Hand,
     *,
-    announce: bool,
+    is_first: bool,
     parent: connection.Connection,
     keys: KeyPages | None,
+    roster: Roster,
 ) -> None:
     from quire.server.main import serve  # the web server is of no use to the supervisor, which waits for it
-
-    def on_serving() -> None:
-        calm_collector()
-        parent.send(None)
 
     engine.start()
     with suppress(TimeoutError):  # beside a core that runs already nobody is to be told that it starts
         await asyncio.wait_for(engine.ready(), GREETING_S)
-    try:
-        await serve(
+    began: asyncio.Future[Application] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        serve(
             settings,
             engine,
             None if isinstance(entrance, Hand) else [entrance],
             hand=entrance if isinstance(entrance, Hand) else None,
-            announce=announce,
-            on_serving=on_serving,
+            announce=is_first,
+            on_serving=began.set_result,
             keys=keys,
+            roster=roster,
         )
+    )
+    reads = is_first and bool(roster.all()) and not roster.is_read
+    introducing = asyncio.create_task(_introduce(began, engine if reads else None, parent))
+    try:
+        await asyncio.wait((serving, introducing), return_when=asyncio.FIRST_COMPLETED)
+        if introducing.done() and introducing.exception() is not None:
+            serving.cancel()
+            await asyncio.wait((serving,))
+            introducing.result()
+        await serving
     finally:
+        introducing.cancel()
         engine.close()
+
+
+async def _introduce(
+    began: "asyncio.Future[Application]", reader: AsyncEngine | None, parent: connection.Connection
+) -> None:
+    """Tell `parent` that this process is up, once it serves and its `reader` has all adapters."""
+    application = await began
+    calm_collector()
+    if reader is not None:
+        await reader.ready()
+        await application.api.adapters.read_all()
+    parent.send(None)

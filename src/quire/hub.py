@@ -110,6 +110,11 @@ def locate(
     return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check)
 
 
+def fetch_adapter(repo: str) -> Path:
+    """The directory of an adapter that is on the hub, or in its local cache."""
+    return _Hub(repo, progress=False, what="adapter").adapter()
+
+
 def _with_file(model: str | None, gguf_file: str) -> str:
     """The model argument that means this file of the directory or hub repository `model`."""
     if model is None or model in DEFAULT_MODEL_NAMES:
@@ -148,9 +153,16 @@ class _Hub:
     """One repository of the hub; failures come out as a ConfigError of one sentence."""
 
     def __init__(
-        self, repo: str, *, revision: str | None, cache_dir: str | None, token: str | None, progress: bool
+        self,
+        repo: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | None = None,
+        token: str | None = None,
+        progress: bool,
+        what: str = "model",
     ) -> None:
-        self.repo = repo
+        self.repo, self.what = repo, what
         self.settings: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "token": token}
         self.progress = progress
 
@@ -167,6 +179,9 @@ class _Hub:
             if any(folder.glob(pattern)):
                 break
         return folder
+
+    def adapter(self) -> Path:
+        return self._download(allow_patterns=["adapter_config.json", "adapter_model.*"])
 
     def quantized(self, quant: str) -> Path:
         starts = [f"{mark}{text}" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
@@ -210,7 +225,7 @@ class _Hub:
         try:
             return download()
         except _hub_errors() as error:
-            raise ConfigError(f"model {self.repo!r} {self._trouble(error)}") from None
+            raise ConfigError(f"{self.what} {self.repo!r} {self._trouble(error)}") from None
 
     def _trouble(self, error: Exception) -> str:
         from huggingface_hub import constants, errors

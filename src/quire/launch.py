@@ -29,6 +29,9 @@ from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
 from quire.metrics.keys import KeyPages
 from quire.prepare import configure
+from quire.server.adapters.modules import check_modules
+from quire.server.adapters.names import located
+from quire.server.adapters.roster import Roster
 from quire.server.keys import key_names
 from quire.server.settings import ServerSettings, add_server_flags, server_settings
 from quire.server.sockets import bind
@@ -121,6 +124,10 @@ class Supervisor:
     def _key_file(self) -> Path:
         return self.folder / "keys"
 
+    @property
+    def _roster_file(self) -> Path:
+        return self.folder / "adapters"
+
     def _seat(self, rank: int) -> Seat:
         engines = self.topology.served or self.topology.local
         return Seat(
@@ -142,7 +149,7 @@ class Supervisor:
         addresses = {
             rank: self.addresses.get(rank) or Roll.file_of(folder, rank) for rank in self.topology.served
         }
-        files = (self._metrics_file, self._prefix_file, self._key_file)
+        files = (self._metrics_file, self._prefix_file, self._key_file, self._roster_file)
         args = (index, self.config, self.settings, entrance, addresses, *files, parent)
         return self.context.Process(target=run_api, args=args, name=f"APIServer{index}")
 
@@ -157,6 +164,7 @@ class Supervisor:
         PrefixMap.create(self._prefix_file)
         if names := key_names(self.settings.keys):
             KeyPages.create(self._key_file, len(names), num_api=len(self.apis))
+        Roster.create(self._roster_file, located(self.settings))
         problem = ""
         try:
             for child in self._children:
@@ -279,6 +287,7 @@ def launch(config: EngineConfig, settings: ServerSettings) -> int:
             "a store of responses (VLLM_ENABLE_RESPONSES_API_STORE) is in the memory of one API process, and "
             f"there are {topology.num_api} of them: give --api-server-count 1, or do without the store"
         )
+    check_modules(settings.modules, enabled=config.lora.enable_lora, served=config.model.served_model_name)
     with Scratch() as scratch:
         return Supervisor(config, settings, topology, scratch.path).run()
 

@@ -58,7 +58,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "fingerprint_value": (),
         "grpc": (False,),
         "log_config_file": (),
-        "lora_modules": (),
         "middleware": (),
         "tokens_only": (False,),
         "tool_server": (),
@@ -100,6 +99,7 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
 """Names whose feature is not there, each with the values (beside None) that do without it."""
 
 _INSTEAD = {
+    "lora_request": "the name of an adapter is a `model`",
     "cpu_offload_gb": "for weights in less memory use quantization='fp8' or 'int8', or a checkpoint of fewer"
     " bits, which `quire quantize` writes",
 }

@@ -23,7 +23,8 @@ PROSE = Path(__file__).with_name("api_page.md")
 def routes() -> list[APIRoute]:
     """Every route there can be, as the application has them in developer mode."""
     settings = make_settings(
-        {"enable_tokenizer_info_endpoint": True}, env=Env.read({"VLLM_SERVER_DEV_MODE": "1"})
+        {"enable_tokenizer_info_endpoint": True},
+        env=Env.read({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}),
     )
     found = Application(FakeEngine("Hi"), settings).routes.routes
     return [route for route in found if isinstance(route, APIRoute) and route.include_in_schema]

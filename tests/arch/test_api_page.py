@@ -6,7 +6,14 @@ import pytest
 from api_page import page, routes
 from fastapi.routing import APIRoute
 
-WITHOUT_A_MODEL = {"/health", "/ping", "/metrics", "/server_info"}
+WITHOUT_A_MODEL = {
+    "/health",
+    "/ping",
+    "/metrics",
+    "/server_info",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
 """An empty body, text, or what there happens to be."""
 
 

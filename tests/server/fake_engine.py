@@ -4,6 +4,7 @@ input and output processors."""
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quire.config.pooling import PoolingFacts
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, FirstRun, RowLogprobs, StepOutput
@@ -146,6 +148,9 @@ class FakeEngine:
         )
         self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
         self.step_s, self.fail_after = step_s, fail_after
+        self.adapters: dict[str, LoRARequest] = {}
+        self.loras: list[LoRARequest | None] = []
+        """Of each request, in their order."""
         self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
         self.pooled: list[tuple[str, Prompt, PoolingParams, int]] = []
         self.aborted: list[str] = []
@@ -172,8 +177,10 @@ class FakeEngine:
         rank: int | None = None,
         timed: bool = False,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check()
+        self.loras.append(lora)
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         engine_id = f"{request_id}-{len(self.seen)}"  # as the real one, it makes ids its own
@@ -251,8 +258,10 @@ class FakeEngine:
         priority: int = 0,
         rank: int | None = None,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.check()
+        self.loras.append(lora)
         if rank not in (None, 0):
             raise RequestError(f"data_parallel_rank {rank} is out of range: there is only rank 0")
         request = self.inputs.pooling_request(
@@ -279,6 +288,17 @@ class FakeEngine:
             self.num_in_flight -= 1
             if not finished:
                 self.aborted.append(request.id)
+
+    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Takes any file that is not empty for a good one."""
+        await asyncio.sleep(self.step_s)
+        if not Path(lora.lora_path, "adapter_config.json").read_bytes():
+            raise RequestError("layers.0.q_proj.lora_A.weight has shape (1, 2), expected (1, 3)")
+        self.adapters[lora.lora_name] = lora
+        return AdapterFacts(b"digest", 8, 1024)
+
+    async def remove_adapter(self, name: str) -> bool:
+        return self.adapters.pop(name, None) is not None
 
     async def reset_prefix_cache(self, running: bool = False) -> bool:
         self.num_resets += 1

@@ -43,7 +43,7 @@ FEW = settings(
 
 FEWER = settings(FEW, max_examples=4)
 """For bodies that are mostly those of another route: making them takes the time."""
-OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|render|batch|^/in(fer|voc)"
+OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|render|batch|^/in(fer|voc)|lora"
 """Asked of a server with every door open."""
 
 
@@ -56,9 +56,16 @@ def test_answers_are_as_described(case: schemathesis.Case) -> None:
 # With every door open: parsers, kept responses, the routes for developers; what stops an engine has its own.
 opened = make_settings(
     {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enable_tokenizer_info_endpoint": True},
-    env=Env.read({"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}),
+    env=Env.read(
+        {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        }
+    ),
 )
 talker, stopped = FakeEngine("Hi"), FakeEngine("Hi")
+talker.operation.settings["lora"] = {"enable_lora": True}
 talking, stopping = (
     schemathesis.openapi.from_asgi("/openapi.json", Application(each, opened).asgi)
     for each in (talker, stopped)

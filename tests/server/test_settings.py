@@ -95,7 +95,7 @@ def test_ways_to_write_a_flag(line: str, section: str, name: str, value: Any) ->
         ({"tool_call_parser": "hermis"}, "unknown tool parser 'hermis'; did you mean 'hermes'?; known: "),
         ({"reasoning_parser": "qwen"}, "unknown reasoning parser 'qwen'; did you mean 'qwen3'?; known: "),
         ({"tool_parser_plugin": "/nowhere.py"}, "no parser plugin at /nowhere.py"),
-        ({"lora_modules": "x"}, "not supported"),
+        ({"lora_modules": "x"}, "'x' must be name=path"),
         ({"prot": 1}, "unknown server setting 'prot'"),
         ({"max_n": 0}, "at least 1"),
     ],
@@ -106,10 +106,12 @@ def test_wrong_settings_are_refused_by_name(given: dict[str, Any], words: str) -
     assert words in str(refused.value)
 
 
-def test_several_adapters_are_refused_by_name() -> None:
+def test_several_adapters_are_read() -> None:
     """Catches a second adapter that is taken for the model."""
-    with pytest.raises(ConfigError, match="lora_modules=\\['a=x', 'b=y'\\] is not supported yet"):
-        server_settings(read("--lora-modules", "a=x", "b=y"))
+    line = ["m", "--lora-modules", "a=x", '{"name": "b", "path": "y"}', "--enable-lora", "--max-loras", "4"]
+    found = read(*line)
+    assert [(each.name, each.root) for each in server_settings(found).modules] == [("a", "x"), ("b", "y")]
+    assert found.model_tag == "m" and given_from(found) == {"enable_lora": True, "max_loras": 4}
 
 
 def test_every_server_flag_of_the_reference_engine_is_understood() -> None:

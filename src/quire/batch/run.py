@@ -83,7 +83,9 @@ async def open_transport(args: argparse.Namespace) -> AsyncIterator[Transport]:
     given, settings = given_from(args), server_settings(args)
     if args.url is None:
         async with private_engine(configure(given, usage="server")) as engine:
-            yield AsgiTransport(Application(engine, settings).asgi)
+            application = Application(engine, settings)
+            await application.api.adapters.read_all()
+            yield AsgiTransport(application.asgi)
         return
     given |= settings_given(args)
     if given:

@@ -17,7 +17,7 @@ NO_EFFECT = frozenset(
     for name in re.findall(
         r"\w+",
         """
-    ALLOW_RUNTIME_LORA_UPDATING AUDIO_FETCH_TIMEOUT BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
+    AUDIO_FETCH_TIMEOUT BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
     CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
     DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
     ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT
@@ -43,6 +43,15 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPlaces:
+    """Where adapters are looked for by their names."""
+
+    cache_dir: str | None = None
+    hf_repo_list: str = ""
+    """Hub ids, with commas between them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; those of a group begin with the
     name of its field."""
@@ -65,6 +74,9 @@ class Env:
     enable_responses_api_store: bool = False
     """Keep responses of /v1/responses in memory, so that they can be asked for again."""
     responses_store: StoreLimits = StoreLimits()
+    allow_runtime_lora_updating: bool = False
+    """Let clients load and unload adapters."""
+    lora_resolver: AdapterPlaces = AdapterPlaces()
     engine_ready_timeout_s: float = 600.0
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
@@ -117,11 +129,14 @@ _ENV_KINDS: dict[str, Any] = {
     "responses_store_max_count": int,
     "responses_store_max_bytes": int,
     "responses_store_ttl_s": float,
+    "allow_runtime_lora_updating": _switch,
+    "lora_resolver_cache_dir": str,
+    "lora_resolver_hf_repo_list": str,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,
 }
-_GROUPS: dict[str, type] = {"responses_store": StoreLimits}
+_GROUPS: dict[str, type] = {"responses_store": StoreLimits, "lora_resolver": AdapterPlaces}
 """Fields that are made of several variables."""
 
 

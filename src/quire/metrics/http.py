@@ -37,6 +37,8 @@ HANDLERS = {
     **dict.fromkeys(POOLING_ROUTES, ("POST",)),
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),
+    "/v1/load_lora_adapter": ("POST",),
+    "/v1/unload_lora_adapter": ("POST",),
     "/v1/models": ("GET",),
     "/v1/models/{name:path}": ("GET",),
     "/reset_prefix_cache": ("POST",),

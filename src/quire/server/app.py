@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.metrics.keys import KeyPages
 from quire.server import replies
+from quire.server.adapters.roster import Roster
+from quire.server.adapters.routes import add_adapter_routes
 from quire.server.answering import ClientGone
 from quire.server.chat import answer_chat
 from quire.server.completions import answer_completion
@@ -40,9 +42,15 @@ from quire.server.tokens.routes import add_token_routes
 class Application:
     """The ASGI application with the handles that a drain needs."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings, keys: KeyPages | None = None) -> None:
-        """`keys` are shared by the processes of a server."""
-        self.api = Api(engine, settings)
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        keys: KeyPages | None = None,
+        roster: Roster | None = None,
+    ) -> None:
+        """`keys` and `roster` are shared by the processes of a server."""
+        self.api = Api(engine, settings, roster)
         docs = not settings.api.disable_fastapi_docs
         self.routes = FastAPI(
             title="Quire",
@@ -61,6 +69,7 @@ class Application:
         add_model_routes(self.routes, self.api)
         add_status_routes(self.routes, self.api)
         add_operate_routes(self.routes, self.api)
+        add_adapter_routes(self.routes, self.api)
         self.feed: Feed = add_page(self.routes, engine)
         self.routes.openapi = lambda: document(self.routes)  # type: ignore[method-assign]
         self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
@@ -81,7 +90,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings, ledger: Ledger
         max_body_bytes=settings.http.max_request_body_bytes,
         echo_request_id=settings.api.enable_request_id_headers,
     )
-    inner = MessageErrors(gate)
+    inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
     cors = CORSMiddleware(
         inner,
         allow_origins=access.allowed_origins,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
@@ -24,6 +25,7 @@ async def beam_search(
     priority: int,
     rank: int | None = None,
     account: Account | None = None,
+    lora: LoRARequest | None = None,
 ) -> RequestOutput:
     eos_ids = engine.inputs.eos_ids
     search = BeamSearch(
@@ -41,6 +43,7 @@ async def beam_search(
                 priority=priority,
                 rank=rank,
                 account=account,
+                lora=lora,
             )
             for index, beam in enumerate(search.live)
         ]

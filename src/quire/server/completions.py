@@ -33,7 +33,7 @@ async def answer_completion(api: Api, body: CompletionBody, request: Request) ->
 
 async def begin_completion(api: Api, body: CompletionBody, request: Request) -> Job:
     """All prompts of a body, checked and with parameters."""
-    api.check_model(body.model, pools=False)
+    await api.check_model(body.model, pools=False)
     check_generate(body, max_n=api.settings.api.max_n)
     if body.suffix:
         raise RequestError("suffix is not currently supported", param="suffix")

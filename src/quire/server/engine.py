@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
@@ -107,10 +108,11 @@ class Engine(Protocol):
         rank: int | None = None,
         timed: bool = False,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> Outputs:
         """A RequestError is raised by the call itself. Outputs may carry an id of the engine's own. With a
         `rank` it goes to that core and no other; `timed`, its share of the steps is counted. Its tokens are
-        of the `account`'s share."""
+        of the `account`'s share. `lora`: the adapter that answers it."""
         ...
 
     def encode(
@@ -122,8 +124,17 @@ class Engine(Protocol):
         priority: int = 0,
         rank: int | None = None,
         account: Account | None = None,
+        lora: LoRARequest | None = None,
     ) -> PooledOutputs:
         """As `generate`, of a pooling model."""
+        ...
+
+    async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
+        """Read it. A RequestError says what is wrong with it."""
+        ...
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Over when no request uses it any more. Whether it was known."""
         ...
 
     async def reset_prefix_cache(self, running: bool = False) -> bool:

@@ -29,6 +29,16 @@ class NotFound(RequestError):
     status = 404
 
 
+class InvalidUserInput(RequestError):
+    """The client asked for a change that cannot be made; vLLM calls it so."""
+
+
+class Forbidden(RequestError):
+    """The client may not have what it asked for."""
+
+    status = 403
+
+
 class TooMany(RequestError):
     """The client asked for more than there is room for now."""
 
@@ -36,7 +46,7 @@ class TooMany(RequestError):
     retry_after_s = 1
 
 
-_KINDS = {404: "NotFoundError", 429: "RateLimitError"}
+_KINDS = {403: "PermissionDeniedError", 404: "NotFoundError", 429: "RateLimitError"}
 """What a request that is wrong is called, where not BadRequestError."""
 
 
@@ -46,6 +56,8 @@ def error_info(message: str, status: int, kind: str, param: str | None = None) -
 
 def describe(error: Exception) -> dict[str, Any]:
     """The body for an error, from wherever it comes. What the client did not cause is not told to it."""
+    if isinstance(error, InvalidUserInput):
+        return error_info(str(error), error.status, "InvalidUserInput", error.param)
     if isinstance(error, RequestError):
         return error_info(str(error), error.status, _KINDS.get(error.status, "BadRequestError"), error.param)
     if isinstance(error, EngineError):

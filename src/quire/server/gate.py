@@ -22,7 +22,7 @@ FREE_PATHS = frozenset(
         *("/v1/chat/completions/render", "/v1/completions/render", "/collective_rpc", "/abort_requests"),
         *("/v1/chat/completions/derender", "/v1/completions/derender"),
         *("/sleep", "/wake_up", "/pause", "/resume", "/start_profile", "/stop_profile"),
-        *("/reset_mm_cache", "/reset_encoder_cache"),
+        *("/reset_mm_cache", "/reset_encoder_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
 """What is posted there costs no tokens: a key's limits do not count it."""

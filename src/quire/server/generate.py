@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.data.lora import LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
@@ -19,6 +20,8 @@ from quire.frontend.inputs import Prompt
 from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
 from quire.logs import get_logger
 from quire.metrics.keys import Account
+from quire.server.adapters.names import Adapters, adapters_of
+from quire.server.adapters.roster import Roster
 from quire.server.answering import Answering
 from quire.server.asked import output_limit
 from quire.server.beam import all_of, beam_search, final
@@ -59,6 +62,8 @@ class Job:
     """Where its time goes, if it wants to know."""
     account: Account | None = None
     """Of the key that it came with."""
+    lora: LoRARequest | None = None
+    """The adapter that answers it."""
 
     def engine_ids(self) -> list[str]:
         if len(self.prompts) == 1:
@@ -69,9 +74,10 @@ class Job:
 class Api:
     """The engine and the settings, as the routes need them."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, roster: Roster | None = None) -> None:
         self.engine = engine
         self.settings = settings
+        self.adapters: Adapters = adapters_of(engine, settings, roster)
         self.reader = PromptReader(engine, settings.api)
         self.parsers = parsers_of(settings.api)
         self.answering = Answering()
@@ -79,10 +85,13 @@ class Api:
         known = repr((facts.model_names, facts.root, facts.vocab))
         self.fingerprint = f"quire-{facts.version}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
-    def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
-        """That it is the name of this model and, where that is told, of one that pools, or that does not."""
+    async def check_model(self, name: str | None, *, pools: bool | None = None) -> None:
+        """That it is the name of this model, or of an adapter, which is looked for if need be. Where that is
+        told: of a model that pools, or that does not."""
         if name and name not in self.engine.facts.model_names:
-            raise NotFound(f"The model `{name}` does not exist.", param="model")
+            await self.adapters.settle(name)
+            if self.adapters.get(name) is None:
+                raise no_model(name)
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else GENERATES_NOT)
 
@@ -101,16 +110,18 @@ class Api:
                 param="request_id",
             )
         urgent = _header_int(request, "x-vllm-priority")
+        name, lora = self._model(body.model, request)
         job = Job(
             id=f"{kind}-{base}",
             created=int(time.time()),
-            model=self.engine.facts.model_names[0],
+            model=name,
             priority=body.priority if urgent is None else urgent,
             rank=_header_int(request, "x-data-parallel-rank"),
             prompts=prompts,
             params=list(params),
             timeline=JobTimeline.of(request),
             account=account_of(request.scope),
+            lora=lora,
         )
         if job.account is not None:
             job.account.add_prompt(sum(len(prompt.token_ids) for prompt in prompts))
@@ -119,6 +130,16 @@ class Api:
                 shown = self._cut(prompt.text)
                 logger.info("Received request %s: params: %s, prompt: %r", job.id, params[0], shown)
         return job
+
+    def _model(self, name: str | None, request: Request) -> tuple[str, LoRARequest | None]:
+        """What the answer calls the model, and the adapter if it is one, which may have gone since."""
+        names = self.engine.facts.model_names
+        if not name or name in names:
+            return names[0], None
+        lora = self.adapters.take(name, request.scope)
+        if lora is None:
+            raise no_model(name)
+        return name, lora
 
     def speller(self, body: GenerateBody) -> Speller:
         asked = body.return_tokens_as_token_ids
@@ -158,6 +179,7 @@ class Api:
                     rank=job.rank,
                     timed=job.timeline is not None,
                     account=job.account,
+                    lora=job.lora,
                 )
                 started.append(answer)
                 await pause.after(params.n)
@@ -191,6 +213,7 @@ class Api:
                     priority=job.priority,
                     rank=job.rank,
                     account=job.account,
+                    lora=job.lora,
                 )
                 for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True)
                 if isinstance(params, BeamSearchParams)
@@ -222,6 +245,10 @@ class Api:
 
     def _cut(self, text: str | None) -> str:
         return (text or "")[: self.settings.log.max_log_len]
+
+
+def no_model(name: str) -> NotFound:
+    return NotFound(f"The model `{name}` does not exist.", param="model")
 
 
 def _header_int(request: Request, name: str) -> int | None:

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from quire.errors import ConfigError
 from quire.logs import get_logger
 from quire.metrics.keys import KeyPages
+from quire.server.adapters.roster import Roster
 from quire.server.app import Application
 from quire.server.engine import Engine
 from quire.server.settings import LogSection, ServerSettings, paths
@@ -92,14 +93,17 @@ async def serve(
     hand: Hand | None = None,
     stop: asyncio.Event | None = None,
     announce: bool = True,
-    on_serving: Callable[[], object] = lambda: None,
+    on_serving: Callable[[Application], object] = lambda _: None,
     keys: KeyPages | None = None,
+    roster: Roster | None = None,
 ) -> None:
     """Answer on `sockets`, or on the connections that `hand` is dealt, until `stop` is set (without one:
     until SIGTERM or SIGINT). Then let running requests finish for `shutdown_timeout` seconds and abort the
     rest. `on_serving` is called when connections are answered."""
-    application = Application(engine, settings, keys)
-    server = _Server(_config(application, settings), hand=hand, on_serving=on_serving)
+    application = Application(engine, settings, keys, roster)
+    server = _Server(
+        _config(application, settings), hand=hand, on_serving=functools.partial(on_serving, application)
+    )
     stop = stop or _stop_on_signals()
     if sockets is None:
         sockets = [bind(settings.http)] if hand is None else []

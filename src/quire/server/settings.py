@@ -12,6 +12,7 @@ from quire.config.sections import Option, Rule, options_of
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
 from quire.logs import get_logger, warn_once
+from quire.server.adapters.modules import Module, read_modules
 from quire.server.keys import Key, read_keys
 from quire.server.parsing import Parsers
 from quire.unbuilt import UNBUILT, is_switch, refuse
@@ -120,6 +121,26 @@ class ApiSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSection:
+    """Which adapters the server answers with, and where they may come from."""
+
+    lora_modules: tuple[str, ...] = ()
+    """Adapters by name: `name=path`, or JSON with name, path and base_model_name; needs enable_lora. A path
+    is a directory, a hub id or a url (s3://...)."""
+    lora_roots: tuple[str, ...] = ()
+    """Directories and urls below which clients may load adapters from. Default: those that hold the adapters
+    of lora_modules, and the model's own."""
+    lora_resolver_dir: str | None = None
+    """Directory or url with a folder for each adapter: a model that is not known is looked for there by its
+    name. Default: QUIRE_LORA_RESOLVER_CACHE_DIR, or none."""
+    lora_resolver_hub: tuple[str, ...] = ()
+    """Hub ids (org/name), or organizations, of adapters that clients may name. Default:
+    QUIRE_LORA_RESOLVER_HF_REPO_LIST, or none."""
+    lora_max_download_bytes: Annotated[int, Rule(at_least=1, human=True)] = 4 << 30
+    """Largest adapter that is fetched from a url."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
     """What is written down."""
 
@@ -147,6 +168,11 @@ class ServerSettings:
     access: AccessSection = field(default_factory=AccessSection)
     api: ApiSection = field(default_factory=ApiSection)
     log: LogSection = field(default_factory=LogSection)
+    adapters: AdapterSection = field(default_factory=AdapterSection)
+    modules: tuple[Module, ...] = ()
+    """Those of `lora_modules`, read."""
+    changes_adapters: bool = False
+    """Routes that load and unload adapters."""
     keys: tuple[Key, ...] = ()
     """Those of `api_key`, read."""
     max_sequences: int = MAX_SEQUENCES
@@ -170,6 +196,7 @@ SERVER_SECTIONS: dict[str, type] = {
     "http": HttpSection,
     "access": AccessSection,
     "api": ApiSection,
+    "adapters": AdapterSection,
     "log": LogSection,
 }
 
@@ -185,10 +212,6 @@ IGNORED: dict[str, bool] = {
 """vLLM's server flags without a use here, and whether they are switches: accepted, with one warning."""
 
 
-LISTS = ("lora_modules",)
-"""Those that take several values."""
-
-
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Every flag of the server, one group per section. Call it before `add_engine_flags`, which leaves out
     what the server has made its own."""
@@ -196,12 +219,12 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     hidden = parser.add_argument_group(HIDDEN_TITLE)
     for name in sorted(IGNORED.keys() | UNBUILT["server flag"].keys()):
         switch = IGNORED[name] if name in IGNORED else is_switch("server flag", name)
-        add_foreign_flag(hidden, name, switch=switch, several=name in LISTS, prefix=_PREFIX)
+        add_foreign_flag(hidden, name, switch=switch, prefix=_PREFIX)
 
 
 def add_api_flags(parser: argparse.ArgumentParser) -> None:
     """Those of what is answered, for commands that ask themselves. As above, before the engine's."""
-    add_section_flags(parser, {"api": ApiSection}, prefix=_PREFIX)
+    add_section_flags(parser, {"api": ApiSection, "adapters": AdapterSection}, prefix=_PREFIX)
 
 
 def server_settings(namespace: argparse.Namespace, env: Env | None = None) -> ServerSettings:
@@ -230,10 +253,12 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
             warn_once(logger, f"{name}={value!r} has no effect in Quire and is ignored")
         else:
             raise ConfigError(f"unknown server setting {name!r}")
-    if env is not None and env.api_key:
-        values.setdefault("api_key", (env.api_key,))
+    for name, value in _from_env(env).items():
+        values.setdefault(name, value)
     settings = ServerSettings(
         keys=read_keys(values.get("api_key", ())),
+        modules=read_modules(values.get("lora_modules", ())),
+        changes_adapters=env is not None and env.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         dev_mode=env is not None and env.server_dev_mode,
         responses=env.responses_store if env is not None and env.enable_responses_api_store else None,
@@ -244,6 +269,18 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
     )
     _check(settings)
     return settings
+
+
+def _from_env(env: Env | None) -> dict[str, Any]:
+    """What the deployer has set in place of flags."""
+    if env is None:
+        return {}
+    found = {
+        "api_key": (env.api_key,) if env.api_key else (),
+        "lora_resolver_dir": env.lora_resolver.cache_dir,
+        "lora_resolver_hub": tuple(sorted(paths(env.lora_resolver.hf_repo_list))),
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _texts(option: Option, value: Any) -> list[str]:

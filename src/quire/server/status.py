@@ -9,16 +9,15 @@ from starlette.responses import Response
 from quire.errors import EngineError
 from quire.server import replies
 from quire.server.document import replies_of
-from quire.server.errors import NotFound, error_info, error_response, json_response
-from quire.server.generate import Api
+from quire.server.errors import error_info, error_response, json_response
+from quire.server.generate import Api, no_model
 from quire.server.replies import ErrorReply
 
 
 def add_model_routes(app: FastAPI, api: Api) -> None:
     created = int(api.engine.facts.start_time)
 
-    def card(name: str) -> dict[str, Any]:
-        facts = api.engine.facts
+    def card(name: str, root: str, parent: str | None = None) -> dict[str, Any]:
         permission = {
             "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
             "object": "model_permission",
@@ -38,26 +37,33 @@ def add_model_routes(app: FastAPI, api: Api) -> None:
             "object": "model",
             "created": created,
             "owned_by": "quire",
-            "root": facts.root,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": api.engine.inputs.max_model_len,
             "permission": [permission],
         }
 
+    def cards() -> dict[str, dict[str, Any]]:
+        facts = api.engine.facts
+        found = {name: card(name, facts.root) for name in facts.model_names}
+        for each in api.adapters:
+            found[each.name] = card(each.name, each.root, each.base or facts.model_names[0])
+        return found
+
     @app.get("/v1/models", **replies_of(replies.ModelList, 503))
     async def list_models() -> Response:
-        """Every name that the model is served under, once it can be asked: clients wait for this answer."""
+        """Every name that the model and its adapters are served under, once it can be asked: clients wait for
+        this answer."""
         api.engine.check()
-        return json_response(
-            {"object": "list", "data": [card(name) for name in api.engine.facts.model_names]}
-        )
+        return json_response({"object": "list", "data": list(cards().values())})
 
     @app.get("/v1/models/{name:path}", **replies_of(replies.ModelCard, 404))
     async def show_model(name: str) -> Response:
         """One of the served names."""
-        if name not in api.engine.facts.model_names:
-            raise NotFound(f"The model `{name}` does not exist.", param="model")
-        return json_response(card(name))
+        found = cards().get(name)
+        if found is None:
+            raise no_model(name)
+        return json_response(found)
 
 
 def add_status_routes(app: FastAPI, api: Api) -> None:

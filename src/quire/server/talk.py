@@ -55,7 +55,7 @@ class Talk:
 async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "chatcmpl") -> Talk:
     """`kind` begins the id."""
     settings = api.settings.api
-    api.check_model(body.model, pools=False)
+    await api.check_model(body.model, pools=False)
     check_generate(body, max_n=settings.max_n, max_stops=_MAX_STOPS.get(kind, MAX_STOP_STRINGS))
     check_chat(body, trust_template=settings.trust_request_chat_template)
     use = tool_use(body, auto=api.parsers.auto)

@@ -23,7 +23,7 @@ async def answer_messages(api: Api, body: MessagesBody, request: Request) -> Res
 
 
 async def count_tokens(api: Api, body: CountBody, request: Request) -> Response:
-    api.check_model(body.model, pools=False)
+    await api.check_model(body.model, pools=False)
     check_template(body.chat_template, api.settings.api.trust_request_chat_template)
     prompt = await api.reader.count(await _as_chat(body, request, budgets=False))
     return json_response({"input_tokens": len(prompt.token_ids)})

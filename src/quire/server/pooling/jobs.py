@@ -20,8 +20,8 @@ from quire.server.prompts import PoolingInput, each_of
 Pooled = PoolingRequestOutput[PoolingOutput]
 
 
-def check_pooling(api: Api, body: PoolingBody) -> None:
-    api.check_model(body.model, pools=True)
+async def check_pooling(api: Api, body: PoolingBody) -> None:
+    await api.check_model(body.model, pools=True)
     check_fields(body)
 
 
@@ -72,7 +72,13 @@ async def _together(api: Api, job: Job) -> list[Pooled]:
         for prompt, params, id in zip(job.prompts, job.params, job.engine_ids(), strict=True):
             assert isinstance(params, PoolingParams)
             answer = api.engine.encode(
-                prompt, params, id, priority=job.priority, rank=job.rank, account=job.account
+                prompt,
+                params,
+                id,
+                priority=job.priority,
+                rank=job.rank,
+                account=job.account,
+                lora=job.lora,
             )
             tasks.append(asyncio.create_task(_only(answer)))
             await pause.after(1)

@@ -47,7 +47,7 @@ async def _score(
 ) -> tuple[Job, list[Pooled]]:
     """An output of one number for each pair: a cross-encoder reads both texts at once, of an embedding model
     it is the cosine of their embeddings."""
-    check_pooling(api, body)
+    await check_pooling(api, body)
     (_, firsts), (second, seconds) = sides.items()
     check_count(api, max(len(firsts), len(seconds)), second)
     matched = pairs(firsts, seconds)

@@ -29,7 +29,7 @@ def told_params(params: SamplingParams) -> dict[str, Any]:
 
 
 async def answer_tokens(api: Api, body: TokensBody, request: Request) -> Response:
-    api.check_model(body.model, pools=False)
+    await api.check_model(body.model, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")

@@ -75,7 +75,7 @@ _WHOLE = {"stream": False, "stream_options": None}
 
 async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> Response:
     given, asked, request = body.generate_response, body.chat_request, _free(request)
-    _check(api, body, [given])
+    await _check(api, body, [given])
     if asked is not None:
         talk = await begin_talk(api, asked.model_copy(update=_WHOLE), request)
     else:
@@ -92,7 +92,7 @@ async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> R
 
 async def derender_completion(api: Api, body: DerenderCompletionBody, request: Request) -> Response:
     given, asked, request = body.generate_responses, body.completion_request, _free(request)
-    _check(api, body, given)
+    await _check(api, body, given)
     if body.prompt_tokens is not None and len(body.prompt_tokens) != len(given):
         raise RequestError(
             f"prompt_tokens length ({len(body.prompt_tokens)}) must equal generate_responses length "
@@ -117,8 +117,8 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
     return json_response(_counted(found, sum(body.prompt_tokens or ())))
 
 
-def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, given: list[GivenTokens]) -> None:
-    api.check_model(body.model, pools=False)
+async def _check(api: Api, body: DerenderChatBody | DerenderCompletionBody, given: list[GivenTokens]) -> None:
+    await api.check_model(body.model, pools=False)
     if body.stream:
         raise RequestError("parts of a stream cannot be derendered; send the whole answer", param="stream")
     size, limit = max(map(_longest, given)), api.engine.inputs.max_model_len

@@ -21,7 +21,7 @@ def _tokenizer(api: Api) -> Tokenizer:
 
 
 async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
-    api.check_model(body.model)
+    await api.check_model(body.model)
     check_fields(body)
     tokenizer = _tokenizer(api)
     if isinstance(body, TokenizeChat):
@@ -40,7 +40,7 @@ async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
 
 
 async def detokenize(api: Api, body: DetokenizeBody) -> Response:
-    api.check_model(body.model)
+    await api.check_model(body.model)
     check_fields(body)
     tokenizer, ids, vocab = _tokenizer(api), body.tokens, api.engine.facts.vocab
     if ids and max(ids) >= vocab:

@@ -1,0 +1,383 @@
+"""Adapters over HTTP: their names answer like models, and only what is allowed can be loaded."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import httpx
+import pytest
+from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
+from fake_engine import FakeEngine
+
+from quire.config.env import Env
+from quire.errors import ConfigError
+from quire.server.adapters import resolver
+from quire.server.adapters.modules import Module, check_modules, read_modules
+from quire.server.adapters.places import Places
+from quire.server.adapters.roster import Roster
+from quire.server.app import Application
+from quire.server.errors import NotFound
+from quire.server.settings import make_settings
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+CHANGES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+PATIENCE_S = 60
+Use = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+def adapter(folder: Path, content: str = "{}") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(content)
+    (folder / "adapter_model.safetensors").write_text("weights")
+    return folder
+
+
+def an_engine(**given: Any) -> FakeEngine:
+    engine = FakeEngine(**given)
+    engine.operation.settings["lora"] = {"enable_lora": True}
+    return engine
+
+
+def with_client(
+    use: Use,
+    engine: FakeEngine,
+    settings: dict[str, Any] | None = None,
+    env: dict[str, str] = CHANGES,
+    roster: Roster | None = None,
+) -> None:
+    application = Application(engine, make_settings(settings or {}, env=Env.read(env)), roster=roster)
+    transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+
+    async def go() -> None:
+        await application.api.adapters.read_all()
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=PATIENCE_S
+        ) as client:
+            await use(client)
+        assert not application.api.adapters._users, "a request still holds its adapter"
+
+    asyncio.run(go())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# ---- the command line
+
+
+def test_modules_are_read_in_every_form() -> None:
+    found = read_modules(["a=./x", '{"name": "b", "path": "/y=z", "base_model_name": "m"}', "c=s3://k/v"])
+    assert found == (Module("a", "./x"), Module("b", "/y=z", base="m"), Module("c", "s3://k/v"))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["a"], "name=path"),
+        (["=x"], "1 to 256 characters"),
+        (["a="], "name=path"),
+        (["a=x", "a=y"], "two adapters"),
+        (["{nope"], "no valid JSON"),
+        (['{"name": "a"}'], "`name` and `path`"),
+        (['{"name": "a", "path": 1}'], "path must be a text"),
+        (['{"name": "a", "path": "x", "rank": 1}'], "unknown field 'rank'"),
+        (["a\tb=x"], "printable"),
+    ],
+)
+def test_modules_that_are_none_are_refused(values: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_settings({"lora_modules": values})
+
+
+def test_modules_need_adapters_and_names_of_their_own(tmp_path: Path) -> None:
+    modules = read_modules(["a=x"])
+    with pytest.raises(ConfigError, match="needs enable_lora"):
+        check_modules(modules, enabled=False, served=["m"])
+    with pytest.raises(ConfigError, match="'a' is the name of the model"):
+        check_modules(modules, enabled=True, served=["m", "a"])
+    with pytest.raises(ConfigError, match=f"No adapter found for '{tmp_path}/none'"):
+        Application(an_engine(), make_settings({"lora_modules": [f"a={tmp_path}/none"]}))
+
+
+# ---- requests
+
+
+def test_every_route_answers_to_the_name_of_an_adapter(tmp_path: Path) -> None:
+    engine, path = an_engine(answer="Hi"), adapter(tmp_path / "a")
+    chat, plain = {"messages": MESSAGES}, {"prompt": "ab"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, chat),
+        (CHAT, chat | {"use_beam_search": True, "n": 2, "max_tokens": 2}),
+        (COMPLETIONS, plain),
+        ("/v1/messages", chat | {"max_tokens": 4}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES]}),
+        ("/invocations", plain),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
+        ("/v1/completions/render", plain),
+        ("/tokenize", plain),
+    ]
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for route, body in bodies:
+            num_before = len(engine.loras)
+            reply = await client.post(route, json=body | {"model": "sup/port"})
+            assert reply.status_code == 200, reply.text
+            answer = reply.json()[0] if route.endswith("render") else reply.json()
+            assert answer.get("model", "sup/port") == "sup/port"
+            assert {lora and lora.lora_path for lora in engine.loras[num_before:]} <= {str(path)}
+            assert len(engine.loras) > num_before or route in ("/v1/completions/render", "/tokenize")
+        reply = await client.post(CHAT, json=chat | {"model": "also-fake"})
+        assert reply.json()["model"] == "fake" and engine.loras[-1] is None
+        refused(await client.post(CHAT, json=chat | {"model": "support"}), 404)
+        assert "a `model`" in refused(await client.post(CHAT, json=chat | {"lora_request": {}}))["message"]
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert list(cards) == ["fake", "also-fake", "sup/port"]
+        assert (cards["sup/port"]["root"], cards["sup/port"]["parent"]) == (str(path), "fake")
+        assert (await client.get("/v1/models/sup/port")).json() == cards["sup/port"]
+
+    with_client(use, engine, {"lora_modules": [f"sup/port={path}"]})
+
+
+def test_pooling_models_have_adapters_too(tmp_path: Path) -> None:
+    engine, path = an_engine(pooling=EMBEDDER), adapter(tmp_path / "a")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        reply = await client.post("/v1/embeddings", json={"input": ["a", "b"], "model": "a"})
+        assert reply.json()["model"] == "a"
+        assert [lora and lora.lora_name for lora in engine.loras] == ["a", "a"]
+
+    with_client(use, engine, {"lora_modules": [f"a={path}"]})
+
+
+# ---- loading and unloading
+
+
+def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) -> None:
+    good, broken = adapter(tmp_path / "in/good"), adapter(tmp_path / "in/broken", "")
+    outside = adapter(tmp_path / "out/a")
+    (tmp_path / "in/link").symlink_to(outside)
+    linked = adapter(tmp_path / "in/linked")
+    (linked / "adapter_model.safetensors").unlink()
+    (linked / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    inside = str(tmp_path / "in")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        async def load(path: object, name: object = "x", **more: Any) -> httpx.Response:
+            return await client.post(LOAD, json={"lora_name": name, "lora_path": str(path), **more})
+
+        done = await load(good)
+        assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'x' added successfully.")
+        assert done.headers["content-type"].startswith("text/plain")
+        again = refused(await load(good))
+        assert again["type"] == "InvalidUserInput" and "already been loaded" in again["message"]
+        assert (await load(good, load_inplace=True)).status_code == 200
+        for place in (
+            outside,
+            f"{inside}/../out/a",
+            f"{inside}/link",
+            linked,
+            "/",
+            "~",
+            "s3://k/a",
+            "file:///",
+        ):
+            assert refused(await load(place, "y"), 403)["type"] == "PermissionDeniedError"
+        for place in (f"{inside}/none", inside, f"{inside}/a\0b", f"{inside}/{'a' * 5000}"):
+            message = refused(await load(place, "y"), 404)["message"]
+            assert message.startswith("Loading lora y failed: No adapter found for")
+        assert "q_proj.lora_A" in refused(await load(broken, "y"))["message"]
+        for name in ("", "fake", "a" * 257, "a\n"):
+            assert refused(await load(good, name))["type"] == "InvalidUserInput"
+        for body in ({}, {"lora_name": "y"}, {"lora_path": inside}):
+            assert refused(await client.post(LOAD, json=body))["type"] == "InvalidUserInput"
+        for body in ({"lora_name": 1}, {"lora_name": "y", "lora_path": ["a"]}, []):
+            refused(await client.post(LOAD, json=body))
+        for name, status in (("x", 200), ("x", 404), ("../x", 404), ("fake", 404)):
+            gone = await client.post(UNLOAD, json={"lora_name": name})
+            assert gone.status_code == status
+        assert refused(await client.post(UNLOAD, json={}))["type"] == "InvalidUserInput"
+        assert refused(gone, 404)["message"] == "The lora adapter 'fake' cannot be found."
+
+    engine = an_engine()
+    with_client(use, engine, {"lora_roots": [inside]})
+    assert not engine.adapters
+
+
+def test_without_leave_nothing_can_be_loaded() -> None:
+    async def absent(client: httpx.AsyncClient) -> None:
+        assert (await client.post(LOAD, json={})).status_code == 404
+
+    async def off(client: httpx.AsyncClient) -> None:
+        body = {"lora_name": "a", "lora_path": "/a"}
+        assert "--enable-lora" in refused(await client.post(LOAD, json=body))["message"]
+
+    with_client(absent, an_engine(), env={})
+    with_client(off, FakeEngine())
+
+
+def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(tmp_path: Path) -> None:
+    engine, path = an_engine(answer="x" * 50), adapter(tmp_path / "a")
+    body = {"prompt": "ab", "model": "a", "max_tokens": 50}
+
+    async def use(client: httpx.AsyncClient) -> None:
+        engine.step_s = 0.02
+        answering = asyncio.create_task(client.post(COMPLETIONS, json=body))
+        await until(lambda: engine.num_in_flight == 1)
+        leaving = asyncio.create_task(client.post(UNLOAD, json={"lora_name": "a"}))
+        while (await client.get("/v1/models/a")).status_code != 404:
+            await asyncio.sleep(0.01)
+        refused(await client.post(COMPLETIONS, json=body), 404)
+        refused(await client.post(UNLOAD, json={"lora_name": "a"}), 404)
+        loading = asyncio.create_task(client.post(LOAD, json={"lora_name": "a", "lora_path": str(path)}))
+        assert "a" in engine.adapters and not leaving.done() or answering.done()
+        assert (await answering).json()["choices"][0]["text"] == "x" * 50
+        assert (await leaving).status_code == 200
+        assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
+
+    with_client(use, engine, {"lora_modules": [f"a={path}"]})
+
+
+def test_an_adapter_is_loaded_once_however_many_ask_at_once(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        body = {"lora_name": "x", "lora_path": str(path)}
+        replies = await asyncio.gather(*(client.post(LOAD, json=body) for _ in range(8)))
+        assert sorted(reply.status_code for reply in replies) == [200, *[400] * 7]
+
+    with_client(use, an_engine(step_s=0.01), {"lora_roots": [str(tmp_path)]})
+
+
+def test_processes_have_one_roster(tmp_path: Path) -> None:
+    """What one API process loads and unloads, the others answer to or do not, at once."""
+    file = tmp_path / "roster"
+    Roster.create(file, [Module("a", "x", "/x")])
+    one, other = Roster(file), Roster(file)
+    assert list(other.all()) == ["a"] and not other.is_read
+    one.put(Module("b", "y", "/y"))
+    assert list(other.all()) == ["a", "b"]
+    assert other.drop("a") == Module("a", "x", "/x") and other.drop("a") is None
+    assert list(one.all()) == ["b"]
+    one.mark_read()
+    assert other.is_read
+
+    async def in_turn() -> list[str]:
+        order = []
+
+        async def change(roster: Roster, who: str) -> None:
+            async with roster.only("b"):
+                order.append(who)
+                await asyncio.sleep(0.1)
+                order.append(who)
+
+        await asyncio.gather(change(one, "one"), change(other, "other"))
+        return order
+
+    order = asyncio.run(in_turn())
+    assert order[0] == order[1] and order[2] == order[3]
+
+
+# ---- found by name
+
+
+def test_a_folder_for_each_customer(tmp_path: Path) -> None:
+    folder = tmp_path / "customers"
+    adapter(folder / "acme"), adapter(folder / "broken", ""), adapter(tmp_path / "secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "empty").mkdir()
+
+    async def use(client: httpx.AsyncClient) -> None:
+        async def ask(name: str) -> httpx.Response:
+            return await client.post(COMPLETIONS, json={"prompt": "ab", "model": name})
+
+        assert {reply.json()["model"] for reply in await asyncio.gather(*map(ask, ["acme"] * 4))} == {"acme"}
+        strange = (
+            "none",
+            "empty",
+            "link",
+            ".",
+            "..",
+            "../secret",
+            "acme/../acme",
+            "/",
+            "a\0b",
+            "ż" * 300,
+            "\\",
+        )
+        for name in strange:
+            refused(await ask(name), 404)
+        for _ in range(2):
+            assert "q_proj" in refused(await ask("broken"))["message"]
+        adapter(folder / "late")
+        assert (await ask("late")).status_code == 200
+        assert (await client.post(UNLOAD, json={"lora_name": "acme"})).status_code == 200
+
+    engine = an_engine()
+    with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
+    assert list(engine.adapters) == ["late"]
+
+
+def test_hub_ids_are_found_if_they_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter(tmp_path / "a")
+    monkeypatch.setattr("quire.server.adapters.places.fetch_adapter", lambda repo: path)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        for name, status in (("org/any", 200), ("me/one", 200), ("me/two", 404), ("org", 404)):
+            reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": name})
+            assert reply.status_code == status, reply.text
+
+    with_client(use, an_engine(), {"lora_resolver_hub": ["org/*", "me/one"]})
+
+
+def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    store = fsspec.filesystem("memory")
+    for name, content in (("acme", b"weights"), ("large", b"x" * 5000)):
+        store.pipe({f"/k/{name}/adapter_config.json": b"{}", f"/k/{name}/adapter_model.bin": content})
+    store.pipe("/other/a/adapter_config.json", b"{}")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        async def load(place: str, status: int) -> str:
+            reply = await client.post(LOAD, json={"lora_name": "x", "lora_path": place})
+            assert reply.status_code == status, reply.text
+            return reply.text
+
+        reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": "acme"})
+        assert reply.status_code == 200, reply.text
+        refused(await client.post(COMPLETIONS, json={"prompt": "ab", "model": "none"}), 404)
+        await load("memory://k/none", 404)
+        for place in (
+            "memory://other/a",
+            "memory://k/../other/a",
+            "memory://kk/a",
+            "zip://a::memory://k/acme",
+        ):
+            await load(place, 403)
+        assert "--lora-max-download-bytes" in await load("memory://k/large", 400)
+        await load("memory://k/acme", 200)
+
+    engine = an_engine()
+    with_client(use, engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000})
+    found = {Path(lora.lora_path) for lora in engine.adapters.values()}
+    assert len(found) == 1, "the same adapter is kept once"
+    assert (found.pop() / "adapter_model.bin").read_bytes() == b"weights"
+
+
+def test_a_url_that_nothing_here_can_read_says_what_is_missing(tmp_path: Path) -> None:
+    places = Places(cache=tmp_path, max_bytes=1)
+    with pytest.raises(ValueError, match="nope.*cannot be read"):
+        places.for_operator("nope://a/b")
+    with pytest.raises(NotFound, match="No adapter found for 'memory://k/none'"):
+        places.for_operator("memory://k/none")
+
+
+def test_names_that_were_not_found_are_not_looked_for_again_at_once(tmp_path: Path) -> None:
+    found = resolver.Resolver("memory://k", Places(roots=["memory://k"], cache=tmp_path, max_bytes=1))
+    assert found.may_have("gone") and found.find("gone") is None
+    assert not found.may_have("gone")
