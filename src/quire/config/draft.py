@@ -11,6 +11,7 @@ from quire.config.families.dense import llama
 from quire.config.keys import Keys
 from quire.config.layout import cache_specs, has_states
 from quire.config.model import Checkpoint, read_checkpoint
+from quire.config.shares import of_one
 from quire.errors import ConfigError
 
 _PREDICTS = (
@@ -44,6 +45,10 @@ class Draft:
     @property
     def facts(self) -> ArchFacts:
         return self.checkpoint.facts
+
+    def of_one(self, num_devices: int) -> ArchFacts:
+        """What each device has of it."""
+        return of_one(self.facts, num_devices)
 
 
 def read_draft(method: str, target: Checkpoint, num_tokens: int, path: Path | None = None) -> Draft:

@@ -92,12 +92,6 @@ class EngineConfig:
         with_experts = not parallel.enable_expert_parallel
         return of_one(self.checkpoint.facts, parallel.tensor_parallel_size, with_experts=with_experts)
 
-    @property
-    def own_draft(self) -> ArchFacts | None:
-        """The same of its draft."""
-        size = self.parallel.tensor_parallel_size
-        return None if self.draft is None else of_one(self.draft.facts, size)
-
 
 def resolve(
     given: Mapping[str, Any],

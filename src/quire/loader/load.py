@@ -80,17 +80,18 @@ def load_model(
     what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
-    `quant` is how those of other files are stored, or are to be kept. The share of the weights
-    that is there is told to `tell` as it grows. With `ep` each worker has some of the experts. Layers
-    take `adapters` beside their weights; `partly`: most of the checkpoint is another model's.
+    `quant` is how those of other files are stored, or are to be kept. How much is there is told to `tell`.
+    With `ep` each worker has some experts; `partly`: most of the checkpoint is another model's.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
         kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
-    stored = source.shapes({})
-    plain = PlainFormat(_narrow(checkpoint, dtype, device))
-    is_stored = partial(_is_stored, stored)
+    stored, plain = source.shapes({}), PlainFormat(_narrow(checkpoint, dtype, device))
+
+    def is_stored(name: str) -> bool:
+        return _stored_name(name, stored) in stored
+
     format = source.format(plain) if packed else plain
     if quant is not None:
         format = SchemeFormat(quant, plain, is_stored if stored else None)

@@ -73,7 +73,10 @@ class Worker:
         """The type of the cache."""
         facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
-        drafting = () if config.own_draft is None else cache_specs(config.own_draft)
+        self._own_draft: ArchFacts | None = None
+        if config.draft is not None:
+            self._own_draft = config.draft.of_one(parallel.tensor_parallel_size)
+        drafting = () if self._own_draft is None else cache_specs(self._own_draft)
         whole = layout((*cache_specs(facts), *drafting), config.model.max_model_len)
         num_layers = len(facts.layers)
         behind = range(num_layers, num_layers + len(drafting) * self.stage.is_last)
@@ -156,8 +159,8 @@ class Worker:
         )
         if slots is not None:
             self._open_slots(slots)
-        if config.draft is not None and config.own_draft is not None and self.stage.is_last:
-            backend = self._backend(config.own_draft)
+        if config.draft is not None and self._own_draft is not None and self.stage.is_last:
+            backend = self._backend(self._own_draft)
             self.draft = load_draft(config, config.draft, backend, self.device, self.world)
             self.drafter = open_drafter(config, self.draft, self.model, backend)
         if self.ep is not None and self.ep.is_counted:
@@ -202,8 +205,8 @@ class Worker:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
-            if config.own_draft is not None:
-                self._needs = self._needs.beside(draft_bytes(config, config.own_draft))
+            if self._own_draft is not None:
+                self._needs = self._needs.beside(draft_bytes(config, self._own_draft))
         if self.adapters is not None:
             self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
         return self._cache_size(self._needs)
