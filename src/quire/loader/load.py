@@ -88,10 +88,7 @@ def load_model(
         kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored, plain = source.shapes({}), PlainFormat(_narrow(checkpoint, dtype, device))
-
-    def is_stored(name: str) -> bool:
-        return _stored_name(name, stored) in stored
-
+    is_stored = partial(_is_stored, stored)
     format = source.format(plain) if packed else plain
     if quant is not None:
         format = SchemeFormat(quant, plain, is_stored if stored else None)
