@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quire import LLM, SamplingParams
+from quire import LLM, RequestOutputKind, SamplingParams
 
 WORD = {"type": "string", "minLength": 1, "maxLength": 16}
 RECORD = {
@@ -99,7 +99,12 @@ def run(llm: LLM, kinds: list[str], num_tokens: int, clocks: list[Clock]) -> tup
     engine = llm.llm_engine
     for row, kind in enumerate(kinds):
         params = SamplingParams(
-            temperature=1.0, seed=row, max_tokens=num_tokens, ignore_eos=True, structured_outputs=ASKED[kind]
+            temperature=1.0,
+            seed=row,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            structured_outputs=ASKED[kind],
+            output_kind=RequestOutputKind.FINAL_ONLY,  # text is made in another process of a server
         )
         engine.add_request(f"{kind}-{row}", [5 + row, 6, 7, 8], params)
     steps, last, spent, until = [], time.perf_counter(), 0.0, 0.0

@@ -81,7 +81,7 @@ def test_memory_falls_and_the_tokens_stay(model: Path, name: str) -> None:
         given = free_bytes() - resident
         assert given > 0.9 * (CACHE_BYTES + weights), f"level {level}: {given} of {CACHE_BYTES + weights}"
         llm.wake_up(tags=["weights"])
-        assert resident + given - free_bytes() > 0.9 * weights
+        assert resident + given - free_bytes() > 0.8 * weights
         llm.wake_up(tags=["kv_cache"])
         assert llm.collective_rpc(num_graphs)[0] == graphs
         assert llm.collective_rpc("memory_stats")[0]["weights"] == weights
@@ -130,11 +130,13 @@ def test_weights_fit_and_the_cache_does_not(
         llm.sleep(level)
         # Of two workers none, or one, has room for its cache.
         left = weights + CACHE_BYTES * (3 if where else 1) // 2
-        taken = torch.empty(free_bytes() - left, dtype=torch.uint8, device="cuda")
-        with pytest.raises(EngineError, match="memory"):
-            llm.wake_up()
-        del taken
-        torch.cuda.empty_cache()
+        taken = [torch.empty(free_bytes() - left, dtype=torch.uint8, device="cuda")]
+        try:
+            with pytest.raises(EngineError, match="memory"):
+                llm.wake_up()
+        finally:
+            taken.clear()
+            torch.cuda.empty_cache()
         llm.wake_up()
         assert said(llm) == expected, f"level {level}"
     llm.llm_engine.close()
@@ -158,13 +160,17 @@ def test_cores_sleep_in_processes_of_their_own(model: Path, monkeypatch: pytest.
     expected, resident = said(llm), free_bytes()
     weights = [each["weights"] for each in llm.collective_rpc("memory_stats")]
     assert len(weights) == 2
-    for level in (2, 1, 2):
+    awake = []
+    for level in (2, 1, 2, 2):
         llm.sleep(level)
         given = free_bytes() - resident
         assert given > 0.9 * (2 * CACHE_BYTES + sum(weights)), f"level {level}: {given}"
         llm.wake_up()
-        assert abs(free_bytes() - resident) < 0.2 * CACHE_BYTES
+        awake.append(free_bytes())
         assert said(llm) == expected, f"level {level}"
+    # What torch keeps for itself may be more than before the first sleep, and does not grow.
+    assert abs(awake[0] - resident) < 0.5 * CACHE_BYTES
+    assert awake[0] - awake[-1] < 0.1 * CACHE_BYTES, awake
     llm.llm_engine.close()
 
 

@@ -124,8 +124,8 @@ def together(llm: LLM, asked: list[SamplingParams]) -> list[list[int]]:
     for row, params in enumerate(asked):
         engine.add_request(str(row), PROMPT, params)
     scheduler = engine.core.scheduler
-    while any(map(scheduler.constraints.holds, scheduler.requests.values())):
-        scheduler.constraints.wait(60)
+    while scheduler.gates.is_awaiting:
+        scheduler.gates.wait(60)
         assert not scheduler.settle()
     while engine.has_unfinished_requests():
         for output in engine.step():
