@@ -1,28 +1,33 @@
 """How many drafts pay: by what became of the last ones, and by what a step was seen to cost.
 
-A step of B rows with M drafts takes c(B + M) seconds and gives B + G tokens, where G is how many of the drafts
-are expected to be right. The M that makes tokens per second most is chosen each step, and the drafts are those
-with the best chances. Both sides are learned: chances by row, costs by number of rows and of tokens a row.
+A step of B rows with M drafts takes c(B + M) seconds and gives B + G tokens, where G is how many of the
+drafts are expected to be right. The M that makes tokens per second most is chosen each step, and the drafts
+are those with the best chances. Both sides are learned: chances by row, costs by rows and by tokens a row.
 
 What was learned can be wrong, so there is an account besides. It gets a small part of the time of every step;
 steps with drafts put in what they won against a plain step, and take out what they lost. Below zero there are
-no drafts, which bounds the loss on any workload. Trials, of rows for which drafts seem not to pay, are paid out
-of a purse that fills as slowly.
+no drafts, which bounds the loss on any workload. Trials, of rows for which drafts seem not to pay, are as
+rare as a purse allows that fills as slowly.
 """
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.plan import Ints
+from quire.sched.running import RowIds
 
 Floats = NDArray[np.float64]
 
-INCOME = 0.01
-"""Part of the time of a step that losses may take, and as much again that trials may."""
+INCOME = 0.015
+"""Part of the time of all steps that drafts may lose, and that trials may cost."""
 SAVINGS = 4.0
-"""Plain steps that account and purse hold at most, and at first."""
+"""Plain steps that are in account and purse at first, and at most in the purse."""
+MAX_PROFIT = 64.0
+"""Plain steps that the account holds at most."""
 TRIAL_LEN = 2
 WORTH = 1.01
 """Gain from which on drafts are worth it."""
@@ -30,13 +35,13 @@ REFRESH = 64
 """Steps with drafts after which a plain one is measured."""
 NUM_FIRST = 3
 """First measurements, of which the least counts: what disturbs a step makes it longer."""
-_FORGET = 0.9
+_FORGET = 0.95
 """What is left of a row's evidence after each draft."""
 _FORGET_ALL = 0.98
 _PRIOR_WEIGHT = 2.0
-_LEVELS = 16
-"""Of a chance."""
-_RATIOS = (1.0, 1.0625, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 13.0, 19.0, 27.0)
+_LEVELS, _CUTS = 12, 48
+"""Of a chance; and of how likely a draft must be."""
+_RATIOS = np.array([1.0, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 13.0, 19.0, 27.0])
 """Tokens a row at which costs are kept."""
 _PRIOR_SLOPE = 0.25
 """What a token more for each row costs, in plain steps, until it was measured."""
@@ -47,32 +52,35 @@ class Pace:
 
     def __init__(self, *, max_rows: int, most: int) -> None:
         self._most = most
-        # By row, and over all in the last place: how often the first draft was right, how often a later one
-        # was if those before it were, and how often each was seen.
-        self._right: Floats = np.zeros((2, max_rows + 1))
-        self._seen: Floats = np.zeros((2, max_rows + 1))
-        self._right[:, -1], self._seen[:, -1] = 0.5, 1.0
+        self._first, self._later = _Chances(max_rows), _Chances(max_rows)
+        """Of the first draft of a row, and of any other if those before it were right."""
+        self._levels: NDArray[np.intp] = np.zeros(max_rows, np.intp)
+        """Of both chances of a row."""
         self._tested: NDArray[np.int64] = np.zeros(max_rows, np.int64)
         """When a row last had drafts."""
         self._step = 0
         self._costs: dict[int, _Costs] = {}
         self._account = self._purse = 0.0
-        levels = (np.arange(_LEVELS) + 0.5) / _LEVELS
-        gains = levels[:, None, None] * levels[None, :, None] ** np.arange(most)
-        flat = gains.ravel()
-        self._order = np.argsort(-flat, kind="stable")
-        """Drafts of all kinds (chances, and place in the draft), the most likely first."""
-        self._gains = flat[self._order]
-        bounds = np.geomspace(1.0, 0.005, 64)
-        self._cuts = np.unique(np.searchsorted(-self._gains, -bounds, "right"))
-        """The numbers of kinds that may be taken."""
+        self._reserved = 0.0
+        """What the last trial may cost; it goes back into the purse if nobody had an idea what to try."""
+        chances = (np.arange(_LEVELS) + 0.5) / _LEVELS
+        likely = (chances[:, None, None] * chances[:, None] ** np.arange(most)).reshape(-1, most)
+        taken = likely >= np.geomspace(1.0, 0.005, _CUTS)[:, None, None]
+        none = np.zeros((_CUTS, _LEVELS**2, 1))
+        self._num = np.concatenate([none, taken.cumsum(2)], 2).astype(np.float32)
+        """[cut, level, most]: the drafts of a row with such chances that are as likely as the cut or more."""
+        self._gain = np.concatenate([none, (taken * likely).cumsum(2)], 2).astype(np.float32)
+        """How many of them are right."""
+        self._num_uncapped, self._gain_uncapped = self._num[:, :, -1].copy(), self._gain[:, :, -1].copy()
 
     def admit(self, row: int) -> None:
         """A request takes a row, and nothing is known of it."""
-        self._right[:, row] = self._seen[:, row] = 0.0
+        self._first.clear(row)
+        self._later.clear(row)
         self._tested[row] = 0
+        self._note(np.array([row]))
 
-    def lengths(self, rows: Ints, available: Ints | None = None, budget: int | None = None) -> Ints:
+    def lengths(self, rows: Ints | RowIds, available: Ints | None = None, budget: int | None = None) -> Ints:
         """The drafts that each of these rows is to have, all that decode in the next step: as many as there
         are, and `budget` in all, at most."""
         num_rows = len(rows)
@@ -83,43 +91,46 @@ class Pace:
         costs = self._costs_of(num_rows)
         if costs.is_due() or self._account < 0:
             return none
-        caps = np.full(num_rows, self._most) if available is None else np.minimum(available, self._most)
-        levels = self._levels(rows)
-        kinds, taken = self._best(costs, levels, caps, num_rows, budget)
-        lengths = none if kinds == 0 else np.minimum(taken[levels], caps)
-        lengths = self._with_trials(costs, rows, lengths, caps)
+        if available is not None:
+            available = np.minimum(available, self._most)
+        lengths = self._best(costs, self._levels.take(rows), available, budget)
+        lengths = self._with_trials(costs, rows, lengths, available)
         if budget is not None and int(lengths.sum()) > budget:
             lengths = np.clip(budget - (np.cumsum(lengths) - lengths), 0, lengths)
         self._tested[rows[lengths > 0]] = self._step
-        return lengths.astype(np.int32)
+        return lengths
 
-    def learn(self, rows: Ints, num_drafts: Ints, num_accepted: Ints) -> None:
+    def learn(self, rows: Ints | RowIds, num_drafts: Ints, num_accepted: Ints) -> None:
         """So many drafts of these rows were accepted."""
         has = num_drafts > 0
-        if not has.any():
-            return
-        rows, drafts, accepted = rows[has], num_drafts[has], num_accepted[has]
-        seen = np.stack([np.ones(len(rows)), np.minimum(accepted, drafts - 1)])
-        seen[1] -= (accepted == 0) * 0.0
-        right = np.stack([(accepted > 0).astype(np.float64), np.maximum(accepted - 1, 0)])
-        for table, news in ((self._right, right), (self._seen, seen)):
-            table[:, rows] = table[:, rows] * _FORGET + news
-            kept = _FORGET_ALL ** min(len(rows), 64)
-            table[:, -1] = table[:, -1] * kept + news.sum(1) * (1 - kept) / (1 - _FORGET_ALL) / len(rows)
+        if not has.all():
+            rows, num_drafts, num_accepted = rows[has], num_drafts[has], num_accepted[has]
+        if len(rows):
+            rows = rows.astype(np.intp)
+            self._first.learn(rows, (num_accepted > 0).astype(np.float64), np.ones(len(rows)))
+            self._later.learn(rows, np.maximum(num_accepted - 1, 0), np.minimum(num_accepted, num_drafts - 1))
+            self._note(rows)
 
     def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None:
         """A step of decodes alone took so long; of its drafts so many were accepted."""
         costs = self._costs_of(num_rows)
-        before = costs.plain
-        costs.add(num_tokens / num_rows, seconds)
+        ratio, is_first = num_tokens / num_rows, not costs.plain
+        took = min(seconds, 2 * costs.plain * costs.at(ratio))
+        costs.add(ratio, seconds)
         plain = costs.plain
-        if not before:
-            self._account = self._purse = SAVINGS * plain
+        if is_first:
+            if len(self._costs) == 1:
+                self._account = self._purse = SAVINGS * plain
             return
-        took = min(seconds, 2 * plain * costs.at(num_tokens / num_rows))
+        if num_tokens == num_rows:
+            self._purse += self._reserved
+        self._reserved = 0.0
         won = plain * (1 + num_accepted / num_rows) - took if num_tokens > num_rows else 0.0
-        self._account = min(self._account + won + INCOME * took, SAVINGS * plain)
+        self._account = min(self._account + won + INCOME * took, MAX_PROFIT * plain)
         self._purse = min(self._purse + INCOME * took, SAVINGS * plain)
+
+    def _note(self, rows: RowIds) -> None:
+        self._levels[rows] = self._first.levels(rows) * _LEVELS + self._later.levels(rows)
 
     def _costs_of(self, num_rows: int) -> "_Costs":
         at = int(8 * math.log2(num_rows))
@@ -128,55 +139,77 @@ class Pace:
             self._costs[at] = _Costs(None if near is None else self._costs[near])
         return self._costs[at]
 
-    def _levels(self, rows: Ints) -> NDArray[np.intp]:
-        """Which chances each row has."""
-        common = self._right[:, -1:] / self._seen[:, -1:]
-        chance = (self._right[:, rows] + _PRIOR_WEIGHT * common) / (self._seen[:, rows] + _PRIOR_WEIGHT)
-        first, later = np.minimum((chance * _LEVELS).astype(np.intp), _LEVELS - 1)
-        return first * _LEVELS + later
-
     def _best(
-        self, costs: "_Costs", levels: NDArray[np.intp], caps: Ints, num_rows: int, budget: int | None
-    ) -> tuple[int, Ints]:
-        """How many kinds of drafts are taken, and what that makes of each level: how many places."""
-        width = self._most + 1
-        counts = np.bincount(levels * width + caps, minlength=_LEVELS**2 * width).reshape(-1, width)
-        reach = counts[:, :0:-1].cumsum(1)[:, ::-1].ravel()[self._order]
-        num_drafts = np.concatenate(([0], reach.cumsum()))[self._cuts]
-        gained = np.concatenate(([0.0], (reach * self._gains).cumsum()))[self._cuts]
+        self, costs: "_Costs", levels: NDArray[np.intp], available: Ints | None, budget: int | None
+    ) -> Ints:
+        """The drafts of each row that make tokens per second most."""
+        num_rows, width = len(levels), self._most + 1
+        if available is None:
+            counts = np.bincount(levels, minlength=_LEVELS**2).astype(np.float32)
+            num, gained = self._num_uncapped @ counts, self._gain_uncapped @ counts
+        else:
+            counts = np.bincount(levels * width + available, minlength=_LEVELS**2 * width).astype(np.float32)
+            num, gained = self._num.reshape(_CUTS, -1) @ counts, self._gain.reshape(_CUTS, -1) @ counts
         if budget is not None:
-            over = np.maximum(num_drafts / budget, 1.0)
-            num_drafts, gained = num_drafts / over, gained / over
-        score = (num_rows + gained) / costs.curve(1 + num_drafts / num_rows)
+            over = np.maximum(num / budget, 1.0)
+            num, gained = num / over, gained / over
+        score = (num_rows + gained) / costs.curve(1 + num / num_rows)
         best = int(score.argmax())
         if score[best] < WORTH * num_rows:
-            return 0, _NONE
-        kinds = int(self._cuts[best])
-        return kinds, np.bincount(self._order[:kinds] // self._most, minlength=_LEVELS**2)
+            return np.zeros(num_rows, np.int32)
+        lengths: Ints = self._num_uncapped[best, levels].astype(np.int32)
+        return lengths if available is None else np.minimum(lengths, available)
 
-    def _with_trials(self, costs: "_Costs", rows: Ints, lengths: Ints, caps: Ints) -> Ints:
+    def _with_trials(
+        self, costs: "_Costs", rows: Ints | RowIds, lengths: Ints, available: Ints | None
+    ) -> Ints:
         """With drafts for rows that have none, those first that had none for longest: as many as the purse
         can pay for."""
-        idle = np.flatnonzero((lengths == 0) & (caps > 0))
-        if not len(idle):
+        is_idle = lengths == 0 if available is None else (lengths == 0) & (available > 0)
+        if not is_idle.any():
             return lengths
+        idle = np.flatnonzero(is_idle)
         num_rows, taken = len(rows), int(lengths.sum())
         before, count = costs.at(1 + taken / num_rows), len(idle)
-        while count:
+        while True:
             price = costs.plain * (costs.at(1 + (taken + TRIAL_LEN * count) / num_rows) - before)
             if price <= self._purse:
                 break
+            if count == 1:
+                if self._purse < 0.99 * SAVINGS * costs.plain:
+                    return lengths
+                break  # it will not get fuller
             count //= 2
-        if not count:
-            return lengths
-        self._purse -= price
+        self._purse, self._reserved = self._purse - price, price
         tried = idle[np.argsort(self._tested[rows[idle]], kind="stable")[:count]]
-        lengths = lengths.copy()
-        lengths[tried] = np.minimum(caps[tried], TRIAL_LEN)
+        lengths[tried] = (
+            min(TRIAL_LEN, self._most) if available is None else available[tried].clip(0, TRIAL_LEN)
+        )
         return lengths
 
 
-_NONE: Ints = np.empty(0, np.int32)
+class _Chances:
+    """How often drafts were right lately: by row, and over all rows for those of which little is known."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._right, self._seen = np.zeros(max_rows), np.zeros(max_rows)
+        self._all_right, self._all_seen = 0.5, 1.0
+
+    def clear(self, row: int) -> None:
+        self._right[row] = self._seen[row] = 0.0
+
+    def levels(self, rows: RowIds) -> NDArray[np.intp]:
+        """Of _LEVELS, the one that the chance of each row is at."""
+        right = self._right.take(rows) + _PRIOR_WEIGHT * (self._all_right / self._all_seen)
+        level = (right * _LEVELS / (self._seen.take(rows) + _PRIOR_WEIGHT)).astype(np.intp)
+        return np.minimum(level, _LEVELS - 1)
+
+    def learn(self, rows: RowIds, right: NDArray[Any], seen: NDArray[Any]) -> None:
+        self._right[rows] = self._right.take(rows) * _FORGET + right
+        self._seen[rows] = self._seen.take(rows) * _FORGET + seen
+        forget = _FORGET_ALL ** min(len(rows), 64)
+        self._all_right = self._all_right * forget + float(right.mean())
+        self._all_seen = self._all_seen * forget + float(seen.mean())
 
 
 class _Costs:
@@ -199,10 +232,13 @@ class _Costs:
         return self._num_plain < NUM_FIRST or self._since_plain >= REFRESH
 
     def at(self, ratio: float) -> float:
-        return float(self.curve(np.array([ratio]))[0])
+        return float(np.interp(max(ratio, _RATIOS[1]) if ratio > 1 else 1.0, _RATIOS, self._filled))
 
     def curve(self, ratios: Floats) -> Floats:
-        return np.interp(ratios, _RATIOS, self._filled)
+        # The first draft may cost more than the next: it is another kind of step.
+        at_least = np.where(ratios > 1, np.maximum(ratios, _RATIOS[1]), 1.0)
+        found: Floats = np.interp(at_least, _RATIOS, self._filled)
+        return found
 
     def add(self, ratio: float, seconds: float) -> None:
         if ratio == 1:
@@ -211,22 +247,31 @@ class _Costs:
             self.plain = _steady(self.plain, seconds, self._num_plain)
         elif self.plain:
             self._since_plain += 1
-            near = min(range(1, len(_RATIOS)), key=lambda at: abs(_RATIOS[at] - ratio))
+            near = 1 + int(np.abs(_RATIOS[1:] - ratio).argmin())
             cost = max(seconds / self.plain, 1.0)
-            extra = (cost - 1) * (_RATIOS[near] - 1) / (ratio - 1)
+            extra = (cost - 1) * min((_RATIOS[near] - 1) / (ratio - 1), 2.0)
             self._num_extra[near] += 1
             self._extra[near] = _steady(1 + self._extra[near], 1 + extra, self._num_extra[near]) - 1
             self._fill()
 
     def _fill(self) -> None:
-        """Costs at every ratio: rising, between what was measured in a line, behind it in the line from
-        a plain step."""
+        """Costs at every ratio. What was hardly measured is taken to be in proportion at most; what was not
+        is, between two that were, between the lower of them and the line to the higher; and behind all in the
+        line from a plain step. None is above one of more tokens."""
         known = [0, *(at for at, num in enumerate(self._num_extra) if num)]
+        extra = [
+            each if num > NUM_FIRST else min(each, ratio - 1)
+            for each, num, ratio in zip(self._extra, self._num_extra, _RATIOS.tolist(), strict=True)
+        ]
+        filled = np.array(extra)
+        for low, high in pairwise(known):
+            between = _RATIOS[low + 1 : high]
+            line = (extra[high] - extra[low]) * (between - _RATIOS[low]) / (_RATIOS[high] - _RATIOS[low])
+            filled[low + 1 : high] = extra[low] + line / 2
         last = known[-1]
-        slope = self._extra[last] / (_RATIOS[last] - 1) if last else _PRIOR_SLOPE
-        filled = np.interp(_RATIOS, [_RATIOS[at] for at in known], [self._extra[at] for at in known])
-        filled[last + 1 :] = slope * (np.array(_RATIOS[last + 1 :]) - 1)
-        self._filled = 1 + np.maximum.accumulate(filled)
+        slope = extra[last] / (_RATIOS[last] - 1) if last else _PRIOR_SLOPE
+        filled[last + 1 :] = slope * (_RATIOS[last + 1 :] - 1)
+        self._filled = 1 + np.minimum.accumulate(filled[::-1])[::-1]
 
 
 def _steady(old: float, new: float, num: int) -> float:
