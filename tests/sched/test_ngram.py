@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.sched.drafts import ngram
+from quire.sched.drafts import ngram, text
 from quire.sched.drafts.ngram import MAX_PLACES, NGram
 
 
@@ -41,7 +41,7 @@ def test_a_proposal_is_what_a_search_finds(
 ) -> None:
     """Texts that grow after they were sorted, before it, and so much that they are sorted again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram, "MIN_RECENT", 10)
+        patch.setattr(text, "MIN_RECENT", 10)
         proposer = NGram(min_n, min_n + extra_n)
         tokens = pieces[0]
         proposer.admit(3, ints(tokens))
