@@ -46,7 +46,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "worker_extension_cls": ("",),
     },
     "speculative key": {
-        "speculative_config.draft_sample_method": ("greedy",),
         "speculative_config.method": ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"),
         "speculative_config.parallel_drafting": (False,),
         "speculative_config.rejection_sample_method": ("standard", "synthetic"),

@@ -41,11 +41,11 @@ Expected = Callable[[list[int], int], list[int]]
 class Pair:
     """A target that runs, and draws what chance says; its draft."""
 
-    def __init__(self, target: Path, method: str, draft: Path | None = None, **settings: Any) -> None:
+    def __init__(self, target: Path, method: str, draft: Path | None = None, **more: Any) -> None:
         given = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
         given |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
         asked = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
-        config = configure(given | {"speculative_config": asked} | settings)
+        config = configure(given | {"speculative_config": asked | more})
         self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
@@ -275,11 +275,20 @@ def test_mtp(folder: Path, family: str) -> None:
     drive(Pair(path, "mtp"), expected)
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["its own draft", "another"])
-def test_a_worker_says_the_same_with_drafts(folder: Path, deep: tuple[Path, Any], same: bool) -> None:
-    """What the plan says of drafts is how many; a row that is not done with its prompt computes beside."""
+@pytest.mark.parametrize(
+    ("same", "temperature"),
+    [(True, 0.0), (False, 0.0), (True, 1.0)],
+    ids=["its own draft", "another", "by chance"],
+)
+def test_a_worker_says_the_same_with_drafts(
+    folder: Path, deep: tuple[Path, Any], same: bool, temperature: float
+) -> None:
+    """What the plan says of drafts is how many; a row that is not done with its prompt computes beside. Who
+    draws by the same numbers from the same logits draws the same."""
     path, hf = deep
-    worker = Pair(path, "draft_model", path if same else make_tiny("llama", folder, **SMALL)[0]).worker
+    small = path if same else make_tiny("llama", folder, **SMALL)[0]
+    method = {"draft_sample_method": "probabilistic" if temperature else "greedy"}
+    worker = Pair(path, "draft_model", small, **method).worker
     prompts = {0: list(range(20, 29)), 2: list(range(50, 64))}
     none = np.empty(0, np.int32)
     new = [
@@ -290,8 +299,8 @@ def test_a_worker_says_the_same_with_drafts(folder: Path, deep: tuple[Path, Any]
             prompt_len=len(ids),
             num_computed=0,
             block_ids=[list(range(1 + row * WIDTH, 1 + (row + 1) * WIDTH))],
-            params=SamplingParams(temperature=0),
-            seed=0,
+            params=SamplingParams(temperature=temperature),
+            seed=row,
         )
         for row, ids in prompts.items()
     ]
@@ -316,5 +325,5 @@ def test_a_worker_says_the_same_with_drafts(folder: Path, deep: tuple[Path, Any]
             said[row] += [next(found) for _ in range(count)]
         lens.append(counts)
     for row, ids in prompts.items():
-        assert said[row] == greedy(hf, ids, len(said[row])), f"row {row}"
+        assert temperature or said[row] == greedy(hf, ids, len(said[row])), f"row {row}"
     assert not same or lens == [[1], [4, 1], *[[4, 3]] * 5]

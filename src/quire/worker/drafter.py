@@ -40,6 +40,11 @@ class Told(NamedTuple):
     states: Tensor
     """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`) or its head sees them;
     a draft that is a model of its own does not look at them"""
+    draw: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Tokens by [B, V] logits and the [B] positions where they would stand; None: the likeliest"""
+
+    def pick(self, logits: Tensor, positions: Tensor) -> Tensor:
+        return logits.argmax(-1) if self.draw is None else self.draw(logits, positions)
 
 
 class Drafter(Protocol):
@@ -224,9 +229,9 @@ class ModelDrafter:
             if number == most:
                 break
             hidden = hidden[1::2] if not number and at is None else hidden if number else hidden[at]
-            drafts.append(self.model.logits(hidden)[:, : self.vocab].argmax(-1))
+            place = last + number + 1
+            drafts.append(told.pick(self.model.logits(hidden)[:, : self.vocab], place))
             if number < most - 1:
-                place = last + number + 1
                 ahead = self.ahead.behind(batch, drafts[-1][:, None], place, told.num_slots, number + 2)
         return _columns(drafts, told.next_ids)
 
@@ -255,9 +260,10 @@ class HeadDrafter:
         drafts: list[Tensor] = []
         out, states, last = out[at], states[at], batch.positions[at]
         for number in range(most):
-            drafts.append(self.model.names(self.model.logits(out).argmax(-1)))
+            place = last + number + 1
+            drafts.append(self.model.names(told.pick(self.model.logits(out), place + 1)))
             if number < most - 1:
-                ids, place = drafts[-1][:, None], last + number + 1
+                ids = drafts[-1][:, None]
                 ahead = self.ahead.behind(batch, ids, place, told.num_slots, number + 1)
                 out, states = self.model(ahead, states)
         return _columns(drafts, told.next_ids)

@@ -5,6 +5,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
@@ -28,7 +29,7 @@ from quire.worker.device import (
 from quire.worker.drafter import Drafter, Told
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
-from quire.worker.sheet import Page, Sizes, asked_of, bytes_of, sizes_of, tensors
+from quire.worker.sheet import Page, Sizes, asked_by, asked_of, bytes_of, sizes_of, tensors
 
 _MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
@@ -55,6 +56,8 @@ class Host:
         self._tapes = Tapes()
         self._max_taped = _MAX_TAPED
         self.drafter: Drafter | None = None
+        self.drafts_by_chance = False
+        """Whether it draws as the target does, by the same numbers."""
         self._batch: Batch | None = None
         """Of the last step."""
 
@@ -164,8 +167,16 @@ class Host:
             num_slots=torch.from_numpy(all_rows.num_blocks[rows].astype(np.int64) * all_rows.block_size),
             is_decode=is_decode,
             states=hidden if batch.taps is None else batch.taps,
+            draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
         )
         all_rows.drafts[rows] = drafter.propose(batch, told, all_rows.drafts.shape[1]).numpy()
+
+    def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """How these rows sample, wherever; None if nothing can sample in passing."""
+        if (sample := self.sample) is None:
+            return None
+        columns = asked_by(all_rows.sampling, rows)
+        return lambda logits, positions: sample(logits, columns._replace(positions=positions))
 
 
 class Done:

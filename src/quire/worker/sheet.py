@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.data.plan import Ints, StepPlan, spread
 from quire.sampling.chance import Asked
+from quire.sampling.rows import SamplingRows
 from quire.worker.rows import Rows, Wide
 
 _ALIGN = 64
@@ -201,4 +202,16 @@ def asked_of(sheet: dict[str, Tensor]) -> Asked:
     return Asked(
         **{name: sheet[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")},
         positions=sheet["sample_at"],
+    )
+
+
+def asked_by(state: SamplingRows, rows: NDArray[np.intp]) -> Asked:
+    """What rows ask for, one sample each, at no position yet."""
+    return Asked(
+        temperature=torch.from_numpy(state.sample_temperature[rows]),
+        top_k=torch.from_numpy(state.top_k[rows].astype(np.int32)),
+        top_p=torch.from_numpy(state.top_p[rows].astype(np.float32)),
+        min_p=torch.from_numpy(state.min_p[rows].astype(np.float32)),
+        seeds=torch.from_numpy(state.seed[rows].view(np.int64)),
+        positions=torch.zeros(len(rows), dtype=torch.int64),
     )

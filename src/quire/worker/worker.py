@@ -409,6 +409,8 @@ class Worker:
         device = open_device(own, all_rows, self.device)
         if isinstance(device, Host):
             device.drafter = self.drafter
+            asked = config.speculation
+            device.drafts_by_chance = asked is not None and asked.draft_sample_method == "probabilistic"
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None
