@@ -26,6 +26,7 @@ from oracle import make_batch, make_tiny, run_hf
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.config.draft import read_draft
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.prepare import configure
@@ -42,10 +43,15 @@ class Pair:
     """A target that runs, and draws what chance says; its draft."""
 
     def __init__(self, target: Path, method: str, draft: Path | None = None, **more: Any) -> None:
+        """A draft `of_states` is for a target that cannot go back: all has to be accepted."""
         given = {"model": str(target), "dtype": "float32", "block_size": BLOCK, "max_num_seqs": ROWS}
         given |= {"max_model_len": LONGEST, "use_tqdm_on_load": False, "num_gpu_blocks_override": 200}
         asked = {"method": method, "num_speculative_tokens": MOST, "model": draft and str(draft)}
-        config = configure(given | {"speculative_config": asked | more})
+        if more.pop("of_states", False):
+            config = configure(given)
+            config = replace(config, draft=read_draft(method, config.checkpoint, MOST))
+        else:
+            config = configure(given | {"speculative_config": asked | more})
         self.worker = Worker(config)
         self.worker.start()
         self.rng = np.random.default_rng(5)
@@ -156,6 +162,15 @@ def greedy(hf: Any, tokens: list[int], count: int) -> list[int]:
     return said[len(tokens) :]
 
 
+def drive_accepting(pair: Pair, expected: Expected) -> None:
+    """The same where all drafts are."""
+    pair.prompt({0: 9, 2: 6})
+    pair.check(expected)
+    for _ in range(3):
+        pair.decode({0: 3, 2: 3})
+        pair.check(expected)
+
+
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1, "num_hidden_layers": 3}
 
 
@@ -255,16 +270,31 @@ DEEPSEEK = {
 }
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+QWEN = {
+    "join": "mtp.fc",
+    "token_norm": "mtp.pre_fc_norm_embedding",
+    "states_norm": "mtp.pre_fc_norm_hidden",
+    "last": "mtp.norm",
+}
+KINDS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_next"])
 def test_mtp(folder: Path, family: str) -> None:
-    """The third layer of a tiny model is the one that predicts."""
-    path, hf = make_tiny(family, folder / "mtp", num_hidden_layers=3)
+    """The third layer of a tiny model is the one that predicts. Qwen's say what its norms add to 1, and what
+    is behind the last of them goes to the next token."""
+    is_qwen = family.startswith("qwen")
+    path, hf = make_tiny(family, folder / "mtp", num_hidden_layers=3, **(KINDS if is_qwen else {}))
     torch.manual_seed(3)
-    weights = norm_weights(*(DEEPSEEK[name] for name in ("token_norm", "states_norm", "last")))
-    weights["model.layers.2.eh_proj.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)
-    add_prediction(path, ["model.layers.2", "model.layers.2"], weights)
+    names = QWEN if is_qwen else DEEPSEEK
+    weights = norm_weights(*(names[name] for name in ("token_norm", "states_norm", "last")))
+    weights[f"{names['join']}.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)
+    add_prediction(path, ["mtp.layers.0" if is_qwen else "model.layers.2", "model.layers.2"], weights)
     layer, hf.model.layers = hf.model.layers[2], hf.model.layers[:2]
-    head = partial(mtp, hf, layer, weights, names=DEEPSEEK, plus=0.0)
+
+    def head(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        out, summed = mtp(hf, layer, weights, tokens, states, names, plus=float(is_qwen))
+        return out, out if is_qwen else summed
 
     @torch.no_grad()
     def expected(tokens: list[int], count: int) -> list[int]:
@@ -272,7 +302,8 @@ def test_mtp(folder: Path, family: str) -> None:
         states = states_of(hf, tokens[:-1], [])
         return drafted(head, hf.model.embed_tokens.weight, say, tokens, states, count)
 
-    drive(Pair(path, "mtp"), expected)
+    pair = Pair(path, "mtp", of_states=is_qwen)
+    (drive_accepting if is_qwen else drive)(pair, expected)
 
 
 @pytest.mark.parametrize(
