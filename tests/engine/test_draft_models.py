@@ -1,0 +1,98 @@
+"""Whole engines with models and heads that draft: no answer is another."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from heads import HIDDEN, layer_weights, save_head
+from oracle import make_tiny
+from tiny import open_tiny, prompts_of
+
+from quire import LLM, SamplingParams
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
+LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+ASKED = [
+    SamplingParams(temperature=0, **LENGTH),
+    SamplingParams(temperature=1.0, seed=3, **LENGTH),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, logprobs=2, **LENGTH),
+    SamplingParams(temperature=0.9, seed=5, n=2, repetition_penalty=1.2, **LENGTH),
+    SamplingParams(temperature=0, stop_token_ids=list(range(0, 128, 9)), max_tokens=30),
+]
+
+
+class Always:
+    """As many drafts as there are, whatever they cost."""
+
+    num_held = num_drafts = 0
+
+    def admit(self, row: int) -> None: ...
+
+    def lengths(self, rows: Any, available: Any, budget: int) -> Any:
+        return np.clip(budget - (np.cumsum(available) - available), 0, available).astype(np.int32)
+
+    def learn(self, rows: Any, num_drafts: Any, num_accepted: Any) -> None:
+        self.num_drafts += int(num_drafts.sum())
+        self.num_held += int(num_accepted.sum())
+
+    def timed(self, *numbers: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("target"))[0]
+
+
+def answers(llm: LLM) -> list[Any]:
+    """To prompts in chunks, beside each other, and once more to what the prefix cache has."""
+    prompts = prompts_of(3, 30, 11, 18, 25)
+    found = []
+    for asked in (ASKED, ASKED[::-1]):
+        outputs = llm.generate(prompts, asked, use_tqdm=False)
+        found += [(said.token_ids, said.logprobs) for output in outputs for said in output.outputs]
+    return found
+
+
+def numbers(entry: Any) -> Any:
+    """Logprobs without what they are called."""
+    return [{token: each.logprob for token, each in place.items()} for place in entry or []]
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[Any]:
+    return answers(open_tiny(target))
+
+
+def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
+    if kind == "a head":
+        torch.manual_seed(1)
+        weights = layer_weights("layers.0") | {"fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)}
+        head = save_head(folder / "head", weights, architectures=["EagleLlamaForCausalLM"])
+        return {"method": "eagle", "model": str(head)}
+    own = {"model": str(target), "draft_sample_method": "probabilistic"}
+    return own if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
+
+
+@pytest.mark.parametrize("kind", ["itself", "another model", "a head"])
+def test_answers_are_those_without_drafts(tmp_path: Path, target: Path, plain: list[Any], kind: str) -> None:
+    """Rows are preempted, too: there is room for few."""
+    asked = {"num_speculative_tokens": 3} | draft_of(kind, tmp_path, target)
+    llm = open_tiny(
+        target,
+        speculative_config=asked,
+        max_num_batched_tokens=16,
+        max_num_seqs=5,
+        num_gpu_blocks_override=30,
+        max_model_len=96,
+    )
+    core = llm.llm_engine.core
+    core.scheduler.admitter.drafting._pace = pace = Always()  # type: ignore[union-attr, assignment]
+    found = answers(llm)
+    assert [ids for ids, _ in found] == [ids for ids, _ in plain]
+    for (_, ours), (_, theirs) in zip(found, plain, strict=True):
+        for place, other in zip(numbers(ours), numbers(theirs), strict=True):
+            assert place == pytest.approx(other, abs=1e-4)
+    assert pace.num_drafts > 100 and core.scheduler.num_preemptions
+    assert kind != "itself" or pace.num_held > 0.25 * pace.num_drafts
