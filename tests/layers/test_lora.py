@@ -29,9 +29,9 @@ def test_the_weight_may_be_in_any_format(method: str, tmp_path: Path) -> None:
         for each in (point.a, point.b):
             each.normal_()
         x = torch.randn(5, point.size_in)
-        ours.slots.tokens = None
+        ours.slots.use()
         plain = module.multiply(x)
-        ours.slots.tokens = tokens
+        ours.slots.use(tokens)
         expected = Reference().lora(plain.clone(), x, point.a, point.b, point.part_sizes, tokens)
         torch.testing.assert_close(module.multiply(x), expected, atol=1e-4, rtol=1e-4)
 

@@ -60,7 +60,7 @@ class Adapted:
     def __call__(self, batch: Batch) -> Tensor:
         of_rows = np.array(self.slot_of, np.int32)[batch.rows.numpy()]
         tokens = torch.from_numpy(np.repeat(of_rows, batch.query_lens_host))
-        self.slots.tokens = self.slots.logit_tokens = tokens if (tokens >= 0).any() else None
+        self.slots.use(*(tokens if (tokens >= 0).any() else None,) * 2)
         hidden: Tensor = self.model(batch)
         return hidden
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lora_oracle import save_adapter
 from oracle import make_tiny, run_hf
+from torch import Tensor
 
 from quire.data.lora import LoRARequest
 from quire.data.params import SamplingParams
@@ -129,6 +130,25 @@ def test_decodes_with_adapters_are_taped(tiny: Tiny) -> None:
     assert isinstance(device.device, Host)
     tapes = device.device._tapes._tapes
     assert len(tapes) == 2 and all(tape is not None for tape in tapes.values())
+
+
+def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
+    """A drafter that is given the model's own head, which would add the adapters of other tokens."""
+    worker = tiny.start()
+    device: Any = worker._runner
+    seen: list[object] = []
+
+    class Drafts:
+        def propose(self, batch: Any, told: Any, most: int) -> Tensor:
+            assert worker.adapters is not None
+            seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
+            worker.model.logits(torch.zeros(7, 64))
+            return torch.zeros(len(batch.rows), most, dtype=torch.int64)
+
+    device.device.drafter = Drafts()
+    put = [Slotted(0, tiny.adapters[0])]
+    step(worker, [0], [len(PROMPTS[0])], admitted=[admission(0, 0)], adapters=put)
+    assert seen[0] is not None and seen[1:] == [None, None]
 
 
 def test_prompt_logprobs_are_those_of_the_adapter(tiny: Tiny) -> None:

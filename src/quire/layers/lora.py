@@ -55,6 +55,10 @@ class AdapterSlots:
         """[N] int32, the same of those whose logits are wanted."""
         self._memory: Tensor | None = None
 
+    def use(self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None) -> None:
+        """The slots of what is computed next; None: nothing of it has an adapter."""
+        self.tokens, self.logit_tokens = tokens, logit_tokens
+
     def takes(self, *names: str) -> bool:
         """Whether a layer of one of these names takes adapters."""
         return not self.only or any(name.rpartition(".")[2] in self.only for name in names)

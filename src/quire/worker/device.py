@@ -179,7 +179,7 @@ class Model:
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
         if self.adapters is not None:
-            self.adapters.tokens, self.adapters.logit_tokens = batch.adapters, batch.logit_adapters
+            self.adapters.use(batch.adapters, batch.logit_adapters)
         return self.forward(batch)
 
 

@@ -72,5 +72,5 @@ class PromptLogprobs:
     def _wide_head(self, states: Tensor) -> Tensor:
         if self.adapters is not None:
             slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-            self.adapters.logit_tokens = slots if self._slot >= 0 else None
+            self.adapters.use(logit_tokens=slots if self._slot >= 0 else None)
         return self.head(states).float()

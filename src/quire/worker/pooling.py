@@ -103,7 +103,7 @@ class PoolingRunner:
             for group in batch.groups:
                 self.plan_attention(group)
         if self.adapters is not None:
-            self.adapters.tokens = batch.adapters
+            self.adapters.use(batch.adapters)
         out: Tensor = self.model(batch)
         return out
 
