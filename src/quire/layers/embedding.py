@@ -11,6 +11,9 @@ from quire.layers.scope import Scope, Target, target_of
 from quire.quant.shares import Run, padded
 from quire.quant.weight import LinearShape
 
+_HEAD = "lm_head"
+"""What transformers calls it, whatever the checkpoint does."""
+
 
 class _Table(nn.Module):
     """A vector for each token of the vocabulary, of which each device of a group has some."""
@@ -129,10 +132,11 @@ class Head(nn.Module):
         self.tied = tied is not None
         self.table: _Table = tied or _Table(vocab, hidden, scope, bias=bias)
         self.point: Point | None = None
-        if scope.adapters is not None and scope.adapters.takes(scope.name):
+        if scope.adapters is not None and scope.adapters.takes(scope.name, _HEAD):
             own = self.table.own
             self.point = HeadPoint(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
-            self.point.places[scope.name] = Place(self.point, slice(0, 1), Run(hidden), (own,))
+            place = Place(self.point, slice(0, 1), Run(hidden), (own,))
+            self.point.places |= {scope.name: place, _HEAD: place}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.point is None or self.point.tokens is None:

@@ -32,7 +32,7 @@ class LatentAttention(nn.Module):
         weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
         self.weight = nn.Parameter(weight, requires_grad=False)
         if scope.adapters is not None:
-            scope.adapters.refused[scope.name] = "the way from latents to heads takes no adapter"
+            scope.adapters.refused[scope.name] = "latent attention takes no adapter of kv_b_proj"
         self.own = divided(scope.group, len(weight) * scope.group.size)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None

@@ -106,8 +106,8 @@ class ExpertPoints:
         self.slots = slots
         self.hidden = hidden
         self.ops = scope.ops
-        self.layer = scope.beside("mlp")
-        """What transformers calls the mixture, whatever the checkpoint does."""
+        self.aliases = (f"{scope.name}.experts", f"{scope.beside('mlp')}.experts")
+        """What transformers may call them, whatever the checkpoint does."""
         self.gate_up: Point | None = None
         self.down: Point | None = None
 
@@ -130,7 +130,7 @@ class ExpertPoints:
         why = "experts of this format take no adapters on this device" if not experts.weights.adapts else ""
         why = "experts that are spread over devices take no adapters" if experts.places else why
         if why:
-            self.slots.refused |= dict.fromkeys((where, f"{self.layer}.experts"), why)
+            self.slots.refused |= dict.fromkeys((where, *self.aliases), why)
             return
         inner, num = experts.own, experts.num_experts
         first, last = f"{where}.gate_up", f"{where}.down"
@@ -144,7 +144,7 @@ class ExpertPoints:
                 "down_proj": [self._down(experts, i) for i in range(num)],
             }
         )
-        for name in (where, f"{self.layer}.experts", *(name for name, _ in names)):
+        for name in (where, *self.aliases, *(name for name, _ in names)):
             self.slots.stacks[name] = stack
 
     def _name_one(self, expert: int, experts: "Experts") -> None:

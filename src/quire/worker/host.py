@@ -142,7 +142,7 @@ class Host:
         all_rows.learn(*NewTokens.of(plan, all_rows), token_ids, counts)
         if self.drafter is not None and self._batch is not None:
             if self.model.adapters is not None:
-                self.model.adapters.use()  # drafts may come from the ends of the model, which know this step's
+                self.model.adapters.use()  # drafts may come from the ends of the model
             self._propose(self.drafter, self._batch, plan, all_rows, first, counts, done.hidden)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
