@@ -14,12 +14,14 @@ from fast_core import engine_over, run_fast_core
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
+from quire.data.plan import Finish
 from quire.data.stats import StepStats
 from quire.data.wire import Beat
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.inputs import Prompt
+from quire.metrics import EngineMetrics
 
 LONGEST = 10**7
 FINAL = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
@@ -236,3 +238,26 @@ def test_a_core_that_beats_and_gets_nowhere_is_not_healthy(with_cores: Run) -> N
         engine.check()
 
     with_cores(test)
+
+
+def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none() -> None:
+    """Catches a router that is sent to a core which has nothing any more."""
+    engine = engine_over("ipc://nowhere0", "ipc://nowhere1", vocab=64, max_model_len=64)
+    engine.metrics = EngineMetrics(engine.metrics.pages, model_name="m", cache_info={}, max_loras=2)
+
+    def told() -> tuple[str, str]:
+        (found,) = [each for each in engine.metrics.snapshot() if each.name == "vllm:lora_requests_info"]
+        return found.labels["running_lora_adapters"], found.labels["waiting_lora_adapters"]
+
+    first, second = engine._links
+    first.handle(Beat(StepStats(running_adapters=["a"], waiting_adapters=["c"])))
+    second.handle(Beat(StepStats(running_adapters=["a", "b"])))
+    assert told() == ("a,b", "c")
+    engine.on_death(first)
+    assert told() == ("a,b", "")
+
+
+def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
+    error = engine_module._failure(Finish("error", "Loading lora x failed: No adapter found for /x"))
+    assert isinstance(error, RequestError) and error.param == "model" and "/x" in str(error)
+    assert not isinstance(engine_module._failure(Finish("error")), RequestError)
