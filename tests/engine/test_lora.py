@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from oracle import make_tiny
-from safetensors.torch import save_file
 from tiny import prompts_of
+from tiny_adapter import write_adapter
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -28,23 +27,6 @@ SETTINGS: dict[str, Any] = {
     "max_loras": 2,
     "max_lora_rank": 8,
 }
-
-
-def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
-    """A random one for the attention of a tiny Llama."""
-    draw, hidden, rank = torch.Generator().manual_seed(seed), model["hidden_size"], 4
-    kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
-    tensors = {}
-    for layer in range(model["num_hidden_layers"]):
-        for name, size in (("q_proj", hidden), ("v_proj", kv)):
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw)
-            tensors[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=draw)
-    path.mkdir(exist_ok=True)
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest(path.name, seed, str(path))
 
 
 @pytest.fixture(scope="module")

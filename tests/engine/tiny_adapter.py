@@ -1,0 +1,27 @@
+"""Random adapters of tiny models, on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quire import LoRARequest
+
+
+def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
+    """A random one for the attention of a tiny Llama."""
+    draw, hidden, rank = torch.Generator().manual_seed(seed), model["hidden_size"], 4
+    kv = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
+    tensors = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, size in (("q_proj", hidden), ("v_proj", kv)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw)
+            tensors[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=draw)
+    path.mkdir(exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(path.name, seed, str(path))
