@@ -103,7 +103,7 @@ class Traffic:
             assert (graph is not None) == plan.is_decode
             if graph is not None:
                 self.check(graph, plan)
-            self.in_flight.append((plan, NewTokens.of(plan, self.all_rows)))
+            self.in_flight.append((plan, NewTokens.of(plan)))
             self.all_rows.advance(plan)
         if self.in_flight and (plan is None or len(self.in_flight) == 2):
             plan, new = self.in_flight.popleft()

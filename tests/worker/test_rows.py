@@ -51,7 +51,7 @@ class SideBySide(SymbolicWorker):
         before |= {new.row: new.num_computed for new in plan.admitted}
         result = super().run(plan)
         self.check_batch(plan, batch, before)
-        self.all_rows.learn(*NewTokens.of(plan, self.all_rows), result.token_ids)
+        self.all_rows.learn(*NewTokens.of(plan), result.token_ids)
         self.all_rows.advance(plan)
         for row, state in self.rows.items():
             self.check_row(row, state)

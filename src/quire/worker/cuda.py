@@ -238,7 +238,7 @@ class Cuda:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
-        new = NewTokens.of(plan, all_rows)
+        new = NewTokens.of(plan)
         if len(new.rows) and sampled.token_ids is not self._in_passing:
             # Some row asked for more than a plain sample.
             assert done.rows is not None
@@ -271,7 +271,7 @@ class Landing:
     def wait(self) -> StepResult:
         self.ready(0.0)
         token_ids = self._tokens.numpy().astype(np.int32)
-        self._all_rows.learn(*self._new, token_ids, _EACH_ONE)
+        self._all_rows.learn(*self._new, token_ids)
         return self._sampled.result(self._new.rows, token_ids, _EACH_ONE)
 
 

@@ -184,17 +184,14 @@ class Model:
 
 
 class NewTokens(NamedTuple):
-    """Which rows get tokens in a step, and where they stand."""
+    """Which rows get tokens in a step."""
 
     step: int
     rows: NDArray[np.intp]
-    places: Ints
-    """Of the first of each."""
 
     @staticmethod
-    def of(plan: StepPlan, all_rows: Rows) -> "NewTokens":
-        rows = plan.sampling_rows.astype(np.intp)
-        return NewTokens(plan.step, rows, all_rows.num_tokens[rows])
+    def of(plan: StepPlan) -> "NewTokens":
+        return NewTokens(plan.step, plan.sampling_rows.astype(np.intp))
 
 
 def hold(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:

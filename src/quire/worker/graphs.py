@@ -72,7 +72,7 @@ class Graphs:
     def find(self, plan: StepPlan) -> "Graph | None":
         """The smallest graph for a plan of decodes."""
         count = max(plan.counts, default=len(plan.rows))
-        if not self._sizes or count > self._sizes[-1] or not plan.is_decode:
+        if not self._sizes or count > self._sizes[-1] or (len(plan.rows) and not plan.is_decode):
             return None
         return self._by_size[self.size_for(count)]
 

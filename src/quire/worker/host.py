@@ -139,7 +139,7 @@ class Host:
             num_drafts = plan.num_drafts[plan.samples]
             counts = hold(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
-        all_rows.learn(*NewTokens.of(plan, all_rows), token_ids, counts)
+        all_rows.learn(*NewTokens.of(plan), token_ids, counts)
         if self.drafter is not None and self._batch is not None:
             if self.model.adapters is not None:
                 self.model.adapters.use()  # drafts may come from the ends of the model

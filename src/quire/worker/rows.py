@@ -10,6 +10,7 @@ from quire.data.plan import Admission, Ints, StepPlan, spread
 from quire.sampling.rows import SamplingRows
 
 Wide = NDArray[np.int64]
+_EACH_ONE: Ints = np.empty(0, np.int32)
 
 
 class Rows:
@@ -111,7 +112,6 @@ class Rows:
         rows = plan.rows.astype(np.intp)
         places = spread(self.num_tokens[rows], plan.num_drafts)
         self.tokens[np.repeat(rows, plan.num_drafts), places] = self.drafts_of(plan)
-        self.num_known[rows] += plan.num_drafts
 
     def drafts_of(self, plan: StepPlan) -> Ints:
         """Those of all its rows, one after the other, whoever proposed them."""
@@ -138,13 +138,14 @@ class Rows:
             self.num_computed[rows] -= plan.num_drafts
         self.num_tokens[rows] += plan.samples
 
-    def learn(self, step: int, rows: NDArray[np.intp], places: Ints, token_ids: Ints, counts: Ints) -> None:
-        """The tokens that `step` sampled for `rows`, one or so many each, stand from `places` on. A row may
-        have a new owner by now."""
+    def learn(self, step: int, rows: NDArray[np.intp], token_ids: Ints, counts: Ints = _EACH_ONE) -> None:
+        """The tokens that `step` sampled for `rows`, one or so many each: what comes behind those that are
+        known. A row may have a new owner by now."""
         mine = self.admitted_in[rows] <= step
         if not mine.all():
             token_ids = token_ids[np.repeat(mine, counts) if len(counts) else mine]
-            rows, places, counts = rows[mine], places[mine], counts[mine] if len(counts) else counts
+            rows, counts = rows[mine], counts[mine] if len(counts) else counts
+        places = self.num_known[rows]
         if not len(counts):
             self.tokens[rows, places] = token_ids
             self.num_known[rows] = places + 1
