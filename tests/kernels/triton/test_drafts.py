@@ -1,0 +1,126 @@
+"""Steps that follow each other on the device: the kernels against their references."""
+
+import random
+
+import pytest
+import torch
+
+from quire.kernels.triton import drafts
+from quire.kernels.triton.drafts import Known, Step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, WIDTH, BLOCK_SIZE, GROUPS = 9, 48, 4, 3
+
+
+def known_of(rng: random.Random, most: int, vocab: int = 3) -> Known:
+    history = torch.randint(0, vocab, (ROWS, WIDTH), dtype=torch.int32)
+    lengths = torch.tensor([rng.randint(1, WIDTH - most - 1) for _ in range(ROWS)], dtype=torch.int32)
+    guessed = torch.randint(0, vocab, (ROWS, most))
+    counts = torch.tensor([rng.randint(0, most) for _ in range(ROWS)], dtype=torch.int32)
+    return Known(history, lengths, guessed, counts, WIDTH, most)
+
+
+def step_of(rng: random.Random, most: int, padded: bool) -> tuple[Step, list[int]]:
+    """Some rows in any order: decodes with drafts, chunks of prompts with a draw and without. `padded`:
+    decodes alone, each in as many places."""
+    rows = rng.sample(range(ROWS), rng.randint(1, ROWS))
+    kinds = [rng.choice(["decode", "decode", "prompt", "chunk"]) for _ in rows]
+    if padded:
+        kinds = [rng.choice(["decode", "decode", "padding"]) for _ in rows]
+    planned = [rng.randint(0, most) if kind == "decode" else -1 for kind in kinds]
+    lens = [most + 1 if padded else 1 + count if count >= 0 else rng.randint(1, 7) for count in planned]
+    draws, total = [], 0
+    for kind, count in zip(kinds, planned, strict=True):
+        draws.append(total if kind in ("decode", "prompt") else -1)
+        total += {"decode": 1 + count, "prompt": 1}.get(kind, 0)
+    starts = torch.tensor([0, *lens]).cumsum(0)
+    made = Step(*(torch.tensor(part, dtype=torch.int32) for part in (starts.tolist(), rows, planned, draws)))
+    return made, [int(starts[-1]), total]
+
+
+def on_device(values: Known | Step) -> Known | Step:
+    return type(values)(*(v.to(DEVICE, copy=True) if isinstance(v, torch.Tensor) else v for v in values))
+
+
+def copies(values: Known | Step) -> Known | Step:
+    return type(values)(*(v.clone() if isinstance(v, torch.Tensor) else v for v in values))
+
+
+@pytest.mark.parametrize("most", [1, 3, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_inputs_are_derived_from_what_rows_have(most: int, padded: bool) -> None:
+    """A draft that is not there, places behind the longest sequence, the slots of another group, inputs of
+    prompts that were there."""
+    rng = random.Random(most)
+    torch.manual_seed(most)
+    tables = torch.randint(1, 99, (GROUPS, ROWS, WIDTH // BLOCK_SIZE), dtype=torch.int32)
+    for _ in range(4):
+        known = known_of(rng, most)
+        step, (num_tokens, _) = step_of(rng, most, padded)
+        memory = torch.full((2 + GROUPS, -(-num_tokens // 8) * 8), -7)
+        lens = torch.full((len(step.rows),), -7, dtype=torch.int32)
+        found = memory.to(DEVICE, copy=True), lens.to(DEVICE, copy=True)
+        rest = BLOCK_SIZE, WIDTH - 8
+        drafts.derive_reference(known, step, memory[0], memory[1], lens, list(memory[2:]), tables, *rest)
+        args = on_device(known), on_device(step), found[0][0], found[0][1], found[1]
+        drafts.derive(*args, list(found[0][2:]), tables.to(DEVICE), *rest)
+        assert torch.equal(found[0].cpu()[:, :num_tokens], memory[:, :num_tokens])
+        assert torch.equal(found[1].cpu(), lens)
+
+
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_draws_count_up_to_the_first_draft_that_is_another(most: int) -> None:
+    """A draft that was not planned, a draw behind one that differs, a row that drew nothing."""
+    rng = random.Random(most)
+    torch.manual_seed(most)
+    for padded in (False, True, False):
+        known = known_of(rng, most, vocab=2)
+        step, (_, num_draws) = step_of(rng, most, padded)
+        drawn = torch.randint(0, 2, (num_draws,))
+        there = on_device(known)
+        found = drafts.verify(there, on_device(step), drawn.to(DEVICE)).cpu()
+        assert torch.equal(found, drafts.verify_reference(known, step, drawn))
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
+
+
+def test_drafts_that_are_taken_at_a_rate() -> None:
+    """Whatever was drawn: they are kept, and the draw behind them."""
+    count, most = 400, 2
+    history, lengths = torch.zeros(count, 16, dtype=torch.int32), torch.full((count,), 5, dtype=torch.int32)
+    guessed, counts = torch.full((count, most), 8), torch.full((count,), most, dtype=torch.int32)
+    known = on_device(Known(history, lengths, guessed, counts, 16, most))
+    rows = torch.arange(count, dtype=torch.int32)
+    starts = torch.arange(count + 1, dtype=torch.int32) * 3
+    step = on_device(Step(starts, rows, torch.full_like(rows, most), starts[:-1]))
+    rates, seeds = torch.tensor([0.75, 0.5]).to(DEVICE), torch.arange(3 * count).to(DEVICE)
+    out = drafts.verify(known, step, torch.full((3 * count,), 9).to(DEVICE), seeds, rates).cpu()
+    shares = [(out[:count] > at).float().mean().item() for at in range(3)]
+    assert shares == pytest.approx([1.0, 0.75, 0.5], abs=0.1)
+    for row, number in enumerate(out[:count].tolist()):
+        assert known.history[row, 5 : 5 + number].tolist() == [8] * (number - 1) + [9]
+
+
+@pytest.mark.parametrize("least", [1, 2, 5])
+def test_the_longest_context_is_found(least: int) -> None:
+    """A place in another program's share, a later one with a shorter context, a text that ends in what it
+    repeats, tokens that are none."""
+    rng, most, width = random.Random(least), 4, 2500
+    torch.manual_seed(least)
+    history = torch.randint(0, 3, (6, width), dtype=torch.int32)
+    history[1, : width // 2] = -1
+    history[2] = 1
+    history[3] = torch.arange(width)
+    history[4, 40:100] = history[4, 1900:1960]
+    lengths = torch.tensor([2000, 1400, 77, 900, 1960, 1], dtype=torch.int32)
+    known = Known(history, lengths, torch.zeros(6, most, dtype=torch.int64), lengths.clone(), width, most)
+    rows = torch.tensor([4, 0, 3, 2, 1, 5], dtype=torch.int32)
+    none = torch.full_like(rows, -1)
+    draws = torch.tensor([0, 1, 2, 3, rng.choice([-1, 4]), 5], dtype=torch.int32)
+    step, there = Step(none, rows, none, draws), on_device(known)
+    scratch = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+    drafts.look_up(there, on_device(step), scratch, least)
+    drafts.look_up_reference(known, step, least)
+    assert torch.equal(there.num_drafts.cpu(), known.num_drafts) and not scratch.any()
+    for row, count in enumerate(known.num_drafts.tolist()):
+        assert there.drafts[row, :count].tolist() == known.drafts[row, :count].tolist(), row
+    assert known.num_drafts[4] == most and known.drafts[4].tolist() == history[4, 100:104].tolist()
