@@ -14,6 +14,8 @@ _COPIES = 8
 """Of these in float32, at most, one beside the other: `tests/sampling/test_rehearsal.py` counts them."""
 _PAIRS_AT_ONCE = 8192
 """Tokens beside an expert that a CPU works on together."""
+MAX_DRAWS = 512
+"""Of a step with drafts on a GPU: with more it computes longer for a draft than it would without."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 

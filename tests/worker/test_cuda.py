@@ -1,28 +1,24 @@
 """The device whose results come late: its bookkeeping on the CPU, all of it on a GPU."""
 
-import functools
-import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, pretend_graphs
 from oracle import make_tiny, run_hf
 from staged import Engine
 from threads import groups, run_threads
 from torch import Tensor
 
-from quire.attention.batch import Batch
-from quire.attention.triton_attn import TritonAttention
 from quire.capacity import CacheSize
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.ranks import Rank
+from quire.config.speculation import SpecFacts
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
@@ -43,7 +39,7 @@ from quire.sampling.rows import (
 )
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda import _GRAPH_BYTES, Cuda
-from quire.worker.device import Computed, Model, Passed
+from quire.worker.device import Model
 from quire.worker.graphs import ladder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -54,55 +50,6 @@ from quire.worker.worker import Worker
 PROMPTS = {3: [5, 9, 30, 31, 32], 1: [7, 8], 0: list(range(40, 51))}
 TABLES = {3: [17, 4], 1: [9, 10], 0: [30, 2, 6]}
 NONE = np.empty(0, np.int32)
-
-
-class OnCPU(Cuda):
-    """Everything but the graphs."""
-
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
-        return Needs(weights, 1 << 20)
-
-    def warm_up(self, config: EngineConfig) -> None: ...
-
-
-class Replayed:
-    """Stands in for a captured graph: computes again, into the tensors of the first time."""
-
-    capturing: list["Replayed"] = []
-
-    def replay(self) -> None:
-        for old, new in zip(self.done, _flat(self.again()), strict=True):
-            old.copy_(new)
-
-    def remember(self, again: Callable[[], Computed | Passed], done: Computed | Passed) -> None:
-        self.again, self.done = again, _flat(done)
-
-
-def _flat(done: Computed | Passed) -> list[Tensor]:
-    if not isinstance(done, Computed):
-        return [*done]
-    assert done.token_ids is not None and done.asked is not None
-    return [done.hidden, done.logits, done.token_ids, *done.asked]
-
-
-@contextmanager
-def captured(graph: Replayed, pool: object) -> Iterator[None]:
-    Replayed.capturing.append(graph)
-    yield
-    Replayed.capturing.pop()
-
-
-class WithGraphs(OnCPU):
-    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
-        compute = functools.partial(super().compute, batch, sheet)
-        done = compute()
-        if Replayed.capturing:
-            Replayed.capturing[-1].remember(compute, done)
-        return done
-
-    @torch.inference_mode()
-    def warm_up(self, config: EngineConfig) -> None:
-        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, seconds=600)
 
 
 def best(logits: Tensor, asked: Asked) -> Tensor:
@@ -120,8 +67,8 @@ def worker(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 def use(kind: type[Cuda], monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_device(model: Model, all_rows: Rows, device: torch.device) -> Cuda:
-        return kind(model, all_rows, best, device)
+    def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None) -> Cuda:
+        return kind(model, all_rows, best, device, drafts)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
 
@@ -206,19 +153,6 @@ def test_it_goes_when_nobody_holds_it(worker: Worker) -> None:
     device = weakref.ref(worker._runner.device)
     worker.close()
     assert device() is None
-
-
-NEEDS_KERNELS = pytest.mark.skipif(
-    "TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here"
-)
-
-
-def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph", captured)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
 
 
 def only(row: int, token_id: int) -> Masks:

@@ -30,6 +30,8 @@ class Batch:
     """[N] int64, the tokens of this batch whose logits are wanted"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
+    are_decodes: bool = False
+    """Whether each sequence is a decode, with drafts or without: lengths on the host mean nothing."""
     token_types: Tensor | None = None
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
     embeds: tuple[Tensor, Tensor] | None = None

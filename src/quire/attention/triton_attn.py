@@ -16,6 +16,9 @@ from quire.config.machine import Machine
 if TYPE_CHECKING:
     from quire.kernels.triton.attention_launch import Layer
 
+MOST_ROWS = 128
+"""Of queries of a decode with drafts, times heads: up to here its keys are cut as those of others are."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
@@ -41,7 +44,13 @@ class _Step:
 
 
 def _cut(batch: Batch, few: int, tile: int) -> _Cut:
-    lens = batch.query_lens_host
+    lens, device = batch.query_lens_host, batch.seq_lens.device
+    # What was captured reads it where it was then.
+    return (_kept_cut if batch.are_decodes else _new_cut)(lens.tobytes(), few, tile, device)
+
+
+def _new_cut(query_lens: bytes, few: int, tile: int, device: torch.device) -> _Cut:
+    lens = np.frombuffer(query_lens, np.int32)
     many = np.flatnonzero(lens > few)
     if not len(many):
         return _Cut(None, len(lens), None)
@@ -52,9 +61,12 @@ def _cut(batch: Batch, few: int, tile: int) -> _Cut:
     tiles = np.stack((np.repeat(many, counts), firsts), axis=1)
     short = np.flatnonzero(lens <= few)
     work = torch.from_numpy(np.concatenate((tiles.ravel(), short)).astype(np.int32))
-    if batch.seq_lens.is_cuda:
-        work = work.pin_memory().to(batch.seq_lens.device, non_blocking=True)
+    if device.type == "cuda":
+        work = work.pin_memory().to(device, non_blocking=True)
     return _Cut(work[tiles.size :], len(short), work[: tiles.size].view(-1, 2))
+
+
+_kept_cut = cache(_new_cut)
 
 
 class TritonAttention:
@@ -93,18 +105,22 @@ class TritonAttention:
         from quire.kernels.triton.attention import Seqs
 
         layer = _layer(spec)
+        few, most = layer.few, batch.max_query_len
+        if batch.are_decodes and layer.few < most <= MOST_ROWS // layer.group:
+            few = most
         if q.stride()[1:] != (spec.head_dim, 1):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         cache = launch.cache_of(k_cache, v_cache)
         tables = batch.block_tables
         seqs = Seqs(batch.query_starts, batch.seq_lens, batch.rows, tables, tables.stride(0))
-        shape = launch.tile_shape(layer, q.dtype, batch.max_query_len)
-        cut: _Cut = batch.attention.cut(layer.few, shape.block_m // layer.group)
+        shape = launch.tile_shape(layer, q.dtype, most)
+        cut: _Cut = batch.attention.cut(few, shape.block_m // layer.group)
         if cut.tiles is not None:
             launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, shape)
         if cut.num_few:
-            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks)
+            each = few if few > layer.few else 1
+            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, most_queries=each)
         return out
 
 

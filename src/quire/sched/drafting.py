@@ -60,8 +60,20 @@ class Paces(Protocol):
 class Drafting:
     """Which rows are given drafts, and what became of them."""
 
-    def __init__(self, pace: Paces, proposer: Proposer | None, *, most: int) -> None:
-        """Without a proposer the worker makes them, for each row that has drawn a token there."""
+    def __init__(
+        self,
+        pace: Paces,
+        proposer: Proposer | None,
+        *,
+        most: int,
+        ahead: bool = False,
+        max_draws: int | None = None,
+    ) -> None:
+        """Without a proposer the worker makes them, for each row that has drawn a token there. If it is
+        `ahead` of the host, it has none for rows whose draws depend on tokens before. `max_draws` in a step,
+        where the rows are padded to a power of two."""
+        self._ahead = ahead
+        self._max_draws = max_draws
         self._pace = pace
         self._proposer = proposer
         self._most = most
@@ -78,6 +90,10 @@ class Drafting:
         num_tokens, first = running.num_tokens[rows], running.first_len[rows]
         most = np.minimum(running.limit[rows] - num_tokens - running.num_drafts[rows] - 1, self._most)
         decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1) & running.drafts[rows]
+        if self._ahead:
+            decodes &= ~running.depends[rows]
+        if self._max_draws is not None:
+            most = np.minimum(most, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1)
         places = np.flatnonzero(decodes & (most > 0))
         for row in rows[places].tolist():
             self._meet(running, row)

@@ -23,6 +23,12 @@ def is_constrained(params: SamplingParams) -> bool:
     return params.structured_outputs is not None or params.thinking_token_budget is not None
 
 
+def depends(params: SamplingParams) -> bool:
+    """Whether what it may sample depends, in the worker, on the tokens before."""
+    penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    return bool(penalised or params.min_tokens or looks_back(params) or is_constrained(params))
+
+
 class Running:
     """The requests that hold a row, as columns.
 
@@ -65,6 +71,8 @@ class Running:
         """The same, since drafts are made of it."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
+        self.depends = np.zeros(max_rows, np.bool_)
+        """Whether its draws depend on the tokens before."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
         """How many tokens its request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -97,6 +105,7 @@ class Running:
         self.num_drafts[row] = self.waits[row] = 0
         self.first_len[row] = len(request.tokens)
         self.drafts[row] = request.embeds is None
+        self.depends[row] = depends(params)
         self.limit[row] = request.limit
         self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id

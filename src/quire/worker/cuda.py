@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.capacity import rows_at_once
 from quire.config.engine import EngineConfig
+from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.masks import apply_masks
@@ -28,10 +29,11 @@ from quire.worker.device import (
     blank_batch,
     device_failures,
 )
-from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned
+from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, wide_shapes
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
+from quire.worker.speculation import Speculation, read
 
 _EACH_ONE: Ints = np.empty(0, np.int32)
 _GRAPH_BYTES = 8 << 20
@@ -42,13 +44,21 @@ _LONG_STEP = 4096
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
 """Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
+Read = Callable[[Ints], tuple[Ints, Ints]]
+"""The new tokens of a step's rows out of what came back, and how many each has; empty: one each."""
+
 
 class Cuda:
     """Block tables (by group of layers) and last tokens are by row, on the device; the row behind all others
     is padding."""
 
     def __init__(
-        self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor], device: torch.device
+        self,
+        model: Model,
+        all_rows: Rows,
+        sample: Callable[[Tensor, Asked], Tensor],
+        device: torch.device,
+        drafts: SpecFacts | None = None,
     ) -> None:
         max_rows = len(all_rows.num_tokens)
         self.num_stages = 1 if model.link is None else model.link.num_stages
@@ -59,9 +69,14 @@ class Cuda:
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self.graphs = Graphs(self.block_tables, model.room, in_flight)
+        self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
+        query_lens = [] if self.speculation is None else self.speculation.query_lens
+        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens)
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
-        self._landings = cycle([pinned(max_rows, dtype=torch.int64) for _ in range(in_flight)])
+        room, kind = max_rows, torch.int64
+        if self.speculation is not None:
+            room, kind = max_rows * (2 + self.speculation.most), torch.int32
+        self._landings = cycle([pinned(room, dtype=kind) for _ in range(in_flight)])
         self._in_passing: Tensor | None = None
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
@@ -78,7 +93,9 @@ class Cuda:
         self._compile(config)
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)
         activations += 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
-        sizes = ladder(self._most_decodes(config)) if self._captures(config) else []
+        largest = self._most_decodes(config)
+        wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
+        sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
         graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
@@ -112,11 +129,18 @@ class Cuda:
                 self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
             for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
                 self._forward_blank(lens)
+            for size, each in wide_shapes(last, self.graphs.query_lens):
+                self._forward_blank(np.full(size, each, np.int32), are_decodes=True)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def _forward_blank(self, lens: Ints) -> None:
-        batch, _ = self._blank(lens)
+    def _forward_blank(self, lens: Ints, are_decodes: bool = False) -> None:
+        batch, sheet = self._blank(lens)
+        for group in batch.groups:
+            group.are_decodes = are_decodes
+        if self.speculation is not None:
+            given = self.speculation.derive(batch, sheet, self.block_tables)
+            self.speculation.verify(given, sheet["positions"], sheet["positions"], sheet["seeds"])
         hidden = self.model.hidden(batch)
         if self.model.draws:
             self.model.head(hidden[batch.logit_tokens])
@@ -150,7 +174,8 @@ class Cuda:
 
     def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        batch, sheet = blank_batch(lens, self.block_tables, self.device)
+        drafts = self.speculation is not None
+        batch, sheet = blank_batch(lens, self.block_tables, self.device, drafts=drafts)
         batch.before = self.model.room(len(batch.token_ids))
         return batch, sheet
 
@@ -168,6 +193,8 @@ class Cuda:
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         embeds = self.model.embeds(plan, all_rows, self.device)
+        if self.speculation is not None:
+            self.speculation.begin(plan, all_rows)
         graph = self.graphs.find(plan) if embeds is None else None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
@@ -180,7 +207,7 @@ class Cuda:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
         graph.load(plan, all_rows, places, ids)
-        count = len(plan.rows)
+        count = len(plan.logit_rows)
 
         def run() -> Computed | Passed:
             done = graph.replay(count)
@@ -198,7 +225,7 @@ class Cuda:
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
     ) -> Step:
-        sizes = sizes_of(plan, len(ids), len(self.block_tables))
+        sizes = sizes_of(plan, len(ids), len(self.block_tables), drafts=self.speculation is not None)
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
@@ -222,39 +249,64 @@ class Cuda:
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         """All that a step does on the device, inside a captured graph and outside."""
         self._set_blocks(sheet["block_places"], sheet["block_ids"])
-        sources = sheet["sources"]
-        batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
+        given = None
+        if self.speculation is not None:
+            given = self.speculation.derive(batch, sheet, self.block_tables)
+            batch.token_ids = sheet["token_ids"]
+        else:
+            sources = sheet["sources"]
+            batch.token_ids = torch.where(sources >= 0, self.last_tokens[sources], sheet["token_ids"])
         hidden = self.model.hidden(batch)
         if not self.model.draws:
             passed: Passed = hidden
             return passed
-        wanted = hidden if len(batch.logit_tokens) == len(hidden) else hidden[batch.logit_tokens]
+        # Places of a captured step that are padding lie between others, and their draws behind all others.
+        each = len(batch.logit_tokens) == len(hidden) and not (given and batch.max_query_len > 1)
+        wanted = hidden if each else hidden[batch.logit_tokens]
         logits, asked = self.model.head(wanted), asked_of(sheet)
         token_ids = self._in_passing = self.sample(logits, asked)
-        self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
-        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"])
+        if given is None:
+            self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
+        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], given)
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         new = NewTokens.of(plan)
+        if self.speculation is not None and len(new.rows):
+            assert done.asked is not None
+            found = self.speculation.verify(done.given, done.hidden, sampled.token_ids, done.asked.seeds)
+            num_seqs = len(found) - len(sampled.token_ids)
+            return self._landing(found, sampled, new, all_rows, lambda found: read(found, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._in_passing:
             # Some row asked for more than a plain sample.
             assert done.rows is not None
             self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
-        landing = next(self._landings)[: len(new.rows)]
-        landing.copy_(sampled.token_ids, non_blocking=True)
+        return self._landing(sampled.token_ids, sampled, new, all_rows, _one_each)
+
+    def _landing(
+        self, found: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
+    ) -> "Landing":
+        landing = next(self._landings)[: len(found)]
+        landing.copy_(found, non_blocking=True)
         landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        return Landing(landed, landing, sampled, new, all_rows)
+        return Landing(landed, landing, sampled, new, all_rows, read)
 
 
 class Landing:
     """Sampled tokens on their way to the host."""
 
     def __init__(
-        self, landed: torch.Event | None, tokens: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows
+        self,
+        landed: torch.Event | None,
+        tokens: Tensor,
+        sampled: Sampled,
+        new: NewTokens,
+        all_rows: Rows,
+        read: Read,
     ) -> None:
+        self._read = read
         self._landed = landed
         self._tokens = tokens
         self._sampled = sampled
@@ -270,9 +322,9 @@ class Landing:
 
     def wait(self) -> StepResult:
         self.ready(0.0)
-        token_ids = self._tokens.numpy().astype(np.int32)
-        self._all_rows.learn(*self._new, token_ids)
-        return self._sampled.result(self._new.rows, token_ids, _EACH_ONE)
+        token_ids, counts = self._read(self._tokens.numpy().astype(np.int32))
+        self._all_rows.learn(*self._new, token_ids, counts)
+        return self._sampled.result(self._new.rows, token_ids, counts)
 
 
 class _Pinned:
@@ -285,6 +337,10 @@ class _Pinned:
         if len(self._memory) < size:
             self._memory = pinned(2 * size)
         return self._memory[:size]
+
+
+def _one_each(found: Ints) -> tuple[Ints, Ints]:
+    return found, _EACH_ONE
 
 
 def _decodes(count: int, *prompts: int) -> Ints:

@@ -37,6 +37,8 @@ class Computed(NamedTuple):
     asked: Asked | None = None
     rows: Tensor | None = None
     """[N] int64, whose logits these are"""
+    given: Any = None
+    """What it was computed from, where the device makes its own inputs."""
 
 
 class Undrawn:
@@ -208,7 +210,14 @@ def hold(drawn: Ints, drafts: Ints, num_drafts: Ints) -> Ints:
     return found.astype(np.int32)
 
 
-def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, seq_lens: Ints) -> Batch:
+def batch_of(
+    sheet: dict[str, Tensor],
+    block_tables: Tensor,
+    query_lens: Ints,
+    seq_lens: Ints,
+    *,
+    are_decodes: bool = False,
+) -> Batch:
     """`block_tables` [groups of layers, rows, blocks]"""
     batch = Batch(
         token_ids=sheet["token_ids"],
@@ -223,6 +232,7 @@ def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, s
         seq_lens_host=seq_lens,
         adapters=sheet.get("adapters"),
         logit_adapters=sheet.get("logit_adapters"),
+        are_decodes=are_decodes,
     )
     batch.others = tuple(
         replace(batch, slots=sheet[slots_of(group)], block_tables=block_tables[group])
@@ -232,13 +242,17 @@ def batch_of(sheet: dict[str, Tensor], block_tables: Tensor, query_lens: Ints, s
 
 
 def blank_batch(
-    lens: Ints, block_tables: Tensor, device: torch.device, *, num_samples: int | None = None
+    lens: Ints,
+    block_tables: Tensor,
+    device: torch.device,
+    *,
+    num_samples: int | None = None,
+    drafts: bool = False,
 ) -> tuple[Batch, dict[str, Tensor]]:
     """A step of sequences that read the first block and write nothing; all of them sample, or so many."""
     num_groups, num_rows, _ = block_tables.shape
-    sizes = Sizes(
-        int(lens.sum()), len(lens), len(lens) if num_samples is None else num_samples, 0, num_groups
-    )
+    num_samples = len(lens) if num_samples is None else num_samples
+    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, drafts=drafts)
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     arrays = host_arrays(memory, sizes)
     blank(arrays, 0, num_rows - 1, 0)

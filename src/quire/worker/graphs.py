@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.capacity import MAX_DRAWS
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, Passed, batch_of
@@ -39,26 +40,47 @@ def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
+def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
+    """The steps with drafts that are captured: so many sequences, each with so many places; more in all come
+    later."""
+    sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
+    shapes = [(size, each) for each in query_lens if each > 1 for size in sizes if size * each <= MAX_DRAWS]
+    return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
+
+
 class Graphs:
     """One graph for each size of the ladder, all in one pool of memory."""
 
     def __init__(
-        self, block_tables: Tensor, room: Room = lambda size: None, in_flight: int = IN_FLIGHT
+        self,
+        block_tables: Tensor,
+        room: Room = lambda size: None,
+        in_flight: int = IN_FLIGHT,
+        query_lens: Sequence[int] = (),
     ) -> None:
+        """With `query_lens` the device derives inputs, and there are graphs for that many places of each
+        sequence."""
         self.block_tables = block_tables
         self.room = room
         self.in_flight = in_flight
+        self.query_lens = query_lens
         self._by_size: dict[int, Graph] = {}
         self._sizes: list[int] = []
+        self._wide: dict[tuple[int, int], Graph] = {}
 
     def capture(self, compute: Compute, largest: int, seconds: float) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
         not done within `seconds` is done without."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        for size, each in reversed(wide_shapes(largest, self.query_lens)):
+            if time.monotonic() - started < seconds / 2:
+                self._wide[size, each] = Graph(
+                    size, compute, self.block_tables, pool, None, in_flight=self.in_flight, query_len=each
+                )
         for size in reversed(ladder(largest)):
-            before = self.room(size)
+            before, query_len = self.room(size), min(self.query_lens, default=0)
             self._by_size[size] = Graph(
-                size, compute, self.block_tables, pool, before, in_flight=self.in_flight
+                size, compute, self.block_tables, pool, before, in_flight=self.in_flight, query_len=query_len
             )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
@@ -67,14 +89,24 @@ class Graphs:
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
-        self._by_size, self._sizes = {}, []
+        self._by_size, self._sizes, self._wide = {}, [], {}
 
     def find(self, plan: StepPlan) -> "Graph | None":
         """The smallest graph for a plan of decodes."""
+        if len(plan.num_drafts) and not plan.is_decode:
+            return self._find_wide(plan)
         count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1] or (len(plan.rows) and not plan.is_decode):
             return None
         return self._by_size[self.size_for(count)]
+
+    def _find_wide(self, plan: StepPlan) -> "Graph | None":
+        if plan.counts or plan.total_tokens != len(plan.logit_rows):
+            return None
+        count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
+        fitting = (shape for shape in self._wide if shape[0] >= count and shape[1] >= most)
+        shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
+        return None if shape is None else self._wide[shape]
 
     def size_for(self, count: int) -> int:
         """The size of the smallest graph for so many tokens, or as many where there is none."""
@@ -84,7 +116,8 @@ class Graphs:
 
 
 class Graph:
-    """Decodes of up to `size` sequences. Its inputs have a fixed place on the device."""
+    """Decodes of up to `size` sequences. Its inputs have a fixed place on the device, which derives some of
+    them where each sequence has `query_len` places."""
 
     before: Tensor | None = None
     """Where what the stage before sends is to lie."""
@@ -97,19 +130,22 @@ class Graph:
         pool: Any,
         before: Tensor | None,
         in_flight: int,
+        query_len: int = 0,
     ) -> None:
         num_groups, num_rows, width = block_tables.shape
-        self.sizes = Sizes(size, size, size, 2 * size * num_groups, num_groups)
+        num_tokens, num_changes = size * max(query_len, 1), 2 * size * num_groups
+        drafts = {"drafts": query_len > 0, "query_len": query_len}
+        self.sizes = Sizes(num_tokens, size, num_tokens, num_changes, num_groups, **drafts)
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width
         self._pages = cycle([Page(part, self.sizes) for part in pinned(in_flight, bytes_of(self.sizes))])
         self._memory = torch.empty(bytes_of(self.sizes), dtype=torch.uint8, device=block_tables.device)
         self._sheet = tensors(self._memory, self.sizes)
         page = next(self._pages)
-        blank(page.arrays, 0, self.pad_row, self._pad_place)
+        self._blank(page, 0)
         self._memory.copy_(page.memory)
-        ones = np.ones(size, np.int32)
-        batch = batch_of(self._sheet, block_tables, ones, ones)
+        lens = np.full(size, max(query_len, 1), np.int32)
+        batch = batch_of(self._sheet, block_tables, lens, lens, are_decodes=True)
         batch.before = self.before = before
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
@@ -118,16 +154,20 @@ class Graph:
             self._done = compute(batch, self._sheet)
         self._done_for: dict[int, Computed | Passed] = {}
 
+    def _blank(self, page: Page, first: int) -> None:
+        query_len = self.sizes.query_len
+        blank(page.arrays, 0 if query_len else first, self.pad_row, self._pad_place, max(query_len, 1))
+
     def load(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> None:
         page = next(self._pages)
         if not page.holds(plan, all_rows):
-            blank(page.arrays, len(plan.rows), self.pad_row, self._pad_place)
+            self._blank(page, len(plan.rows))
         page.write(plan, all_rows, places, ids)
         page.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(page.memory, non_blocking=True)
 
     def replay(self, count: int) -> Computed | Passed:
-        """What the first `count` sequences gave; valid until the next replay of any graph."""
+        """What the first `count` draws gave; valid until the next replay of any graph."""
         self._graph.replay()
         done = self._done_for.get(count)
         if done is None:
@@ -138,7 +178,8 @@ class Graph:
 def _first(done: Computed | Passed, count: int) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows = done
+    hidden, logits, token_ids, asked, rows, given = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
-    return Computed(hidden[:count], logits[:count], token_ids[:count], columns, rows[:count])
+    hidden = hidden[:count] if given is None else hidden
+    return Computed(hidden, logits[:count], token_ids[:count], columns, rows[:count], given)

@@ -26,10 +26,11 @@ class Rows:
         num_groups: int = 1,
         most_drafts: int = 0,
     ) -> None:
+        """As many places as there may be drafts behind the longest sequence may be looked at, too."""
         self.block_size = block_size
         self.sampling = sampling
         self.tokens: Ints = np.zeros((max_rows, max_len), np.int32)
-        width = -(-max_len // block_size)
+        width = -(-(max_len + most_drafts) // block_size)
         self.block_tables: Ints = np.zeros((num_groups, max_rows + 1, width), np.int32)
         """By group of layers; the row behind all others is padding."""
         self.tables = list(self.block_tables)

@@ -32,6 +32,10 @@ class Sizes(NamedTuple):
     """Of layers, each with slots of its own."""
     adapters: bool = False
     """Whether some token has an adapter."""
+    drafts: bool = False
+    """Whether the device derives the inputs of decodes."""
+    query_len: int = 0
+    """Places of each sequence, where all are decodes that the device derives; 0: as many as it has tokens."""
 
 
 def slots_of(group: int) -> str:
@@ -40,7 +44,7 @@ def slots_of(group: int) -> str:
 
 
 def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
-    tokens, seqs, samples, blocks, groups, adapters = sizes
+    tokens, seqs, samples, blocks, groups, adapters, drafts, _ = sizes
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
         *((slots_of(group), np.int64, tokens) for group in range(groups)),
@@ -52,6 +56,7 @@ def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
         ("query_starts", np.int32, seqs + 1),
         *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
         *((("adapters", np.int32, tokens), ("logit_adapters", np.int32, samples)) if adapters else ()),
+        *((name, np.int32, seqs) for name in ("planned", "draw_starts") if drafts),
     ]
 
 
@@ -86,9 +91,11 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
     }
 
 
-def sizes_of(plan: StepPlan, num_block_changes: int, num_groups: int, *, adapters: bool = False) -> Sizes:
+def sizes_of(
+    plan: StepPlan, num_block_changes: int, num_groups: int, *, adapters: bool = False, drafts: bool = False
+) -> Sizes:
     sizes = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
-    return Sizes(*sizes, num_block_changes, num_groups, adapters)
+    return Sizes(*sizes, num_block_changes, num_groups, adapters, drafts)
 
 
 class Page:
@@ -99,14 +106,15 @@ class Page:
 
     def __init__(self, memory: Tensor, sizes: Sizes) -> None:
         self.memory = memory
+        self.sizes = sizes
         self.arrays = host_arrays(memory, sizes)
         self._rows = b""
         self._query_len = self._version = 0
 
     def holds(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether it was last written for a decode of the same rows, with the same requests."""
-        alike = self._version == all_rows.version and plan.query_len == self._query_len > 0
-        return alike and plan.rows.tobytes() == self._rows
+        alike = plan.query_len == self._query_len > 0 or (self.sizes.query_len > 0 and len(plan.rows) > 0)
+        return alike and self._version == all_rows.version and _bytes_of(plan) == self._rows
 
     def write(self, plan: StepPlan, all_rows: Rows, places: Wide = _NO_PLACES, ids: Ints = _NO_IDS) -> None:
         """One step. What the arrays have beyond its size stays as it is (see `blank`).
@@ -114,22 +122,28 @@ class Page:
         `places` and `ids` are the changes of the block tables, flat.
         """
         if not self.holds(plan, all_rows):
-            _fill_rows(self.arrays, plan, all_rows)
-            self._rows, self._query_len, self._version = plan.rows.tobytes(), plan.query_len, all_rows.version
-        _fill(self.arrays, plan, all_rows)
+            _fill_rows(self.arrays, plan, all_rows, self.sizes.query_len)
+            self._rows, self._query_len, self._version = _bytes_of(plan), plan.query_len, all_rows.version
+        if not self.sizes.query_len:
+            _fill(self.arrays, plan, all_rows)
         self.arrays["block_places"][: len(places)] = places
         self.arrays["block_ids"][: len(ids)] = ids
 
 
-def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
+def _bytes_of(plan: StepPlan) -> bytes:
+    return plan.rows.tobytes() + plan.num_drafts.tobytes()
+
+
+def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows, query_len: int) -> None:
     """What stays as long as the same rows compute as many tokens, for the same requests."""
     rows, sampling, state = plan.rows, plan.logit_rows, all_rows.sampling
     num_seqs, count = len(rows), len(sampling)
     starts = into["query_starts"]
-    starts[0] = 0
-    np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
+    if not query_len:
+        starts[0] = 0
+        np.cumsum(plan.num_tokens, out=starts[1 : num_seqs + 1])
     into["rows"][:num_seqs] = rows
-    ends = starts[1 : num_seqs + 1][plan.samples]
+    ends = (starts[:num_seqs] + plan.num_tokens)[plan.samples]
     if len(plan.num_drafts):
         num_draws = 1 + plan.num_drafts[plan.samples]
         into["logit_tokens"][:count] = spread(ends - num_draws, num_draws)
@@ -141,8 +155,19 @@ def _fill_rows(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     for name in ("top_k", "top_p", "min_p"):
         into[name][:count] = getattr(state, name)[sampling]
     if "adapters" in into:
-        into["adapters"][: plan.total_tokens] = np.repeat(all_rows.adapter[rows], plan.num_tokens)
+        each = np.repeat(all_rows.adapter[rows], query_len or plan.num_tokens)
+        into["adapters"][: len(each)] = each
         into["logit_adapters"][:count] = all_rows.adapter[sampling]
+    if "planned" in into:
+        _fill_drafts(into, plan)
+
+
+def _fill_drafts(into: Arrays, plan: StepPlan) -> None:
+    num_seqs = len(plan.rows)
+    num_drafts = plan.num_drafts if len(plan.num_drafts) else np.zeros(num_seqs, np.int32)
+    num_draws = np.where(plan.samples, 1 + num_drafts, 0)
+    into["planned"][:num_seqs] = np.where(num_draws == plan.num_tokens, num_drafts, -1)
+    into["draw_starts"][:num_seqs] = np.where(plan.samples, np.cumsum(num_draws) - num_draws, -1)
 
 
 def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
@@ -169,15 +194,18 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
     )
 
 
-def blank(into: Arrays, first: int, pad_row: int, pad_place: int) -> None:
-    """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks."""
+def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int = 1) -> None:
+    """Padding from sequence `first` of a decode step on: it reads nothing and writes where nobody looks.
+    Sequences of several places read the first block: each place has something to see."""
     for name, array in into.items():
         if (nothing := _NOTHING.get(name.rstrip("0123456789"))) is not None:
             array[first:] = nothing
     into["rows"][first:] = into["logit_rows"][first:] = pad_row
     into["block_places"][:] = pad_place
     into["block_ids"][:] = 0
-    into["query_starts"][:] = np.arange(len(into["query_starts"]), dtype=np.int32)
+    into["query_starts"][:] = np.arange(len(into["query_starts"]), dtype=np.int32) * query_len
+    if query_len > 1:
+        into["seq_lens"][first:] = query_len
     into["logit_tokens"][:] = np.arange(len(into["logit_tokens"]))
 
 
@@ -195,6 +223,8 @@ _NOTHING: dict[str, float] = {
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
+    "planned": -1,
+    "draw_starts": -1,
 }
 
 

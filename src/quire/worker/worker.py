@@ -21,6 +21,7 @@ from quire.config.layout import cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
 from quire.config.ranks import Stage
+from quire.config.speculation import SpecFacts
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
@@ -188,7 +189,7 @@ class Worker:
             block_size=config.cache.block_size,
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
             num_groups=len(self.layout.groups),
-            most_drafts=0 if config.draft is None else config.draft.num_tokens,
+            most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         )
         weights = self._weights
         if facts.encoder is None:
@@ -406,7 +407,7 @@ class Worker:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
         own = Model(model, model.logits, self.backend, link, self.ep, slots)
-        device = open_device(own, all_rows, self.device)
+        device = open_device(own, all_rows, self.device, config.speculation)
         if isinstance(device, Host):
             device.drafter = self.drafter
             asked = config.speculation
@@ -455,7 +456,9 @@ class Worker:
         )
 
 
-def open_device(model: Model, all_rows: Rows, device: torch.device) -> Device:
+def open_device(
+    model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
+) -> Device:
     if device.type == "cpu":
         if native.library() is None:
             return Host(model, all_rows)
@@ -463,4 +466,4 @@ def open_device(model: Model, all_rows: Rows, device: torch.device) -> Device:
     from quire.kernels.triton.sampling import sample
     from quire.worker.cuda import Cuda
 
-    return Cuda(model, all_rows, lambda logits, asked: sample(logits, *asked), device)
+    return Cuda(model, all_rows, lambda logits, asked: sample(logits, *asked), device, drafts)

@@ -65,9 +65,10 @@ def tile_shape(layer: Layer, dtype: torch.dtype, most_queries: int) -> Shape:
     return Shape(max(128, rows), 64, 8, 2 if wide else 3)
 
 
-def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype) -> Shape:
-    """For `shares` over a cache of the second type."""
-    rows = max(16, triton.next_power_of_2(layer.group))
+def share_shape(layer: Layer, dtype: torch.dtype, kept_as: torch.dtype, most_queries: int = 1) -> Shape:
+    """For `shares` over a cache of the second type, where no sequence has more than `most_queries`, or than
+    fill the smallest tile."""
+    rows = max(16, triton.next_power_of_2(layer.group * most_queries))
     wide = layer.head_dim > 128
     if dtype == torch.float32:
         return Shape(rows, 16 if wide else 32, 4, 1, 2)
@@ -134,9 +135,10 @@ def attend_shares(
     sinks: Tensor | None,
     shape: Shape | None = None,
     shares: int | None = None,
+    most_queries: int = 1,
 ) -> None:
     num_seqs = len(seqs.seq_lens) if work is None else len(work)
-    shape = shape or share_shape(layer, q.dtype, cache.k.dtype)
+    shape = shape or share_shape(layer, q.dtype, cache.k.dtype, most_queries)
     if shares is None:
         num_sms, sm_bytes = sms(q.device)
         row_bytes = 2 * layer.head_dim * cache.k.element_size()

@@ -1,0 +1,124 @@
+"""Speculation on a GPU: rows of which the device alone knows how many tokens they have."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.speculation import SpecFacts
+from quire.data.plan import Ints, StepPlan, spread
+from quire.kernels.triton.drafts import Known, Step, derive, look_up, verify
+from quire.worker.rows import Rows
+from quire.worker.sheet import slots_of
+
+
+class Given(NamedTuple):
+    """What a step was computed from."""
+
+    batch: Batch
+    step: Step
+
+
+class Drawn(NamedTuple):
+    """What a step leaves for the drafts behind it. All is on the device."""
+
+    batch: Batch
+    step: Step
+    hidden: Tensor
+    """[T, hidden]"""
+    counts: Tensor
+    """[B] int32, how many tokens each sequence got; 0 of one that drew none. What they are is in `Known`."""
+
+
+Propose = Callable[[Known, Drawn], None]
+"""Fills in `drafts` and `num_drafts` of the rows that drew."""
+
+
+class Lookup:
+    """Proposes what followed the last tokens when they stood there before."""
+
+    def __init__(self, least: int, max_rows: int, device: torch.device) -> None:
+        self._least = least
+        self._scratch = torch.zeros(2, max_rows + 1, dtype=torch.int64, device=device)
+
+    def __call__(self, known: Known, drawn: Drawn) -> None:
+        look_up(known, drawn.step, self._scratch, self._least)
+
+
+class Speculation:
+    """What the device knows of its rows, and what follows from that for each step."""
+
+    def __init__(self, facts: SpecFacts, all_rows: Rows, device: torch.device) -> None:
+        max_rows, self.max_len = all_rows.tokens.shape
+        self.most, self.block_size, self.device = facts.num_speculative_tokens, all_rows.block_size, device
+        width, num_rows = self.max_len + self.most + 1, max_rows + 1
+        self.known = Known(
+            history=torch.zeros((num_rows, width), dtype=torch.int32, device=device),
+            lengths=torch.ones(num_rows, dtype=torch.int32, device=device),
+            drafts=torch.zeros((num_rows, self.most), dtype=torch.int64, device=device),
+            num_drafts=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            width=width,
+            most=self.most,
+        )
+        self.query_lens = sorted({1, self.most // 2 + 1, self.most + 1})
+        """Of steps that are captured: with fewer drafts the rest is padding."""
+        self.rates: Tensor | None = None
+        if facts.synthetic_acceptance_rates:
+            self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
+        self.propose: Propose | None = None
+        """None: the planner does."""
+        if facts.method == "ngram":
+            self.propose = Lookup(facts.prompt_lookup_min or 1, max_rows, device)
+
+    def begin(self, plan: StepPlan, all_rows: Rows) -> None:
+        """Rows have new requests, or drafts of the planner's."""
+        known = self.known
+        for new in plan.admitted:
+            row, length = new.row, int(all_rows.num_tokens[new.row])
+            known.history[row, :length].copy_(self._sent(all_rows.tokens[row, :length]), non_blocking=True)
+            known.lengths[row].fill_(length)
+            known.num_drafts[row].fill_(0)
+        if len(plan.drafts):
+            guessed = np.zeros((len(plan.rows), self.most), np.int64)
+            guessed[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
+            rows = self._sent(plan.rows.astype(np.int64))
+            known.drafts.index_copy_(0, rows, self._sent(guessed))
+            known.num_drafts.index_copy_(0, rows, self._sent(plan.num_drafts))
+
+    def _sent(self, array: Ints) -> Tensor:
+        if self.device.type != "cuda":
+            return torch.from_numpy(array.copy())
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def derive(self, batch: Batch, sheet: dict[str, Tensor], tables: Tensor) -> Given:
+        """Make the inputs of the decodes, in place."""
+        step = Step(*(sheet[name] for name in ("query_starts", "rows", "planned", "draw_starts")))
+        slots = [sheet[slots_of(group)] for group in range(len(tables))]
+        lens = batch.seq_lens
+        derive(
+            self.known, step, sheet["token_ids"], batch.positions, lens, slots, tables, self.block_size,
+            self.max_len,
+        )  # fmt: skip
+        # By torch: kernels behind it may read lengths before they wait for the one in front of them.
+        torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
+        return Given(batch, step)
+
+    def verify(self, given: Given, hidden: Tensor, token_ids: Tensor, seeds: Tensor) -> Tensor:
+        """As the kernel; drafts for the next step are there, too."""
+        found = verify(self.known, given.step, token_ids, seeds, self.rates)
+        if self.propose is not None:
+            self.propose(self.known, Drawn(*given, hidden, found[: len(given.step.rows)]))
+        return found
+
+
+def read(found: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints]:
+    """The new tokens of a plan's rows out of what `verify` found, and how many each has; empty: one each."""
+    draws = found[num_seqs : num_seqs + len(plan.logit_rows)]
+    if not len(plan.num_drafts):
+        return draws, plan.num_drafts
+    counts = found[: len(plan.rows)][plan.samples]
+    num_draws = 1 + plan.num_drafts[plan.samples]
+    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts

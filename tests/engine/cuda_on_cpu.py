@@ -1,0 +1,79 @@
+"""The device that computes as a GPU does, on the CPU: its bookkeeping, and stand-ins for captured graphs."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.attention.triton_attn import TritonAttention
+from quire.config.engine import EngineConfig
+from quire.sampling.sampler import Sampler
+from quire.worker.cuda import Cuda
+from quire.worker.device import Computed, Passed
+from quire.worker.memory import Needs
+
+NEEDS_KERNELS = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here"
+)
+
+
+class OnCPU(Cuda):
+    """Everything but the graphs."""
+
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+        return Needs(weights, 1 << 20)
+
+    def warm_up(self, config: EngineConfig) -> None: ...
+
+
+class Replayed:
+    """Stands in for a captured graph: computes again, into the tensors of the first time."""
+
+    capturing: list["Replayed"] = []
+
+    def replay(self) -> None:
+        for old, new in zip(self.done, _flat(self.again()), strict=True):
+            old.copy_(new)
+
+    def remember(self, again: Callable[[], Computed | Passed], done: Computed | Passed) -> None:
+        self.again, self.done = again, _flat(done)
+
+
+def _flat(done: Computed | Passed) -> list[Tensor]:
+    if not isinstance(done, Computed):
+        return [*done]
+    assert done.token_ids is not None and done.asked is not None
+    return [done.hidden, done.logits, done.token_ids, *done.asked]
+
+
+@contextmanager
+def captured(graph: Replayed, pool: object) -> Iterator[None]:
+    Replayed.capturing.append(graph)
+    yield
+    Replayed.capturing.pop()
+
+
+class WithGraphs(OnCPU):
+    def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
+        compute = functools.partial(super().compute, batch, sheet)
+        done = compute()
+        if Replayed.capturing:
+            Replayed.capturing[-1].remember(compute, done)
+        return done
+
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig) -> None:
+        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, seconds=600)
+
+
+def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
