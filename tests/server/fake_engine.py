@@ -149,6 +149,8 @@ class FakeEngine:
         self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
         self.step_s, self.fail_after = step_s, fail_after
         self.adapters: dict[str, LoRARequest] = {}
+        self.removals: list[tuple[str, int]] = []
+        """Names, and how many requests were being answered."""
         self.loras: list[LoRARequest | None] = []
         """Of each request, in their order."""
         self.seen: list[tuple[str, Prompt, SamplingParams, int]] = []
@@ -298,6 +300,7 @@ class FakeEngine:
         return AdapterFacts(b"digest", 8, 1024)
 
     async def remove_adapter(self, name: str) -> bool:
+        self.removals.append((name, self.num_in_flight))
         return self.adapters.pop(name, None) is not None
 
     async def reset_prefix_cache(self, running: bool = False) -> bool:

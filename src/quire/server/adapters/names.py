@@ -54,13 +54,10 @@ class Adapters:
         resolver = self._resolver
         if resolver is None or not self.enabled or name in self._leaving or name in self._roster.all():
             return
-        if not resolver.may_have(name):
+        if not resolver.may_have(name) or (module := await self._in_thread(resolver.find, name)) is None:
             return
         async with self._roster.only(name):
-            if name in self._roster.all() or not resolver.may_have(name):
-                return
-            module = await self._in_thread(resolver.find, name)
-            if module is None:
+            if name in self._roster.all() or not resolver.may_have(name):  # somebody else was quicker
                 return
             try:
                 await self._engine.add_adapter(module.request())
@@ -68,7 +65,7 @@ class Adapters:
                 resolver.note(name, error)
                 raise
             self._roster.put(module)
-            logger.info("Adapter %r found at %s", name, module.root)
+            logger.info("Adapter %r found at %r", name, module.root)
 
     def take(self, name: str, scope: Scope) -> LoRARequest | None:
         """The adapter of this name, which stays until the request of this scope is answered."""
@@ -136,7 +133,7 @@ class Adapters:
             except RequestError as error:
                 raise _named(name, error) from None
             self._roster.put(module)
-        logger.info("Adapter %r loaded from %s", name, place)
+        logger.info("Adapter %r loaded from %r", name, place)
 
     async def unload(self, name: str) -> None:
         """Nobody gets it any more from now on; over when those who have it are answered."""

@@ -30,7 +30,7 @@ class Resolver:
         at, error = self._failed.get(name, (float("-inf"), None))
         if time.monotonic() - at < AGAIN_S:
             if error is not None:
-                raise error
+                raise RequestError(str(error), error.param)
             return False
         return self._place(name) is not None
 
