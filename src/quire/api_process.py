@@ -53,19 +53,7 @@ def make_engine(
 ) -> AsyncEngine:
     """The engine as an API process sees it: tokenizer and limits here, the cores at `addresses`, by rank."""
     model, tokenizer = config.model, open_tokenizer(config)
-    facts = EngineFacts(
-        model_names=model.served_model_name,
-        root=model.model,
-        max_model_len=model.max_model_len,
-        vocab=config.checkpoint.facts.vocab,
-        max_logprobs=model.max_logprobs,
-        max_num_seqs=config.scheduler.max_num_seqs * len(addresses),
-        block_size=config.cache.block_size,
-        default_sampling=default_sampling(config),
-        chat_template=read_template(model.chat_template),
-        version=__version__,
-        start_time=time.time(),
-    )
+    facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
         tokenizer=tokenizer,
         vocab=facts.vocab,
@@ -100,6 +88,23 @@ def make_engine(
         first=index,
         cores_return=cores_return,
         settings=settings_of(config),
+    )
+
+
+def _facts(config: EngineConfig, num_cores: int) -> EngineFacts:
+    model = config.model
+    return EngineFacts(
+        model_names=model.served_model_name,
+        root=model.model,
+        max_model_len=model.max_model_len,
+        vocab=config.checkpoint.facts.vocab,
+        max_logprobs=model.max_logprobs,
+        max_num_seqs=config.scheduler.max_num_seqs * num_cores,
+        block_size=config.cache.block_size,
+        default_sampling=default_sampling(config),
+        chat_template=read_template(model.chat_template),
+        version=__version__,
+        start_time=time.time(),
     )
 
 
