@@ -1,8 +1,11 @@
-"""Drafts that are found in tokens alone: what a proposer has to do."""
+"""Drafts that are found in tokens alone: what a proposer has to do, and who does."""
 
 from typing import Protocol
 
+from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints
+from quire.sched.drafts.ngram import NGram
+from quire.sched.drafts.suffix import Suffix
 
 
 class Proposer(Protocol):
@@ -20,3 +23,18 @@ class Proposer(Protocol):
     def propose(self, row: int, most: int) -> Ints:
         """Up to `most` likely next tokens; empty: no idea."""
         ...
+
+
+def proposer_of(facts: SpecFacts) -> Proposer | None:
+    """None where drafts are made by a model."""
+    if facts.method == "ngram":
+        assert facts.prompt_lookup_min is not None and facts.prompt_lookup_max is not None
+        return NGram(facts.prompt_lookup_min, facts.prompt_lookup_max)
+    if facts.method == "suffix":
+        return Suffix(
+            max_depth=facts.suffix_decoding_max_tree_depth,
+            max_requests=facts.suffix_decoding_max_cached_requests,
+            spec_factor=facts.suffix_decoding_max_spec_factor,
+            min_prob=facts.suffix_decoding_min_token_prob,
+        )
+    return None
