@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zmq
+from library import Library, digest, lora
 from symbolic import Engine, continuation
 
 from quire.core import process
@@ -29,6 +30,7 @@ from quire.data.wire import (
     encode,
 )
 from quire.metrics import Layout, MetricsPages
+from quire.sched.adapters import AdapterGate
 
 
 class Client:
@@ -172,6 +174,32 @@ def test_work_that_cannot_be_planned_is_told_and_not_spun_on(
     client.beats.clear()
     bench.turn_until(lambda: len(client.beats) >= 2, client)
     assert client.beats[-1].stalled_s == 0.0, "idle is not stalled"
+
+
+def test_a_core_whose_requests_wait_for_an_adapter_does_not_stand_still(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """Catches a server that calls itself dead while a disk is slow."""
+    library = Library(at_once=False)
+    bench = make_bench(adapters=AdapterGate(library, max_slots=1, max_read=1))
+    bench.engine.worker.host = library.host
+    client = bench.join()
+    request = make_request("a", prompt(1), 6)
+    request.lora = lora("x")
+    client.send(Add([request]))
+    bench.turn_until(lambda: bool(library.asked), client)
+    client.beats.clear()
+    bench.turn_until(lambda: len(client.beats) >= 4, client)
+    assert client.beats[-1].stats.waiting_adapters == ["x"]
+
+    def gets_on() -> bool:
+        """One that stands still says so for longer with every beat."""
+        return client.beats[-1].stalled_s < len(client.beats) * process.BEAT_S / 2
+
+    bench.turn_until(gets_on, client, max_turns=500)
+    library.bring()
+    bench.turn_until(lambda: "a" in client.reasons, client)
+    assert client.tokens["a"] == continuation(prompt(1), 6, digest("/adapters/x"))
 
 
 def test_a_stuck_core_still_hears_that_it_may_give_up(

@@ -9,6 +9,7 @@ from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.data.lora import LoRARequest
 from quire.data.plan import StepPlan, StepResult
+from quire.data.stats import StepStats
 from quire.errors import EngineError, RequestError
 from quire.sched.adapters import TURN_S, AdapterGate
 
@@ -53,6 +54,8 @@ def test_who_waits_for_its_adapter_is_passed_by_and_read_is_what_was_asked_for()
     room.step()
     assert room.outputs["b"] and not room.outputs["a"]
     assert room.gate.waiting_names == ["one"] and room.gate.running_names == []
+    stats = room.core.refresh(StepStats())
+    assert (stats.num_waiting, stats.num_deferred, stats.waiting_adapters) == (1, 1, ["one"])
     room.library.bring()
     room.step()
     assert room.outputs["a"] and room.gate.running_names == ["one"]

@@ -99,6 +99,7 @@ class EngineCore:
         scheduler = self.scheduler
         stats.num_running = len(scheduler.running)
         stats.num_waiting = len(scheduler.admitter.waiting) + len(self.gate.outside)
+        stats.num_deferred = scheduler.admitter.waiting.num_held
         stats.sleep_level = self.gate.level
         stats.running_adapters = scheduler.adapters.running_names
         stats.waiting_adapters = scheduler.adapters.waiting_names

@@ -184,6 +184,8 @@ class CoreServer:
         step = self.core.step(BEAT_S)
         self._is_stuck = step is None and self.core.has_work and not len(self.core.pipeline)
         if step is None:
+            if self._is_stuck and self.core.scheduler.gates.is_awaiting:
+                self._progress_at = time.monotonic()  # it is not the core that they wait for
             return
         self._progress_at = time.monotonic()
         self._step_s = self._progress_at - began

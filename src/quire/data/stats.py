@@ -12,6 +12,8 @@ class StepStats(msgspec.Struct):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
+    """Of these, the ones that wait for something of their own: a grammar, an adapter."""
     kv_usage: float = 0.0
     sleep_level: int = 0
     num_computed_tokens: int = 0

@@ -174,14 +174,16 @@ class MetricsPages:
 
     def clear_gauges(self) -> None:
         """The process that wrote them is gone."""
-        for name in [*GAUGES, "num_requests_waiting_by_reason:capacity"]:
+        reasons = LABELLED["num_requests_waiting_by_reason"][2]
+        for name in [*GAUGES, *(f"num_requests_waiting_by_reason:{reason}" for reason in reasons)]:
             self._set(name, 0)
 
     def observe(self, step: StepStats, front: FrontStats) -> None:
         """Count what a step did. The core knows the first half, the API process the second."""
         self._set("num_requests_running", step.num_running)
         self._set("num_requests_waiting", step.num_waiting)
-        self._set("num_requests_waiting_by_reason:capacity", step.num_waiting)
+        self._set("num_requests_waiting_by_reason:capacity", step.num_waiting - step.num_deferred)
+        self._set("num_requests_waiting_by_reason:deferred", step.num_deferred)
         for level, state in enumerate(LABELLED["engine_sleep_state"][2]):
             self._set(f"engine_sleep_state:{state}", level == step.sleep_level)
         self._set("kv_cache_usage_perc", step.kv_usage)

@@ -126,5 +126,10 @@ class GatedLine:
             self._line.push_front(request)
         self._held.clear()
 
+    @property
+    def num_held(self) -> int:
+        """Those who were passed by when the line was last looked at."""
+        return len(self._held)
+
     def __len__(self) -> int:
         return len(self._line) + len(self._held)
