@@ -22,7 +22,8 @@ from prometheus_client.utils import floatToGoString
 
 from quire.config.engine import EngineConfig
 from quire.data.stats import FinishedSequence, FrontStats, StepStats
-from quire.metrics import drafts
+from quire.metrics.drafts import additions, names_of
+from quire.metrics.drafts import families as draft_families
 from quire.metrics.http import EDGES, SERIES, Exchange, families
 from quire.metrics.keys import KeyPages
 
@@ -107,7 +108,7 @@ class Layout:
     def __init__(self, max_model_len: int, most_drafts: int = 0) -> None:
         labelled = [f"{name}:{value}" for name, (_, _, values) in LABELLED.items() for value in values]
         self.most_drafts = most_drafts
-        every = [*GAUGES, *COUNTERS, *labelled, *drafts.names(most_drafts), *SERIES]
+        every = [*GAUGES, *COUNTERS, *labelled, *names_of(most_drafts), *SERIES]
         self.places = {name: place for place, name in enumerate(every)}
         edges = {name: edges for name, (_, edges) in HISTOGRAMS.items()} | EDGES
         edges |= dict.fromkeys(LENGTHS, length_buckets(max_model_len))
@@ -197,7 +198,7 @@ class MetricsPages:
         self._add("prompt_tokens_by_source:local_cache_hit", step.num_cached_tokens)
         self._add("prompt_tokens_by_source:local_compute", step.num_prompt_tokens - step.num_cached_tokens)
         if step.num_drafts:
-            for name, count in drafts.additions(step).items():
+            for name, count in additions(step).items():
                 self._add(name, count)
         if step.num_computed_tokens:
             self._put("iteration_tokens_total", step.num_computed_tokens)
@@ -349,9 +350,7 @@ class EngineMetrics:
         yield info
         if self._max_loras is not None:
             yield self._lora_info()
-        yield from drafts.families(
-            self.pages.layout.most_drafts, self._names, self._engines, self.pages.value
-        )
+        yield from draft_families(self.pages.layout.most_drafts, self._names, self._engines, self.pages.value)
         yield from families(self.pages.pages.sum(axis=(0, 1)), self.pages.layout.places)
         yield from () if self._keys is None else self._keys.families()
 

@@ -15,7 +15,7 @@ COUNTERS = {
 _BY_PLACE = "spec_decode_num_accepted_tokens_per_pos"
 
 
-def names(most: int) -> list[str]:
+def names_of(most: int) -> list[str]:
     """The series, where a draft has up to `most` tokens; none where there are no drafts."""
     return [*COUNTERS, *(f"{_BY_PLACE}:{place}" for place in range(most))] if most else []
 
