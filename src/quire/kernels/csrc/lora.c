@@ -1,10 +1,11 @@
 /* Adapters of many requests in one batch: a row of x shrinks to ranks, and these expand to outputs. */
 #include "lora.h"
 
-#include "simd.h"
+#include "wide.h"
 
 #define RANKS 16    /* that a task computes */
 #define OUTPUTS 256 /* the same */
+#define SOME 64     /* the same, at a time; whole vectors */
 #define MAX_RANK 512
 
 /* Structures have the same fields, in the same order, as in cpu.py. */
@@ -22,25 +23,38 @@ typedef struct {
 
 INLINE Numbers from(Numbers x, long ahead) { return (Numbers){x.at, x.start + ahead, x.bf16}; }
 
+INLINE wide take_wide(Numbers x, int bf16, long at)
+{
+    at += x.start;
+    return bf16 ? wide_bf16((const uint16_t *)x.at + at) : wide_load((const float *)x.at + at);
+}
+
+INLINE float take_one(Numbers x, long at)
+{
+    at += x.start;
+    return x.bf16 ? from_bf16(((const uint16_t *)x.at)[at]) : ((const float *)x.at)[at];
+}
+
 INLINE void times_four(Numbers x, Numbers a, long size, int x_bf16, int a_bf16, float *into)
 {
-    vf sums[4] = {{0}}, others[4] = {{0}};
+    wide sums[4] = {{0}}, others[4] = {{0}};
     long k = 0;
-    for (; k + 2 * LANES <= size; k += 2 * LANES) {
-        vf left = take(x.at, x_bf16, x.start + k, LANES), right = take(x.at, x_bf16, x.start + k + LANES, LANES);
+    for (; k + 2 * WIDE <= size; k += 2 * WIDE) {
+        wide left = take_wide(x, x_bf16, k), right = take_wide(x, x_bf16, k + WIDE);
         for (int i = 0; i < 4; i++) {
-            sums[i] = fused(left, take(a.at, a_bf16, a.start + i * size + k, LANES), sums[i]);
-            others[i] = fused(right, take(a.at, a_bf16, a.start + i * size + k + LANES, LANES), others[i]);
+            sums[i] = wide_fused(left, take_wide(a, a_bf16, i * size + k), sums[i]);
+            others[i] = wide_fused(right, take_wide(a, a_bf16, i * size + k + WIDE), others[i]);
         }
     }
-    for (; k < size; k += LANES) {
-        vf left = take(x.at, x_bf16, x.start + k, size - k);
+    for (; k + WIDE <= size; k += WIDE)
         for (int i = 0; i < 4; i++)
-            sums[i] = fused(left, take(a.at, a_bf16, a.start + i * size + k, size - k), sums[i]);
-    }
+            sums[i] = wide_fused(take_wide(x, x_bf16, k), take_wide(a, a_bf16, i * size + k), sums[i]);
     for (int i = 0; i < 4; i++)
         sums[i] += others[i];
-    lanes_sum4(sums, into);
+    wide_sum4(sums, into);
+    for (; k < size; k++)
+        for (int i = 0; i < 4; i++)
+            into[i] += take_one(x, k) * take_one(a, i * size + k);
 }
 
 static float times_one(Numbers x, Numbers a, long size)
@@ -69,31 +83,33 @@ void quire_lora_shrink(Numbers x, Numbers a, long size, long first, long end, fl
         ranks[j] = times_one(x, from(a, j * size), size);
 }
 
-INLINE void add_one(void *out, int bf16, long at, float x) { put(out, bf16, at, 1, take(out, bf16, at, 1) + splat(x)); }
-
-INLINE void expand(const float *ranks, Numbers b, long rank, long first, long end, void *out, int out_bf16, long out_at, int bf16)
+/* Up to SOME outputs. */
+INLINE void expand(const float *ranks, Numbers b, long rank, long count, void *out, int out_bf16, long out_at, int bf16)
 {
-    long i = first, whole = rank % LANES ? first : first + (end - first) / 4 * 4;
+    float found[SOME];
+    long i = 0, whole = rank % LANES ? 0 : count / 4 * 4;
     for (; i < whole; i += 4) {
         vf sums[4] = {{0}};
-        float four[4];
         for (long j = 0; j < rank; j += LANES)
             for (int n = 0; n < 4; n++)
                 sums[n] = fused(load(ranks + j), take(b.at, bf16, b.start + (i + n) * rank + j, LANES), sums[n]);
-        lanes_sum4(sums, four);
-        for (int n = 0; n < 4; n++)
-            add_one(out, out_bf16, out_at + i + n, four[n]);
+        lanes_sum4(sums, found + i);
     }
-    for (; i < end; i++)
-        add_one(out, out_bf16, out_at + i, times_one((Numbers){ranks, 0, 0}, from(b, i * rank), rank));
+    for (; i < count; i++)
+        found[i] = times_one((Numbers){ranks, 0, 0}, from(b, i * rank), rank);
+    for (i = 0; i < count; i += LANES)
+        put(out, out_bf16, out_at + i, count - i, take(out, out_bf16, out_at + i, count - i) + load(found + i));
 }
 
 void quire_lora_expand(const float *ranks, Numbers b, long rank, long first, long end, void *out, int out_bf16, long out_at)
 {
-    if (b.bf16)
-        expand(ranks, b, rank, first, end, out, out_bf16, out_at, 1);
-    else
-        expand(ranks, b, rank, first, end, out, out_bf16, out_at, 0);
+    for (long i = first; i < end; i += SOME) {
+        long count = end - i < SOME ? end - i : SOME;
+        if (b.bf16)
+            expand(ranks, from(b, i * rank), rank, count, out, out_bf16, out_at + i, 1);
+        else
+            expand(ranks, from(b, i * rank), rank, count, out, out_bf16, out_at + i, 0);
+    }
 }
 
 static void shrink_rows(const LoraJob *job)
