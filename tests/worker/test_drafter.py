@@ -88,7 +88,7 @@ class Pair:
         for group in batch.groups:
             worker.backend.plan(group)
         hidden = worker.model(batch)
-        says = {"num_slots": torch.full((len(chunks),), LONGEST), "is_decode": False} | told
+        says = {"num_slots": torch.full((len(chunks),), LONGEST), "has_seen": False} | told
         most = says.pop("most", MOST)
         states = hidden if batch.taps is None else batch.taps
         step = Told(torch.tensor(following), torch.tensor(kept), states=states, **says)
@@ -104,12 +104,12 @@ class Pair:
         chunks = {row: (self.tokens[row][half[row] :], half[row]) for row in lens}
         others = self._verify([row for row in self.tokens if row not in lens])
         kept = [len(ids) for ids, _ in chunks.values()]
-        self._finish(chunks | others[0], kept + others[1], is_decode=False)
+        self._finish(chunks | others[0], kept + others[1], has_seen=False)
 
     def decode(self, accepted: dict[int, int], most: int = MOST) -> None:
         """All rows verify their drafts, and so many of each are accepted."""
         chunks, kept = self._verify(list(self.tokens), accepted)
-        self._finish(chunks, kept, is_decode=True, most=most)
+        self._finish(chunks, kept, has_seen=True, most=most)
 
     def _verify(
         self, rows: list[int], accepted: dict[int, int] | None = None

@@ -35,8 +35,8 @@ class Told(NamedTuple):
     """[B] int64, how many of its tokens in the batch count: all but the drafts that were not accepted"""
     num_slots: Tensor
     """[B] int64, how many tokens its blocks have room for: beyond them nothing is written"""
-    is_decode: bool
-    """Whether each sequence computed no more than its last token, and drafts behind it"""
+    has_seen: bool
+    """Whether the draft has seen every token of each sequence in front of the last one that counts"""
     states: Tensor
     """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`) or its head sees them;
     a draft that is a model of its own does not look at them"""
@@ -215,8 +215,8 @@ class ModelDrafter:
     def propose(self, batch: Batch, told: Told, most: int) -> Tensor:
         kept = batch.query_starts[:-1].long() + told.num_kept
         last = batch.positions[kept - 1] + 1
-        if told.is_decode:
-            # Where all drafts were accepted, it has not seen the last of them yet.
+        if told.has_seen:
+            # But not the last one, if that was the last of its drafts: it is computed again.
             ids = torch.stack((batch.token_ids[kept - 1], told.next_ids), 1).clamp_(0, self.vocab - 1)
             ahead, at = self.ahead.behind(batch, ids, last, told.num_slots, 1), None
         else:

@@ -60,6 +60,8 @@ class Host:
         """Whether it draws as the target does, by the same numbers."""
         self._batch: Batch | None = None
         """Of the last step."""
+        self._num_seen: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        """By row: how many of its tokens the draft has seen, and had room for."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Reckoned: to use memory is to take it here."""
@@ -157,21 +159,23 @@ class Host:
         hidden: Tensor,
     ) -> None:
         """Drafts for the rows of a step, of which the tokens from `first` on were computed."""
-        rows = plan.rows.astype(np.intp)
-        num_kept, is_decode = plan.num_tokens, plan.is_decode
+        rows, num_kept, most = plan.rows.astype(np.intp), plan.num_tokens, all_rows.drafts.shape[1]
         if len(counts):
             num_kept = num_kept - plan.num_drafts
-            is_decode = bool(plan.samples.all() and (num_kept == 1).all())
             num_kept[plan.samples] += counts - 1
+        for new in plan.admitted:
+            self._num_seen[new.row] = new.num_computed
+        ends, num_slots = first + num_kept, all_rows.num_blocks[rows] * all_rows.block_size
         told = Told(
-            next_ids=torch.from_numpy(all_rows.tokens[rows, first + num_kept].astype(np.int64)),
+            next_ids=torch.from_numpy(all_rows.tokens[rows, ends].astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
-            num_slots=torch.from_numpy(all_rows.num_blocks[rows].astype(np.int64) * all_rows.block_size),
-            is_decode=is_decode,
+            num_slots=torch.from_numpy(num_slots.astype(np.int64)),
+            has_seen=bool((self._num_seen[rows] >= ends - 1).all()),
             states=hidden if batch.taps is None else batch.taps,
             draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
         )
-        all_rows.drafts[rows] = drafter.propose(batch, told, all_rows.drafts.shape[1]).numpy()
+        all_rows.drafts[rows] = drafter.propose(batch, told, most).numpy()
+        self._num_seen[rows] = np.minimum(ends + max(most, 1), num_slots)
 
     def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Callable[[Tensor, Tensor], Tensor] | None:
         """How these rows sample, wherever; None if nothing can sample in passing."""
