@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
@@ -148,8 +149,8 @@ class _Ahead:
         """The batch with one more place for each sequence, and `next_ids` in the places `at` of it."""
         lens, num_tokens, device = batch.query_lens_host, len(batch.token_ids), batch.token_ids.device
         count = len(lens)
-        kept = torch.from_numpy(np.arange(num_tokens) + np.repeat(np.arange(count), lens)).to(device)
-        new = torch.from_numpy(np.cumsum(lens + 1) - 1).to(device)
+        kept = _sent(np.arange(num_tokens) + np.repeat(np.arange(count), lens), device)
+        new = _sent(np.cumsum(lens + 1) - 1, device)
         ends = batch.query_starts[1:].long() - 1
         seqs = torch.arange(count, device=device)
         after = batch.positions[ends] + 1
@@ -193,6 +194,12 @@ _NOTHING: dict[str, Any] = {
 def _key(batch: Batch) -> tuple[int, ...]:
     """Batches of one key are alike but for what is in their tensors."""
     return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
+
+
+def _sent(places: NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, without a wait for what it does."""
+    found = torch.from_numpy(places)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 def _merged(old: Tensor, kept: Tensor, more: Tensor, new: Tensor) -> Tensor:
