@@ -1,6 +1,6 @@
 """A core out of a configuration."""
 
-from quire.capacity import CacheSize
+from quire.capacity import MAX_DRAWS, CacheSize
 from quire.config.engine import EngineConfig
 from quire.core.engine_core import EngineCore
 from quire.core.lockstep import open_lockstep
@@ -23,6 +23,8 @@ def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
+    if config.speculation is not None and not config.model.logprobs_mode.startswith("raw"):
+        depth = 1  # there tokens are drawn by numbers of the host, which belong to positions
     lockstep = open_lockstep(config.parallel)
     lora = config.lora
     adapters = None
@@ -71,8 +73,9 @@ def _drafting(config: EngineConfig) -> Drafting | None:
         return None
     most = asked.num_speculative_tokens
     pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most)
-    proposer = None
-    if asked.method == "ngram":
+    proposer, on_gpu = None, config.machine.device == "cuda"
+    if asked.method == "ngram" and not on_gpu:
         assert asked.prompt_lookup_min is not None and asked.prompt_lookup_max is not None
         proposer = NGram(asked.prompt_lookup_min, asked.prompt_lookup_max)
-    return Drafting(pace, proposer, most=most)
+    max_draws = MAX_DRAWS if on_gpu else None
+    return Drafting(pace, proposer, most=most, ahead=on_gpu, max_draws=max_draws)

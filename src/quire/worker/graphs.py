@@ -134,8 +134,9 @@ class Graph:
     ) -> None:
         num_groups, num_rows, width = block_tables.shape
         num_tokens, num_changes = size * max(query_len, 1), 2 * size * num_groups
-        drafts = {"drafts": query_len > 0, "query_len": query_len}
-        self.sizes = Sizes(num_tokens, size, num_tokens, num_changes, num_groups, **drafts)
+        self.sizes = Sizes(
+            num_tokens, size, num_tokens, num_changes, num_groups, drafts=query_len > 0, query_len=query_len
+        )
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width
         self._pages = cycle([Page(part, self.sizes) for part in pinned(in_flight, bytes_of(self.sizes))])

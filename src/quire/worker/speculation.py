@@ -1,10 +1,11 @@
 """Speculation on a GPU: rows of which the device alone knows how many tokens they have."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
@@ -88,7 +89,7 @@ class Speculation:
             known.drafts.index_copy_(0, rows, self._sent(guessed))
             known.num_drafts.index_copy_(0, rows, self._sent(plan.num_drafts))
 
-    def _sent(self, array: Ints) -> Tensor:
+    def _sent(self, array: NDArray[Any]) -> Tensor:
         if self.device.type != "cuda":
             return torch.from_numpy(array.copy())
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)

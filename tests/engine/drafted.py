@@ -1,0 +1,26 @@
+"""Drafts in any number, whatever they bring: for tests of what becomes of them."""
+
+from typing import Any
+
+import numpy as np
+
+
+class Eager:
+    """As many drafts as may be; now and then fewer."""
+
+    def __init__(self) -> None:
+        self.num_drafts = self.num_held = self.num_steps = 0
+
+    def admit(self, row: int) -> None: ...
+
+    def lengths(self, rows: Any, available: Any, budget: int) -> Any:
+        self.num_steps += 1
+        most = np.minimum(available, (rows + self.num_steps) % 5).astype(np.int32)
+        return np.diff(np.minimum(np.cumsum(most), budget), prepend=0).astype(np.int32)
+
+    def learn(self, rows: Any, num_drafts: Any, num_accepted: Any) -> None:
+        assert (num_accepted <= num_drafts).all() and (num_accepted >= 0).all()
+        self.num_drafts += int(num_drafts.sum())
+        self.num_held += int(num_accepted.sum())
+
+    def timed(self, num_tokens: int, num_rows: int, num_accepted: int, seconds: float) -> None: ...

@@ -1,0 +1,108 @@
+"""Decodes with prompt lookup against plain ones on a GPU, with random weights, whose text repeats itself soon:
+`python tests/engine/drafts_speed.py CONFIG_DIR [DRAFTS]`."""
+
+import collections
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from quire import LLM, SamplingParams
+from quire.bench.gpu import idle_share, prompts_of
+from quire.worker.cuda import Cuda
+
+BATCHES = (1, 8, 32)
+LENGTH = 256
+TRACED = 32
+
+
+class Steps:
+    """Counts them."""
+
+    def __init__(self) -> None:
+        self.count = self.num_wide = 0
+        prepare = Cuda.prepare
+
+        def counted(device: Cuda, plan: Any, all_rows: Any) -> Any:
+            self.count += 1
+            self.num_wide += len(plan.num_drafts) > 0
+            return prepare(device, plan, all_rows)
+
+        Cuda.prepare = counted  # type: ignore[method-assign]
+
+
+def generate(llm: LLM, batch: int, length: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    prompts = prompts_of(random.Random(batch), batch, 256)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def rates(llm: LLM, steps: Steps, name: str) -> None:
+    for batch in BATCHES:
+        generate(llm, batch, LENGTH)
+        once = generate(llm, batch, 1)
+        steps.count = steps.num_wide = 0
+        took = generate(llm, batch, LENGTH) - once
+        count, tokens = steps.count - 1, batch * (LENGTH - 1)
+        print(
+            f"{name:6} batch {batch:3}: {1000 * took / count:7.3f} ms a step, {tokens / count:7.2f} tokens a "
+            f"step, {tokens / took:9.0f} tokens/s, {steps.num_wide} of {count} steps with drafts",
+            flush=True,
+        )
+
+
+def traced(llm: LLM, steps: Steps, name: str) -> None:
+    steps.count = 0
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        generate(llm, TRACED, LENGTH)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/trace.json"
+        profiler.export_chrome_trace(path)
+        print(f"{name:6} batch {TRACED}: idle {100 * idle_share(path):.1f} % of {steps.count} steps")
+        events = json.loads(Path(path).read_text())["traceEvents"]
+    spent: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            spent[event["name"][:48]] += event["dur"]
+    for kernel, took in spent.most_common(9):
+        print(f"    {took / steps.count:8.1f} us a step  {kernel}")
+    for kernel in ("_derive", "_verify", "_look_up"):
+        print(f"    {spent[kernel] / steps.count:8.1f} us a step  {kernel}")
+
+
+def main(config_dir: str, num_drafts: int = 4) -> None:
+    steps = Steps()
+    lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
+    for name, more in (("plain", {}), ("ngram", {"speculative_config": lookup})):
+        began = time.perf_counter()
+        llm = LLM(
+            config_dir,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=4096,
+            max_num_seqs=64,
+            gpu_memory_utilization=0.5,
+            disable_log_stats=True,
+            **more,
+        )
+        print(f"{name}: started in {time.perf_counter() - began:.1f} s", flush=True)
+        rates(llm, steps, name)
+        traced(llm, steps, name)
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
