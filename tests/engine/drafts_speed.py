@@ -1,4 +1,4 @@
-"""Decodes with prompt lookup against plain ones on a GPU, with random weights, whose text repeats itself soon:
+"""Decodes with prompt lookup against plain ones on a GPU, with random weights, whose text soon repeats:
 `python tests/engine/drafts_speed.py CONFIG_DIR [DRAFTS]`."""
 
 import collections
