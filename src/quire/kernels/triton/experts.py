@@ -19,9 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.experts import ExpertWeights
 from quire.kernels.fp8 import E4M3
 from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.dots import LONGEST, empty, times, upright
 from quire.kernels.triton.fp8 import along_x, plus, quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import LONGEST, empty, has_room, tiled, times, upright
+from quire.kernels.triton.matmul import has_room, tiled
 from quire.kernels.triton.pairs import Sorted, most_tiles, sort, sorted_mix
 from quire.kernels.triton.routing import choose, route
 

@@ -17,18 +17,9 @@ from quire.kernels.fp8 import BLOCK, E4M3, Scaled
 from quire.kernels.fp8 import linear as widened_linear
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
+from quire.kernels.triton.dots import LONGEST, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import (
-    LONGEST,
-    Rows,
-    Tiles,
-    arrivals_of,
-    empty,
-    has_room,
-    tiled,
-    times,
-    upright,
-)
+from quire.kernels.triton.matmul import Rows, Tiles, has_room, tiled
 
 _GROUPS = 16
 """Groups of a row of x that a program quantizes."""

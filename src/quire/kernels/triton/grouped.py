@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from quire.kernels.triton import packed_rows, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form, offset_of
+from quire.kernels.triton.dots import arrivals_of
 from quire.kernels.triton.launch import launch, overlap
-from quire.kernels.triton.matmul import Tiles, aligned, arrivals_of, has_room, tiled
+from quire.kernels.triton.matmul import Tiles, aligned, has_room, tiled
 from quire.kernels.triton.packed_plans import choose
 from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.packed_tiles import halves

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from quire.kernels.int8 import Codes
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
+from quire.kernels.triton.dots import LONGEST
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import LONGEST, Rows, has_room, tiled
+from quire.kernels.triton.matmul import Rows, has_room, tiled
 
 
 class Tiles(NamedTuple):

@@ -16,10 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
+from quire.kernels.triton.dots import LONGEST, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
-
-LONGEST = 16384
-"""Numbers of a weight's row that a program can hold."""
 
 
 class Rows(NamedTuple):
@@ -141,26 +139,6 @@ def _tiles(
     tl.store(out + place, y, mask=inside)
 
 
-# The tensor cores take 64 rows of their first factor: with fewer, x is the second one, and sums lie on their
-# side.
-@triton.jit
-def empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
-    return tl.zeros([ROWS, NUM] if NUM < 64 else [NUM, ROWS], tl.float32)
-
-
-@triton.jit
-def times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    if x.shape[0] < 64:
-        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-
-
-@triton.jit
-def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
-    return tl.trans(acc) if NUM < 64 else acc
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for x [M, K] and W [N, K]."""
     plan = _plan(x, weight, 1) if len(x) <= MOST_ROWS else None
@@ -203,12 +181,6 @@ def multiply(
 
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
-
-
-@functools.cache
-def arrivals_of(device: torch.device) -> Tensor:
-    """Counters of the splits of a product; one product at a time uses them."""
-    return torch.zeros(2**16, dtype=torch.int32, device=device)
 
 
 def _plan(x: Tensor, weight: Tensor, parts: int) -> Plan:

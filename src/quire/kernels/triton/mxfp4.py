@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activations import times as gate_times
+from quire.kernels.triton.dots import empty, times, upright
 from quire.kernels.triton.experts import Plan, Rows, Tile, Tiles
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import empty, times, upright
 from quire.kernels.triton.pairs import Sorted, most_tiles, sorted_mix
 
 _HALF_WAY = tl.constexpr(2.0**63)

@@ -11,8 +11,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton import packed, packed_rows, packed_tiles
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.codes import Bits, Form
+from quire.kernels.triton.dots import arrivals_of
 from quire.kernels.triton.launch import launch, overlap
-from quire.kernels.triton.matmul import Tiles, aligned, arrivals_of, has_room, tiled
+from quire.kernels.triton.matmul import Tiles, aligned, has_room, tiled
 from quire.kernels.triton.packed_plans import choose as choose_spread
 from quire.kernels.triton.packed_rows import Whole
 from quire.kernels.triton.pairs import Sorted, add, most_tiles, sorted_mix

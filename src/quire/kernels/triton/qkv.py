@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import Entry
+from quire.kernels.triton.dots import LONGEST
 from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import LONGEST
 from quire.kernels.triton.ops import angles, put
 
 _NUMBERS = 4096

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.config.facts import Routing
+from quire.kernels.triton.dots import LONGEST, arrivals_of
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.matmul import LONGEST, Tiles, aligned, arrivals_of, has_room, multiply
+from quire.kernels.triton.matmul import Tiles, aligned, has_room, multiply
 
 _HELD = 4096
 """Numbers of the router that a program of `_choose` has."""

@@ -1,0 +1,37 @@
+"""What products of tiles share: which factor comes first, and who adds up the splits."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LONGEST = 16384
+"""Numbers of a weight's row that a program can hold."""
+
+
+# The tensor cores take 64 rows of their first factor: with fewer, x is the second one, and sums lie on their
+# side.
+@triton.jit
+def empty(NUM: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    return tl.zeros([ROWS, NUM] if NUM < 64 else [NUM, ROWS], tl.float32)
+
+
+@triton.jit
+def times(x: tl.tensor, w: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    if x.shape[0] < 64:
+        return tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+
+
+@triton.jit
+def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    return tl.trans(acc) if NUM < 64 else acc
+
+
+@functools.cache
+def arrivals_of(device: torch.device) -> Tensor:
+    """Counters of the splits of a product; one product at a time uses them."""
+    return torch.zeros(2**16, dtype=torch.int32, device=device)
