@@ -211,6 +211,9 @@ class CPUOps(Reference):
         _rotate(job, out, qkv, table, positions, slots, k_cache, v_cache, *weights)
         return out
 
+    def assigned(self, tokens: Tensor, num_slots: int) -> Tensor:
+        return tokens
+
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
     ) -> Tensor:

@@ -1,7 +1,7 @@
 """Ops: the small operations of a model between its products, and who serves them on which device."""
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class Entry(NamedTuple):
     norms: HeadNorms | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+
+
+class Adapted(NamedTuple):
+    """What adapters add to a product; see `Ops.lora`."""
+
+    a: Tensor
+    b: Tensor
+    sizes: tuple[int, ...]
+    """Outputs of each part."""
+    tokens: Any
+    """What `Ops.assigned` made of their slots."""
 
 
 class Ops(Protocol):
@@ -121,16 +132,21 @@ class Ops(Protocol):
         """
         ...
 
+    def assigned(self, tokens: Tensor, num_slots: int) -> Any:
+        """What `lora` and `lora_rows` are to be given of the slots of a step's tokens, [T] int32, -1 of those
+        without: made once a step."""
+        ...
+
     def lora(
-        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+        self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
     ) -> Tensor:
-        """What adapters make of x [T, size_in], added to `out` [T, sum of part_sizes] in place. `tokens` [T]
-        int32 has the slot of each token, -1 of those without. Of each slot, `a` [slots, parts * rank,
+        """What adapters make of x [T, size_in], added to `out` [T, sum of part_sizes] in place. `tokens` is
+        what `assigned` made of their slots. Of each slot, `a` [slots, parts * rank,
         size_in] shrinks x to the ranks of each part, and `b` [slots, sum of part_sizes, rank] makes its
         outputs of them, all in float32. What is of one slot is contiguous; slots may lie far apart."""
         ...
 
-    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Any) -> Tensor:
         """The same of an embedding: `a` [slots, vocab, rank] has the ranks of each of the [T] int64 ids,
         `out` is [T, n] and `b` [slots, n, rank]."""
         ...

@@ -78,6 +78,9 @@ class Reference:
         write(v, entry.v_cache, entry.slots, entry.v_scale)
         return rotate(q, cos, sin)
 
+    def assigned(self, tokens: Tensor, num_slots: int) -> Tensor:
+        return tokens
+
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
     ) -> Tensor:

@@ -54,6 +54,7 @@ class Plain(Weight):
         self.product = functools.partial(linear, weight=weight, bias=bias)
         self.gated = functools.partial(gated, weight=weight) if bias is None else None
         self.entered = functools.partial(enter, weight=weight, bias=bias)
+        self.adapted, self.gated_adapted, self.entered_adapted = self.product, self.gated, self.entered
         self.chosen = functools.partial(choose_experts, router=weight, router_bias=bias)
 
 

@@ -67,6 +67,10 @@ class Weight(nn.Module):
     """The product of silu(gate) * up, for x [T, 2 * size_in] of a gate and an up part."""
     entered: Callable[[Tensor, Entry], Tensor | None] | None = None
     """Of query, key and value: `Ops.rotate_and_write` of the product; None where it does not fit x."""
+    adapted: Callable[..., Tensor] | None = None
+    """The product, and what adapters add (`adapted`)."""
+    gated_adapted: Callable[..., Tensor] | None = None
+    entered_adapted: Callable[..., Tensor | None] | None = None
     chosen: Chooses | None = None
     rows: Callable[[Tensor], Tensor] | None = None
     """Of an embedding: [T] ids -> [T, size_in]."""

@@ -14,10 +14,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.ops import Adapted
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
 from quire.kernels.triton.dots import LONGEST, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.lora import (
+    Expansion,
+    add,
+    added_to_one,
+    begin,
+    expanded,
+    is_short,
+    reached,
+    shrink,
+    wait,
+)
+
+_CHUNKS = 128, 32
+"""Ranks of adapters at a time, with few rows of the weight and with more, whose sums leave no registers."""
+_FEWEST = 5
+"""Rows that are multiplied in tiles, whatever the weight."""
 
 
 class Rows(NamedTuple):
@@ -51,6 +68,7 @@ def _rows(
     size_in: tl.tensor,
     size_out: tl.tensor,
     x_stride: tl.tensor,
+    added: tl.tensor,
     NUM: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
@@ -58,7 +76,8 @@ def _rows(
     LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (size_out / ROWS). `NUM` rows of x. If `GATED` the weight is the gate's, then the up one's."""
+    """Grid (size_out / ROWS). `NUM` rows of x. If `GATED` the weight is the gate's, then the up one's.
+    `added` is what an adapter adds to one row."""
     n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LENGTH)
     exists = (n < size_out)[:, None] & (k < size_in)[None, :]
     at = weight + n.to(tl.int64)[:, None] * size_in + k[None, :]
@@ -75,9 +94,14 @@ def _rows(
         y = tl.sum(w.to(tl.float32) * row, 1)
         if BIASED:
             y += offset
+        if added is not None:
+            y += tl.load(added + n, mask=n < size_out, other=0.0)
         y = y.to(out.dtype.element_ty)
         if GATED:
-            y = silu_times(y, tl.sum(up.to(tl.float32) * row, 1).to(out.dtype.element_ty))
+            z = tl.sum(up.to(tl.float32) * row, 1)
+            if added is not None:
+                z += tl.load(added + size_out + n, mask=n < size_out, other=0.0)
+            y = silu_times(y, z.to(out.dtype.element_ty))
         tl.store(out + m * size_out + n, y, mask=n < size_out)
 
 
@@ -92,8 +116,13 @@ def _tiles(
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
+    h: tl.tensor,
+    adapted: tl.tuple,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
+    RANK: tl.constexpr,
+    ENDS: tl.constexpr,
+    CHUNK: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -108,7 +137,11 @@ def _tiles(
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
-    follow(OVERLAP)
+    begin(OVERLAP, RANK > 0)
+    if RANK:
+        reach = reached(adapted, first_n, 0, RANK, ROWS, CHUNK)
+        if GATED:
+            reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS, CHUNK)
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
@@ -116,6 +149,7 @@ def _tiles(
         if GATED:
             up = times(a, weight.load([first_n + size_out, at]), up)
     acc, up = upright(acc, NUM), upright(up, NUM)
+    wait(OVERLAP, RANK > 0)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
@@ -133,28 +167,48 @@ def _tiles(
             )
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
+    if RANK:
+        acc += expanded(h, adapted, m, num, first_n, reach, RANK, ENDS, NUM, ROWS, CHUNK)
+        if GATED:
+            up += expanded(h, adapted, m, num, first_n + size_out, reach_up, RANK, ENDS, NUM, ROWS, CHUNK)
     y = acc.to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, up.to(out.dtype.element_ty))
     tl.store(out + place, y, mask=inside)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b for x [M, K] and W [N, K]."""
-    plan = _plan(x, weight, 1) if len(x) <= MOST_ROWS else None
-    return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapted | None = None) -> Tensor:
+    """x W^T + b for x [M, K] and W [N, K], and what adapters add."""
+    plan = _plan(x, weight, 1, adapted) if len(x) <= MOST_ROWS else None
+    if adapted is None or takes_along(plan, adapted):
+        return F.linear(x, weight, bias) if plan is None else multiply(x, weight, bias, plan, adapted=adapted)
+    return add(linear(x, weight, bias), x, adapted)
 
 
-def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K]."""
-    plan = _plan(x, weight, 2) if len(x) <= 2 * MOST_ROWS else None
-    return (
-        gated_of(F.linear(x, weight), "silu") if plan is None else multiply(x, weight, None, plan, gated=True)
-    )
+def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
+    """silu(x G^T) * (x U^T) for x [M, K] and W = G over U [2N, K], each with what adapters add."""
+    most = 2 * MOST_ROWS if adapted is None else MOST_ROWS
+    plan = _plan(x, weight, 2, adapted) if len(x) <= most else None
+    if plan is not None and (adapted is None or takes_along(plan, adapted)):
+        return multiply(x, weight, None, plan, gated=True, adapted=adapted)
+    return gated_of(linear(x, weight, None, adapted), "silu")
+
+
+def takes_along(plan: Plan, adapted: Adapted) -> bool:
+    """Whether the kernel of a product does: the outputs of a program must be of one part."""
+    if isinstance(plan, Tiles):
+        return is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
+    return plan is not None
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: Rows | Tiles, *, gated: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Rows | Tiles,
+    *,
+    gated: bool = False,
+    adapted: Adapted | None = None,
 ) -> Tensor:
     num, size_out, size_in = len(x), len(weight) // (1 + gated), weight.shape[1]
     out = torch.empty(num, size_out, dtype=x.dtype, device=x.device)
@@ -162,19 +216,22 @@ def multiply(
     grid = triton.cdiv(size_out, plan.rows)
     if isinstance(plan, Rows):
         launch(_rows, grid)(
-            out, x, weight, bias if biased else out, size_in, size_out, x.stride(0), NUM=num, GATED=gated,
-            BIASED=biased, ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=plan.warps,
+            out, x, weight, bias if biased else out, size_in, size_out, x.stride(0),
+            None if adapted is None else added_to_one(x, adapted), NUM=num, GATED=gated, BIASED=biased,
+            ROWS=plan.rows, LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=plan.warps,
         )  # fmt: skip
         return out
+    h, (reads, rank, ends) = x if adapted is None else shrink(x, adapted, late=True), Expansion.of(adapted)
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, GATED=gated,
-        BIASED=biased, NUM=plan.num, ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.warps, num_stages=plan.stages,
+        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, h, reads, GATED=gated,
+        BIASED=biased, RANK=rank, ENDS=ends, CHUNK=_CHUNKS[plan.rows > 64], NUM=plan.num,
+        ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
@@ -183,10 +240,12 @@ def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, length])
 
 
-def _plan(x: Tensor, weight: Tensor, parts: int) -> Plan:
+def _plan(x: Tensor, weight: Tensor, parts: int, adapted: Adapted | None) -> Plan:
     if weight.dtype not in (torch.bfloat16, torch.float16) or not len(x):
         return None
-    plan = choose(len(x), len(weight), weight.shape[1], parts)
+    # Rows of the weight take along the adapter of one row.
+    num = len(x) if adapted is None or len(x) == 1 else max(len(x), _FEWEST)
+    plan = choose(num, len(weight), weight.shape[1], parts)
     return plan if isinstance(plan, Rows) or (aligned(x) and aligned(weight) and has_room()) else None
 
 

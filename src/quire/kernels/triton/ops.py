@@ -6,9 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.config.facts import Routing
-from quire.kernels.ops import Entry
+from quire.kernels.ops import Adapted, Entry
 from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.lora import Assigned, add, add_rows, assign
 from quire.kernels.triton.routing import route
 
 _GATHERED = 2048
@@ -329,6 +330,23 @@ class TritonOps:
             num_warps=1 if few == 2 else 2,
         )  # fmt: skip
         return q
+
+    def assigned(self, tokens: Tensor, num_slots: int) -> Assigned:
+        return assign(tokens, num_slots)
+
+    def lora(
+        self,
+        out: Tensor,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        part_sizes: tuple[int, ...],
+        tokens: Assigned,
+    ) -> Tensor:
+        return add(out, x, Adapted(a, b, part_sizes, tokens))
+
+    def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Assigned) -> Tensor:
+        return add_rows(out, ids, Adapted(a, b, (out.shape[1],), tokens))
 
 
 def _on_each(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:

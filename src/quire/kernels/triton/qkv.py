@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.ops import Entry
+from quire.kernels.ops import Adapted, Entry
 from quire.kernels.triton.dots import LONGEST
 from quire.kernels.triton.fp8 import scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.lora import added_to_one
 from quire.kernels.triton.ops import angles, put
 
 _NUMBERS = 4096
@@ -45,6 +46,7 @@ def _enter(
     slots: tl.tensor,
     caches: tl.tuple,
     size_in: tl.tensor,
+    added: tl.tensor,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -71,6 +73,9 @@ def _enter(
     right_by_k, right_by_n = scales_of(scale, 0, first + HALF, row + HALF, k, size_in, outputs, BLOCKED)
     is_q, is_v = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
     follow(OVERLAP)
+    if added is not None:
+        to_left += tl.load(added + row)
+        to_right += tl.load(added + row + HALF)
     values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)
     a = _product(left, values * left_by_k, left_by_n, to_left, q)
     b = _product(right, values * right_by_k, right_by_n, to_right, q)
@@ -95,10 +100,15 @@ def _product(
 
 
 def enter(
-    x: Tensor, entry: Entry, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None
+    x: Tensor,
+    entry: Entry,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    adapted: Adapted | None = None,
 ) -> Tensor | None:
-    """`rotate_and_write` of x W^T + b; None where this kernel does not fit. `scale` is that of a weight in
-    e4m3."""
+    """`rotate_and_write` of x W^T + b and what adapters add; None where this kernel does not fit. `scale` is
+    that of a weight in e4m3."""
     num, size_in = x.shape
     k, v = entry.k_cache, entry.v_cache
     _, block_size, kv_heads, dim = k.shape
@@ -109,12 +119,13 @@ def enter(
         return None
     if entry.norms is not None or entry.table.shape[1] != dim:
         return None
+    added = None if adapted is None else added_to_one(x, adapted)
     q = torch.empty(num, entry.heads, dim, dtype=x.dtype, device=x.device)
     caches = _Caches(k, v, entry.k_scale, entry.v_scale, k.stride(0), k.stride(1))
     scaled, ahead = k.element_size() == 1, overlap(num, size_in)
     launch(_enter, entry.heads + 2 * kv_heads, dim // 2 // rows)(
         q, x, weight, scale, bias, entry.table, entry.positions, entry.slots, caches, size_in,
-        Q_HEADS=entry.heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
+        added, Q_HEADS=entry.heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_SIZE=block_size, SCALED=scaled,
         LIMIT=torch.finfo(k.dtype).max if scaled else 0.0, BLOCKED=scale is not None and scale.ndim == 2,
         ROWS=rows, LENGTH=length, OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,432 @@
+"""Adapters in a product: x A^T (shrink), and B of that added to the output (expand), each row with its own.
+
+Rows are sorted by the slot of their adapter once a step, and cut into tiles of one slot. Shrinking reads each
+adapter once, in as many splits as fill the GPU. In the products of few rows expanding is the last thing that
+the product's own kernel does (`expanded`, `expanded_rows`); behind any other it is a kernel of its own. Sums
+are made in a fixed order, and no row adds up what is another's.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.ops import Adapted
+from quire.kernels.triton.dots import arrivals_of, empty, times, upright
+from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.pairs import most_tiles, sort
+
+_SHORT, _TALL = 16, 64
+"""Rows in a tile of few rows, and of more."""
+_LENGTH, _MOST_SPLITS = 128, 8
+"""Numbers of x and A at a time; splits"""
+_PROGRAMS = 512, 128
+"""Of few rows and of more, until which x and A are split."""
+_CHUNK = 64
+"""Numbers of a rank that are multiplied at a time."""
+_MOST_RANKS = 512
+"""Of all tiles that the kernel of a product takes along; with more, a kernel behind it is faster."""
+_OUTPUTS = 128
+"""That a program expands to."""
+
+
+class Assigned(NamedTuple):
+    """The slots of a step's rows, and what `sort` makes of them."""
+
+    slots: Tensor
+    """[T] int32; -1: none"""
+    order: Tensor
+    work: Tensor
+    height: int
+    """Of the tiles."""
+    most: int
+    """Tiles, however the rows fall."""
+
+
+def assign(slots: Tensor, num_slots: int) -> Assigned:
+    num = len(slots)
+    height = _SHORT if num <= MOST_ROWS else _TALL
+    order, work = sort(slots, num_slots, height, ahead=False)
+    return Assigned(slots, order, work, height, most_tiles(num, num_slots, height))
+
+
+# A shrink stands between a product and the kernel before it. If it is `LATE` in letting the product come,
+# what it reads itself can be read at once, and the product waits for it at its end.
+@triton.jit
+def follow_late(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        follow(OVERLAP)
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        follow(OVERLAP)
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _shrink_one(
+    h: tl.tensor,
+    x: tl.tensor,
+    a: tl.tensor,
+    slots: tl.tensor,
+    size_in: tl.tensor,
+    a_stride: tl.tensor,
+    LENGTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (parts * rank). One row of x. Slots are there before the step: A can be asked for before the
+    kernel in front has ended."""
+    k, slot = tl.arange(0, LENGTH), tl.load(slots).to(tl.int64)
+    at = a + slot * a_stride + tl.program_id(0) * size_in + k
+    w = tl.load(at, mask=k < tl.where(slot >= 0, size_in, 0), other=0.0)
+    follow(OVERLAP)
+    values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)
+    tl.store(h + tl.program_id(0), tl.sum(w.to(tl.float32) * values, 0))
+
+
+@triton.jit
+def _expand_one(
+    added: tl.tensor,
+    h: tl.tensor,
+    b: tl.tensor,
+    slots: tl.tensor,
+    b_stride: tl.tensor,
+    outputs: tl.tensor,
+    RANK: tl.constexpr,
+    ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (outputs / ROWS)."""
+    n, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    slot = tl.load(slots).to(tl.int64)
+    inside = (n < outputs)[:, None] & (r < tl.where(slot >= 0, RANK, 0))[None, :]
+    w = tl.load(b + slot * b_stride + n[:, None] * RANK + r[None, :], mask=inside, other=0.0)
+    follow(OVERLAP)
+    values = tl.load(h + part_of(n, ENDS)[:, None] * RANK + r[None, :], mask=inside, other=0.0)
+    tl.store(added + n, tl.sum(w.to(tl.float32) * values, 1), mask=n < outputs)
+
+
+@triton.jit(do_not_specialize=["num"])
+def _shrink(
+    h: tl.tensor,
+    x: tl.tensor,
+    a: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    parts: tl.tensor,
+    arrivals: tl.tensor,
+    num: tl.tensor,
+    size_in: tl.tensor,
+    x_stride: tl.tensor,
+    a_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tiles, WIDTH / ROWS, SPLITS). The last split adds them all; `arrivals` is zero before and
+    after."""
+    tile, split = tl.program_id(0), tl.program_id(2)
+    follow_late(OVERLAP, LATE)
+    if tile >= tl.load(work):
+        return
+    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
+    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
+    exist = at < tl.load(work + 6 + 4 * tile)
+    m, p = tl.load(order + at, mask=exist, other=0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
+    first = split * share
+    acc = empty(NUM, ROWS)
+    for start in range(first, tl.minimum(first + share, size_in), LENGTH):
+        k = start + tl.arange(0, LENGTH)
+        inside = (k < size_in)[None, :]
+        w = tl.load(
+            a + slot * a_stride + p[:, None] * size_in + k[None, :],
+            mask=(p < WIDTH)[:, None] & inside,
+            other=0.0,
+        )
+        values = tl.load(x + m[:, None] * x_stride + k[None, :], mask=exist[:, None] & inside, other=0.0)
+        acc = times(values, w.to(values.dtype), acc)
+    acc = upright(acc, NUM)
+    inside, place = exist[:, None] & (p < WIDTH)[None, :], m[:, None] * WIDTH + p[None, :]
+    if SPLITS > 1:
+        tl.store(parts + split * num * WIDTH + place, acc, mask=inside)
+        tl.debug_barrier()
+        mine = arrivals + tile * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(mine, 1) < SPLITS - 1:
+            return
+        tl.store(mine, 0)
+        acc = tl.zeros([NUM, ROWS], tl.float32)
+        for i in tl.static_range(SPLITS):
+            acc += tl.load(parts + i * num * WIDTH + place, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(h + place, acc.to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _look_up(
+    h: tl.tensor,
+    a: tl.tensor,
+    ids: tl.tensor,
+    slots: tl.tensor,
+    a_stride: tl.tensor,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tokens)."""
+    token, r = tl.program_id(0), tl.arange(0, BLOCK)
+    follow(OVERLAP)
+    slot, id = tl.load(slots + token).to(tl.int64), tl.load(ids + token).to(tl.int64)
+    if slot >= 0:
+        row = tl.load(a + slot * a_stride + id * RANK + r, mask=r < RANK)
+        tl.store(h + token * RANK + r, row.to(h.dtype.element_ty), mask=r < RANK)
+
+
+@triton.jit
+def _expand(
+    out: tl.tensor,
+    h: tl.tensor,
+    b: tl.tensor,
+    order: tl.tensor,
+    work: tl.tensor,
+    out_stride: tl.tensor,
+    b_stride: tl.tensor,
+    SIZES: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (tiles, outputs of each part / ROWS)."""
+    tile, left, part, n, end, size = tl.program_id(0), tl.program_id(1), 0, 0, 0, 0
+    for i in tl.static_range(len(SIZES)):
+        if left >= 0:
+            part, n, end = i, size + left * ROWS, size + SIZES[i]
+        left -= tl.cdiv(SIZES[i], ROWS)
+        size += SIZES[i]
+    n += tl.arange(0, ROWS)
+    follow(OVERLAP)
+    if tile >= tl.load(work):
+        return
+    slot = tl.load(work + 4 + 4 * tile).to(tl.int64)
+    at = tl.load(work + 5 + 4 * tile) + tl.arange(0, NUM)
+    exist = at < tl.load(work + 6 + 4 * tile)
+    m = tl.load(order + at, mask=exist, other=0).to(tl.int64)
+    acc = empty(NUM, ROWS)
+    for start in tl.static_range(0, RANK, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        inside = (r < RANK)[None, :]
+        w = tl.load(
+            b + slot * b_stride + n[:, None] * RANK + r[None, :], mask=(n < end)[:, None] & inside, other=0.0
+        )
+        values = tl.load(
+            h + (m * (len(SIZES) * RANK) + part * RANK)[:, None] + r[None, :],
+            mask=exist[:, None] & inside,
+            other=0.0,
+        )
+        acc = times(values, w.to(values.dtype), acc)
+    acc = upright(acc, NUM)
+    place, inside = out + m[:, None] * out_stride + n[None, :], exist[:, None] & (n < end)[None, :]
+    acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def part_of(n: tl.tensor, ENDS: tl.constexpr) -> tl.tensor:
+    """Which part an output belongs to."""
+    part = n * 0
+    for i in tl.static_range(len(ENDS)):
+        part += (n >= ENDS[i]).to(tl.int32)
+    return part
+
+
+@triton.jit
+def reached(
+    adapted: tl.tuple,
+    first: tl.tensor,
+    start: tl.tensor,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """[ROWS, CHUNK] of B, for outputs from `first` on. The ranks of all tiles' slots stand one behind the
+    other, from `start` on; a slot that comes again is left out."""
+    b, _, work, outputs, stride = adapted
+    n, slot = first + tl.arange(0, ROWS), slots_at(work, start, RANK, CHUNK)
+    r = (start + tl.arange(0, CHUNK)) % RANK
+    return tl.load(
+        b + slot.to(tl.int64)[None, :] * stride + n[:, None] * RANK + r[None, :],
+        mask=(n < outputs)[:, None] & (slot >= 0)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    tile = (start + tl.arange(0, CHUNK)) // RANK
+    exist = tile < tl.load(work)
+    slot = tl.load(work + 4 + 4 * tile, mask=exist, other=-2)
+    before = tl.load(work + 4 * tile, mask=exist & (tile > 0), other=-2)
+    return tl.where(slot == before, -2, slot)
+
+
+@triton.jit
+def expanded(
+    h: tl.tensor,
+    adapted: tl.tuple,
+    m: tl.tensor,
+    num: tl.tensor,
+    first: tl.tensor,
+    reach: tl.tensor,
+    RANK: tl.constexpr,
+    ENDS: tl.constexpr,
+    NUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """[NUM, ROWS], what adapters add to `ROWS` outputs of one part from `first` on. `reach` is what is
+    `reached` at first; a row has zeros for all slots but its own."""
+    _, slots, work, _, _ = adapted
+    mine = tl.load(slots + m, mask=m < num, other=-1)
+    own = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
+    acc = _times_own(own, mine, reach, 0, work, empty(NUM, ROWS), RANK, CHUNK)
+    for start in tl.range(CHUNK, tl.load(work) * RANK, CHUNK, num_stages=1):
+        w = reached(adapted, first, start, RANK, ROWS, CHUNK)
+        acc = _times_own(own, mine, w, start, work, acc, RANK, CHUNK)
+    return upright(acc, NUM)
+
+
+@triton.jit
+def _times_own(
+    own: tl.tensor,
+    mine: tl.tensor,
+    w: tl.tensor,
+    start: tl.tensor,
+    work: tl.tensor,
+    acc: tl.tensor,
+    RANK: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    slot, r = slots_at(work, start, RANK, CHUNK), (start + tl.arange(0, CHUNK)) % RANK
+    values = tl.load(own + r[None, :], mask=mine[:, None] == slot[None, :], other=0.0)
+    w = tl.where(w * 0 == 0, w, 0.0)  # an infinity would reach the rows of others
+    return times(values, w.to(values.dtype), acc)
+
+
+def added_to_one(x: Tensor, adapted: Adapted) -> Tensor:
+    """[outputs] in float32, for one row."""
+    (a, b, sizes, rows), size_in = adapted, x.shape[1]
+    h, added = (torch.empty(size, dtype=torch.float32, device=x.device) for size in (a.shape[1], b.shape[1]))
+    rank, ahead = b.shape[2], overlap(1)
+    launch(_shrink_one, len(h))(
+        h, x, a, rows.slots, size_in, a.stride(0), LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=8,
+    )  # fmt: skip
+    launch(_expand_one, triton.cdiv(len(added), _OUTPUTS))(
+        added, h, b, rows.slots, b.stride(0), len(added), RANK=rank, ENDS=_ends(sizes), ROWS=_OUTPUTS,
+        BLOCK=_block(rank), OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
+    )  # fmt: skip
+    return added
+
+
+def shrink(x: Tensor, adapted: Adapted, *, late: bool = False) -> Tensor:
+    """[T, parts * rank]; what rows without an adapter have there means nothing. If `late` the kernel behind
+    may read x at once, and what is made here of it once it has waited."""
+    a, rows = adapted.a, adapted.tokens
+    (num, size_in), width = x.shape, a.shape[1]
+    h = torch.empty(num, width, dtype=x.dtype, device=x.device)
+    ahead = overlap(num, min(size_in, sum(adapted.sizes)))
+    block = min(_block(width), 64)
+    stripes, programs = triton.cdiv(width, block), _PROGRAMS[num > MOST_ROWS]
+    splits = min(max(programs // (rows.most * stripes), 1), triton.cdiv(size_in, _LENGTH), _MOST_SPLITS)
+    parts = h
+    if splits > 1:
+        parts = torch.empty(splits * num * width, dtype=torch.float32, device=x.device)
+    launch(_shrink, rows.most, stripes, splits)(
+        h, x, a, rows.order, rows.work, parts, arrivals_of(x.device), num, size_in, x.stride(0), a.stride(0),
+        WIDTH=width, NUM=rows.height, ROWS=block, LENGTH=_LENGTH, SPLITS=splits, LATE=late, OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=4, num_stages=2 if _SHORT < rows.most <= MOST_ROWS else 3,
+    )  # fmt: skip
+    return h
+
+
+def is_short(adapted: Adapted) -> bool:
+    """Whether the kernel of a product takes what adapters add along."""
+    return bool(adapted.tokens.most * adapted.b.shape[2] <= _MOST_RANKS)
+
+
+def expand(out: Tensor, h: Tensor, adapted: Adapted) -> Tensor:
+    """Add to `out`, in place, what the adapters make of `h`."""
+    rows, rank, ahead = adapted.tokens, adapted.b.shape[2], overlap(*out.shape)
+    assert out.stride(1) == 1
+    stripes = sum(triton.cdiv(size, _OUTPUTS) for size in adapted.sizes)
+    launch(_expand, rows.most, stripes)(
+        out, h, adapted.b, rows.order, rows.work, out.stride(0), adapted.b.stride(0), SIZES=adapted.sizes,
+        RANK=rank, NUM=rows.height, ROWS=_OUTPUTS, CHUNK=min(_block(rank), _CHUNK), OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def add(out: Tensor, x: Tensor, adapted: Adapted) -> Tensor:
+    """`Ops.lora`."""
+    return expand(out, shrink(x, adapted), adapted) if len(x) else out
+
+
+def add_rows(out: Tensor, ids: Tensor, adapted: Adapted) -> Tensor:
+    """`Ops.lora_rows`."""
+    a, num, rank = adapted.a, len(ids), adapted.a.shape[2]
+    h, ahead = torch.empty(num, rank, dtype=out.dtype, device=out.device), overlap(*out.shape)
+    if not num:
+        return out
+    launch(_look_up, num)(
+        h, a, ids, adapted.tokens.slots, a.stride(0), RANK=rank, BLOCK=_block(rank), OVERLAP=ahead,
+        launch_pdl=ahead, num_warps=1,
+    )  # fmt: skip
+    return expand(out, h, adapted)
+
+
+def _block(rank: int) -> int:
+    return max(int(triton.next_power_of_2(rank)), 16)
+
+
+def _ends(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of all parts but the last."""
+    return tuple(sum(sizes[: i + 1]) for i in range(len(sizes) - 1))
+
+
+class Expansion(NamedTuple):
+    """How a product's kernel ends: what it reads, and what it is compiled for."""
+
+    reads: Any = None
+    """B, slots, work, the number of outputs, the distance of slots"""
+    rank: int = 0
+    ends: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(adapted: Adapted | None) -> "Expansion":
+        if adapted is None:
+            return Expansion()
+        b, rows = adapted.b, adapted.tokens
+        reads = b, rows.slots, rows.work, b.shape[1], b.stride(0)
+        return Expansion(reads, b.shape[2], _ends(adapted.sizes))

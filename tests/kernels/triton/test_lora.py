@@ -1,0 +1,155 @@
+"""Adapters on a GPU against torch, in float32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import Adapted, Entry
+from quire.kernels.reference import Reference
+from quire.kernels.triton.lora import add, assign, expand, shrink
+from quire.kernels.triton.matmul import Rows, Tiles, gated, linear, multiply
+from quire.kernels.triton.ops import TritonOps
+from quire.kernels.triton.qkv import enter
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float16
+SLOTS = 5
+PLANS = [Rows(2, 4), Tiles(16, 16, 32, 1, 4, 3), Tiles(32, 16, 32, 3, 4, 3)]
+OPS, REFERENCE = TritonOps(), Reference()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def slots_of(num: int) -> Tensor:
+    """Some rows have no adapter, and some slots no row."""
+    return torch.randint(-1, SLOTS - 1, (num,), dtype=torch.int32, device=DEVICE)
+
+
+class Point:
+    """A layer's adapters, apart in memory as those of all layers are."""
+
+    def __init__(self, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype = DTYPE) -> None:
+        memory = random(SLOTS, len(sizes) * rank * size_in + sum(sizes) * rank + 16, dtype=dtype)
+        memory *= rank**-0.5
+        self.a = memory[:, : len(sizes) * rank * size_in].unflatten(1, (len(sizes) * rank, size_in))
+        self.b = memory[:, -sum(sizes) * rank :].unflatten(1, (sum(sizes), rank))
+        self.sizes = sizes
+        if CUDA:
+            torch.cuda.synchronize()
+
+    def adapted(self, slots: Tensor) -> Adapted:
+        return Adapted(self.a, self.b, self.sizes, assign(slots, SLOTS))
+
+    def expected(self, out: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        return REFERENCE.lora(out.float().clone(), x, self.a, self.b, self.sizes, slots)
+
+
+def close(ours: Tensor, expected: Tensor) -> None:
+    assert ours.shape == expected.shape
+    error = (ours.float() - expected).norm() / expected.norm()
+    assert error < (1e-5 if ours.dtype == torch.float32 else 6e-3), error
+
+
+@pytest.mark.parametrize(
+    ("num", "size_in", "sizes", "rank"),
+    [(1, 72, (40, 24, 24), 16), (3, 300, (37,), 8), (20, 530, (130, 21), 64), (150, 72, (40, 24), 8)],
+)
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+def test_behind_any_product(
+    num: int, size_in: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
+) -> None:
+    point, slots = Point(size_in, sizes, rank, dtype), slots_of(num)
+    x, out = random(num, size_in, dtype=dtype), random(num, sum(sizes), dtype=dtype)
+    expected = point.expected(out, x, slots)
+    tokens = OPS.assigned(slots, SLOTS)
+    ours = OPS.lora(out, x, point.a, point.b, sizes, tokens)
+    assert ours is out
+    close(out, expected)
+
+
+@pytest.mark.parametrize("num", [1, 2, 20])
+@pytest.mark.parametrize(
+    "plan", [Rows(2, 4), Tiles(16, 16, 32, 1, 4, 3), Tiles(32, 16, 32, 3, 4, 3)], ids=str
+)
+def test_in_the_kernel_of_a_product(plan: Rows | Tiles, num: int) -> None:
+    if isinstance(plan, Rows) and num > 1:
+        return
+    point, slots = Point(72, (48, 16, 16), 8), slots_of(num)
+    x, weight, bias = random(num, 72), random(80, 72), random(80)
+    plain = x.float() @ weight.float().T + bias.float()
+    ours = multiply(x, weight, bias, plan, adapted=point.adapted(slots))
+    close(ours, point.expected(plain, x, slots))
+
+
+@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 32), (64,)], ids=str)
+def test_in_the_kernel_of_gate_and_up(plan: Rows | Tiles, sizes: tuple[int, ...]) -> None:
+    num = 1 if isinstance(plan, Rows) else 3
+    point, slots = Point(72, sizes, 16), slots_of(num)
+    x, weight = random(num, 72), random(64, 72)
+    expected = REFERENCE.gated(point.expected(x.float() @ weight.float().T, x, slots), "silu")
+    close(multiply(x, weight, None, plan, gated=True, adapted=point.adapted(slots)), expected)
+
+
+@pytest.mark.parametrize("num", [1, 5, 130])
+def test_whatever_is_chosen(num: int) -> None:
+    point, slots = Point(256, (48, 16), 16), slots_of(num)
+    x, weight = random(num, 256), random(64, 256)
+    plain = x.float() @ weight.float().T
+    close(linear(x, weight, None, point.adapted(slots)), point.expected(plain, x, slots))
+    point = Point(256, (32, 32), 16)
+    expected = REFERENCE.gated(point.expected(plain, x, slots), "silu")
+    close(gated(x, weight, point.adapted(slots)), expected)
+
+
+def test_on_the_way_into_a_cache() -> None:
+    heads, kv_heads, dim = 4, 2, 32
+    sizes = heads * dim, kv_heads * dim, kv_heads * dim
+    point, slots = Point(1000, sizes, 8), torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    x, weight = random(1, 1000) / 32, random(sum(sizes), 1000)
+    angles = torch.randn(64, dim // 2, device=DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), 1).to(DTYPE)
+    at = torch.tensor([5], device=DEVICE)
+    ours, theirs = (random(2, 3, 16, kv_heads, dim).fill_(1) for _ in "ab")
+    q = enter(x, Entry(heads, table, at, at, *ours), weight, None, adapted=point.adapted(slots))
+    product = point.expected(x.float() @ weight.float().T, x, slots).to(DTYPE)
+    expected = REFERENCE.rotate_and_write(product, Entry(heads, table, at, at, *theirs))
+    assert q is not None
+    close(q, expected.float())
+    close(ours, theirs.float())
+
+
+def test_rows_of_an_embedding() -> None:
+    slots, ids = slots_of(9), torch.randint(0, 30, (9,), device=DEVICE)
+    a, b, out = random(SLOTS, 30, 8), random(SLOTS, 50, 8), random(9, 50)
+    expected = REFERENCE.lora_rows(out.float(), ids, a, b, slots)
+    close(OPS.lora_rows(out, ids, a, b, OPS.assigned(slots, SLOTS)), expected)
+
+
+def test_a_row_is_the_same_beside_any_others() -> None:
+    """Whatever adapters the others have: even one that makes infinities."""
+    point, slots = Point(200, (32,), 16), slots_of(20)
+    point.b[4] = torch.inf
+    slots[7] = 2
+    x, weight = random(20, 200), random(32, 200)
+    others = slots.roll(3)
+    others[7], others[2] = 2, 4
+    for run in (
+        lambda slots: multiply(x, weight, None, Tiles(32, 16, 32, 1, 4, 3), adapted=point.adapted(slots)),
+        lambda slots: add(x @ weight.T, x, point.adapted(slots)),
+    ):
+        assert torch.equal(run(slots)[7], run(others)[7])
+
+
+def test_rows_without_adapters_stay_as_they_are() -> None:
+    point, out, x = Point(72, (40,), 8), random(20, 40), random(20, 72)
+    before, none = out.clone(), point.adapted(torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(expand(out, shrink(x, none), none), before)
