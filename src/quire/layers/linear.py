@@ -113,6 +113,8 @@ class Linear(nn.Module):
 
     def _adapted(self, x: Tensor) -> Tensor:
         assert self.point is not None
+        if self.weight.adapted is not None and self.adapts:
+            return self.weight.adapted(x, adapted=self.point.adapted)
         return self.point.add(self.weight.product(x), x)
 
 
@@ -224,8 +226,15 @@ class QKVLinear(Linear):
         if self.norms is not None:
             qkv = self.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
             return self.ops.rotate_and_write(qkv, entry)
-        q = None if self.entered is None or self.adapts else self.entered(x, entry)
+        q = self._entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
+
+    def _entered(self, x: Tensor, entry: Entry) -> Tensor | None:
+        """None where the weight has no such way."""
+        if self.point is None or not self.adapts:
+            return None if self.entered is None else self.entered(x, entry)
+        enter = self.weight.entered_adapted
+        return None if enter is None else enter(x, entry, adapted=self.point.adapted)
 
 
 class GateUpLinear(Linear):
@@ -260,4 +269,6 @@ class GateUpLinear(Linear):
         """[T, size_in] -> [T, size_out]."""
         if self.gated is not None and not self.adapts:
             return self.gated(x)
+        if self.point is not None and self.gated is not None and self.weight.gated_adapted is not None:
+            return self.weight.gated_adapted(x, adapted=self.point.adapted)
         return self.ops.gated(self.multiply(x), self.activation)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Ops
+from quire.kernels.ops import Adapted, Ops
 from quire.quant.shares import Run, Runs
 
 _ALIGN = 64
@@ -53,11 +53,20 @@ class AdapterSlots:
         """[T] int32, the slot of each token of the step, -1 without; None: no token has an adapter."""
         self.logit_tokens: Tensor | None = None
         """[N] int32, the same of those whose logits are wanted."""
+        self.assigned: Any = None
+        """What kernels want to know of `tokens`."""
+        self.logit_assigned: Any = None
         self._memory: Tensor | None = None
 
     def use(self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None) -> None:
         """The slots of what is computed next; None: nothing of it has an adapter."""
         self.tokens, self.logit_tokens = tokens, logit_tokens
+        self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
+
+    def _assigned(self, tokens: Tensor | None) -> Any:
+        if tokens is None or not self.points:
+            return None
+        return next(iter(self.points.values())).ops.assigned(tokens, self.max_slots)
 
     def takes(self, *names: str) -> bool:
         """Whether a layer of one of these names takes adapters."""
@@ -140,11 +149,20 @@ class Point:
         """The slots of what the layer sees in this step; None: nothing of it has an adapter."""
         return self.slots.tokens
 
+    @property
+    def assigned(self) -> Any:
+        return self.slots.assigned
+
+    @property
+    def adapted(self) -> Adapted:
+        """What the adapters of the step's tokens add, for a product that takes it along."""
+        return Adapted(self.a, self.b, self.part_sizes, self.assigned)
+
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """What the adapters of its tokens make of x, added to the layer's own output in place."""
-        if (tokens := self.tokens) is None:
+        if self.tokens is None:
             return out
-        return self.ops.lora(out, x, self.a, self.b, self.part_sizes, tokens)
+        return self.ops.lora(out, x, self.a, self.b, self.part_sizes, self.assigned)
 
     # ---- memory
 
@@ -185,15 +203,19 @@ class HeadPoint(Point):
     def tokens(self) -> Tensor | None:
         return self.slots.logit_tokens
 
+    @property
+    def assigned(self) -> Any:
+        return self.slots.logit_assigned
+
 
 class TablePoint(Point):
     """The same of an embedding: `a` has a row of ranks for each token of the vocabulary."""
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
         """x: [T] ids"""
-        if (tokens := self.tokens) is None:
+        if self.tokens is None:
             return out
-        return self.ops.lora_rows(out, x, self.a, self.b, tokens)
+        return self.ops.lora_rows(out, x, self.a, self.b, self.assigned)
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
         return (self.size_in, rank), (sum(self.part_sizes), rank)

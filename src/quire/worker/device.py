@@ -248,11 +248,13 @@ def blank_batch(
     *,
     num_samples: int | None = None,
     drafts: bool = False,
+    adapters: bool = False,
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """A step of sequences that read the first block and write nothing; all of them sample, or so many."""
+    """A step of sequences that read the first block and write nothing; all of them sample, or so many. With
+    `adapters` it takes the way of those, although no token has one."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
-    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, drafts=drafts)
+    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, adapters, drafts=drafts)
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     arrays = host_arrays(memory, sizes)
     blank(arrays, 0, num_rows - 1, 0)
