@@ -68,7 +68,7 @@ class WithGraphs(OnCPU):
 
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
-        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, seconds=600)
+        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, self._kinds, seconds=600)
 
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

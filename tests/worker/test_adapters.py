@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
 from lora_oracle import save_adapter
 from oracle import make_tiny, run_hf
 from torch import Tensor
@@ -18,7 +19,9 @@ from quire.errors import ConfigError, RequestError
 from quire.kernels import native
 from quire.prepare import configure
 from quire.worker.adapters import check_slots
+from quire.worker.device import Model
 from quire.worker.host import Host
+from quire.worker.rows import Rows
 from quire.worker.worker import Worker
 
 PROMPTS = [[5, 9, 30, 31, 32], [7, 8], list(range(40, 51)), [11, 12, 13]]
@@ -149,6 +152,21 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
     put = [Slotted(0, tiny.adapters[0])]
     step(worker, [0], [len(PROMPTS[0])], admitted=[admission(0, 0)], adapters=put)
     assert seen[0] is not None and seen[1:] == [None, None]
+
+
+@NEEDS_KERNELS
+def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with an adapter in a graph that knows of none, slots of the step before, padding with a slot."""
+
+    def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
+        return WithGraphs(model, all_rows, lambda logits, asked: logits.argmax(-1), device)
+
+    pretend_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    worker, put = tiny.start(), [Slotted(slot, tiny.adapters[slot]) for slot in (0, 1)]
+    for slots in ({3: -1, 0: 1, 2: 0}, {3: -1, 0: -1}, {2: 1}):
+        found = generate(worker, slots, put)
+        assert found == {row: tiny.expected[row, slot] for row, slot in slots.items()}
 
 
 def test_prompt_logprobs_are_those_of_the_adapter(tiny: Tiny) -> None:

@@ -64,7 +64,10 @@ class Traffic:
         self.tables = torch.zeros(len(windows), ROWS + 1, MAX_LEN // BLOCK, dtype=torch.int32)
         sizes = [1, 2, 4, 8]
         self.graphs = Graphs(self.tables)
-        self.graphs._by_size, self.graphs._sizes = {n: stand_in(n, self.tables) for n in sizes}, sizes
+        self.graphs._by_size, self.graphs._sizes = (
+            {(n, False): stand_in(n, self.tables) for n in sizes},
+            sizes,
+        )
         self.in_flight: deque[tuple[StepPlan, NewTokens]] = deque()
         self.num_added = self.num_decodes = self.num_kept = 0
 
@@ -164,7 +167,8 @@ def test_a_smaller_batch_gets_the_first_of_what_was_computed() -> None:
 def test_engines_in_step_choose_the_same_size() -> None:
     """A size by own rows, where another engine has more; a prompt beside decodes, in no graph of its own."""
     graphs = object.__new__(Graphs)
-    graphs._by_size, graphs._sizes = {1: "one", 4: "four", 8: "eight"}, [1, 4, 8]  # type: ignore[dict-item]
+    named = {(1, False): "one", (4, False): "four", (8, False): "eight"}
+    graphs._by_size, graphs._sizes = named, [1, 4, 8]  # type: ignore[assignment]
     step = StepPlan.idle(0)
     for counts, found in (((0, 1), "one"), ((3, 0), "four"), ((0, 5), "eight"), ((0, 9), None)):
         step.counts = counts

@@ -96,15 +96,21 @@ class Cuda:
         largest = self._most_decodes(config)
         wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        graphs = len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
+        kinds = len(self._kinds)
+        graphs = kinds * len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
-        graphs += sum(sizes[:-1]) * kept * item
+        graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
         return Needs(weights, activations, graphs, counts, other=total - free - weights - counts)
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Whether rows of a step have adapters: no, and where some may, yes."""
+        return (False,) if self.model.adapters is None else (False, True)
 
     def _most_decodes(self, config: EngineConfig) -> int:
         """In one step: those of a pipeline are spread over as many as it has stages."""
@@ -135,7 +141,10 @@ class Cuda:
 
     @torch.inference_mode()
     def _forward_blank(self, lens: Ints, are_decodes: bool = False) -> None:
-        batch, sheet = self._blank(lens)
+        for adapters in self._kinds:
+            self._forward(*self._blank(lens, adapters), are_decodes)
+
+    def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
         for group in batch.groups:
             group.are_decodes = are_decodes
         if self.speculation is not None:
@@ -158,7 +167,7 @@ class Cuda:
     @torch.inference_mode()
     def _peak(self, num_tokens: int, num_seqs: int, then: Callable[[Any], None] = lambda done: None) -> int:
         """Bytes that a step, and what is done with it, takes beyond what was there before."""
-        blank_step = self._blank(self._split(num_tokens, num_seqs))
+        blank_step = self._blank(self._split(num_tokens, num_seqs), self._kinds[-1])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         then(self.compute(*blank_step))
@@ -172,10 +181,10 @@ class Cuda:
         lens[: num_tokens % num_seqs] += 1
         return lens
 
-    def _blank(self, lens: Ints) -> tuple[Batch, dict[str, Tensor]]:
+    def _blank(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
-        drafts = self.speculation is not None
-        batch, sheet = blank_batch(lens, self.block_tables, self.device, drafts=drafts)
+        kind = {"drafts": self.speculation is not None, "adapters": adapters}
+        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind)
         batch.before = self.model.room(len(batch.token_ids))
         return batch, sheet
 
@@ -184,7 +193,7 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            self.graphs.capture(self.compute, self._most_decodes(config), seconds=seconds)
+            self.graphs.capture(self.compute, self._most_decodes(config), self._kinds, seconds=seconds)
 
     def forget(self) -> None:
         self.graphs.forget()
@@ -195,11 +204,12 @@ class Cuda:
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
-        graph = self.graphs.find(plan) if embeds is None else None
+        adapts = self.model.adapts(plan, all_rows)
+        graph = self.graphs.find(plan, adapters=adapts) if embeds is None else None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
         if graph is None:
-            return self._eager(plan, all_rows, places, ids, embeds)
+            return self._eager(plan, all_rows, places, ids, embeds, adapts)
         return self._replay(graph, plan, all_rows, places, ids)
 
     def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
@@ -224,8 +234,10 @@ class Cuda:
         places: Wide,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
+        adapts: bool,
     ) -> Step:
-        sizes = sizes_of(plan, len(ids), len(self.block_tables), drafts=self.speculation is not None)
+        kind = {"drafts": self.speculation is not None, "adapters": adapts}
+        sizes = sizes_of(plan, len(ids), len(self.block_tables), **kind)
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)

@@ -3,8 +3,8 @@
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import cycle
-from typing import Any
+from itertools import cycle, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,8 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
 
 
 class Graphs:
-    """One graph for each size of the ladder, all in one pool of memory."""
+    """One graph for each size of the ladder, and where rows may have adapters one more with them; all in one
+    pool of memory."""
 
     def __init__(
         self,
@@ -64,47 +65,51 @@ class Graphs:
         self.room = room
         self.in_flight = in_flight
         self.query_lens = query_lens
-        self._by_size: dict[int, Graph] = {}
+        self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
-        self._wide: dict[tuple[int, int], Graph] = {}
+        self._wide: dict[tuple[int, int, bool], Graph] = {}
 
-    def capture(self, compute: Compute, largest: int, seconds: float) -> None:
+    def capture(
+        self, compute: Compute, largest: int, kinds: Sequence[bool] = (False,), *, seconds: float
+    ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without."""
+        not done within `seconds` is done without. `kinds`: without adapters, with them."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
-        for size, each in reversed(wide_shapes(largest, self.query_lens)):
+        for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
-                self._wide[size, each] = Graph(
-                    size, compute, self.block_tables, pool, None, in_flight=self.in_flight, query_len=each
+                self._wide[size, each, adapters] = Graph(
+                    Shape(size, each, adapters), compute, self.block_tables, pool, None, self.in_flight
                 )
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
-            self._by_size[size] = Graph(
-                size, compute, self.block_tables, pool, before, in_flight=self.in_flight, query_len=query_len
-            )
+            for adapters in kinds:
+                self._by_size[size, adapters] = Graph(
+                    Shape(size, query_len, adapters), compute, self.block_tables, pool, before, self.in_flight
+                )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
-        self._sizes = sorted(self._by_size)
+        self._sizes = sorted({size for size, _ in self._by_size})
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
         self._by_size, self._sizes, self._wide = {}, [], {}
 
-    def find(self, plan: StepPlan) -> "Graph | None":
-        """The smallest graph for a plan of decodes."""
+    def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
+        """The smallest graph for a plan of decodes, some of them with adapters or none."""
         if len(plan.num_drafts) and not plan.is_decode:
-            return self._find_wide(plan)
+            return self._find_wide(plan, adapters)
         count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1] or (len(plan.rows) and not plan.is_decode):
             return None
-        return self._by_size[self.size_for(count)]
+        return self._by_size[self.size_for(count), adapters]
 
-    def _find_wide(self, plan: StepPlan) -> "Graph | None":
+    def _find_wide(self, plan: StepPlan, adapters: bool) -> "Graph | None":
         if plan.counts or plan.total_tokens != len(plan.logit_rows):
             return None
         count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
-        fitting = (shape for shape in self._wide if shape[0] >= count and shape[1] >= most)
+        kind = (shape for shape in self._wide if shape[2] == adapters)
+        fitting = (shape for shape in kind if shape[0] >= count and shape[1] >= most)
         shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
         return None if shape is None else self._wide[shape]
 
@@ -113,6 +118,16 @@ class Graphs:
         if not self._sizes or count > self._sizes[-1]:
             return count
         return self._sizes[bisect_left(self._sizes, count)]
+
+
+class Shape(NamedTuple):
+    """Of the steps that a graph is for."""
+
+    size: int
+    """Sequences"""
+    query_len: int = 0
+    """Places of each, where the device derives inputs."""
+    adapters: bool = False
 
 
 class Graph:
@@ -124,18 +139,21 @@ class Graph:
 
     def __init__(
         self,
-        size: int,
+        shape: Shape,
         compute: Compute,
         block_tables: Tensor,
         pool: Any,
         before: Tensor | None,
         in_flight: int,
-        query_len: int = 0,
     ) -> None:
+        size, query_len, adapters = shape
         num_groups, num_rows, width = block_tables.shape
         num_tokens, num_changes = size * max(query_len, 1), 2 * size * num_groups
         self.sizes = Sizes(
-            num_tokens, size, num_tokens, num_changes, num_groups, drafts=query_len > 0, query_len=query_len
+            *(num_tokens, size, num_tokens, num_changes, num_groups),
+            adapters=adapters,
+            drafts=query_len > 0,
+            query_len=query_len,
         )
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width
