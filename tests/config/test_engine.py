@@ -182,7 +182,6 @@ def test_a_wrong_value_is_an_error_that_names_value_and_limit(
         {"data_parallel_backend": "ray"},
         {"distributed_executor_backend": "external_launcher"},
         {"speculative_config": {"method": "medusa"}},
-        {"speculative_model": "draft"},
         {"cpu_offload_gb": 4},
         {"logits_processors": ["a:B"]},
     ],
