@@ -11,6 +11,7 @@ from quire.config.draft import METHODS as DRAFT_METHODS
 from quire.config.draft import Draft, check_target, check_tokens, read_draft
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
+from quire.config.experts import steps_together
 from quire.config.keys import read_json
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
@@ -99,10 +100,15 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
         return config
     target = config.checkpoint
     check_target(target.facts)
+    if config.parallel.pipeline_parallel_size > 1 or steps_together(config.parallel):
+        raise ConfigError(
+            "speculation is not supported with pipeline stages, or with experts over several engines, yet: "
+            "leave speculative_config out"
+        )
     if config.speculation.method not in DRAFT_METHODS:
         return config
-    if config.machine.device != "cpu" or config.parallel.pipeline_parallel_size > 1:
-        where = "pipeline stages" if config.machine.device == "cpu" else f"a {config.machine.device} device"
+    if config.machine.device != "cpu":
+        where = f"a {config.machine.device} device"
         raise ConfigError(f"speculation by {config.speculation.method!r} is not supported with {where} yet")
     draft = read_draft(config.speculation.method, target, config.speculation.num_speculative_tokens, path)
     check_shares(draft.facts, config.parallel.tensor_parallel_size)

@@ -191,7 +191,6 @@ def test_servers_share_a_model(
     [
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "data_parallel_backend"),
-        ({"speculative_model": "small", "num_speculative_tokens": 5}, "speculative_config"),
         ({"quantization": "awq"}, "awq"),
         ({"quantization": "gptq"}, "gptq"),
         ({"cpu_offload_gb": 10}, "cpu_offload_gb"),

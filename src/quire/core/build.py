@@ -10,7 +10,7 @@ from quire.grammar import Grammars
 from quire.prepare import open_grammars
 from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import Drafting
-from quire.sched.drafts.ngram import NGram
+from quire.sched.drafts import proposer_of
 from quire.sched.drafts.pace import Pace
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
@@ -73,9 +73,7 @@ def _drafting(config: EngineConfig) -> Drafting | None:
         return None
     most = asked.num_speculative_tokens
     pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most)
-    proposer, on_gpu = None, config.machine.device == "cuda"
-    if asked.method == "ngram" and not on_gpu:
-        assert asked.prompt_lookup_min is not None and asked.prompt_lookup_max is not None
-        proposer = NGram(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    on_gpu = config.machine.device == "cuda"
+    proposer = None if on_gpu and asked.method == "ngram" else proposer_of(asked)
     max_draws = MAX_DRAWS if on_gpu else None
     return Drafting(pace, proposer, most=most, ahead=on_gpu, max_draws=max_draws)
