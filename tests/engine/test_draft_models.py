@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from heads import HIDDEN, layer_weights, save_head
+from heads import HIDDEN, layer_weights, norm_weights, save_head
 from oracle import make_tiny
 from tiny import open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
+from quire.kernels import native
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 1}
 LENGTH: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
@@ -68,9 +69,11 @@ def plain(target: Path) -> list[Any]:
 def draft_of(kind: str, folder: Path, target: Path) -> dict[str, Any]:
     if kind == "a head":
         torch.manual_seed(1)
-        weights = layer_weights("layers.0") | {"fc.weight": 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)}
-        head = save_head(folder / "head", weights, architectures=["EagleLlamaForCausalLM"])
-        return {"method": "eagle", "model": str(head)}
+        norms = norm_weights("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+        weights = layer_weights("midlayer", 2 * HIDDEN) | norms
+        weights["fc.weight"] = 0.2 * torch.randn(HIDDEN, 3 * HIDDEN)
+        named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+        return {"model": str(save_head(folder / "head", weights, **named))}
     own = {"model": str(target), "draft_sample_method": "probabilistic"}
     return own if kind == "itself" else {"model": str(make_tiny("qwen3", folder, **SMALL)[0])}
 
@@ -95,4 +98,6 @@ def test_answers_are_those_without_drafts(tmp_path: Path, target: Path, plain: l
         for place, other in zip(numbers(ours), numbers(theirs), strict=True):
             assert place == pytest.approx(other, abs=1e-4)
     assert pace.num_drafts > 100 and core.scheduler.num_preemptions
+    device = core.executor._worker._runner.device  # type: ignore[attr-defined]
+    assert native.library() is None or any(device._tapes._tapes.values()), "no decode was taped"
     assert kind != "itself" or pace.num_held > 0.25 * pace.num_drafts

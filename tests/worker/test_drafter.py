@@ -90,7 +90,7 @@ class Pair:
         hidden = worker.model(batch)
         says = {"num_slots": torch.full((len(chunks),), LONGEST), "has_seen": False} | told
         most = says.pop("most", MOST)
-        states = hidden if batch.taps is None else batch.taps
+        states = torch.cat(batch.taps, 1) if batch.taps else hidden
         step = Told(torch.tensor(following), torch.tensor(kept), states=states, **says)
         return worker.drafter.propose(batch, step, most)
 

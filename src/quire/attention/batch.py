@@ -43,8 +43,8 @@ class Batch:
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""
-    taps: Tensor | None = None
-    """[T, n * hidden], what the model noted of its states on the way, for a draft."""
+    taps: tuple[Tensor, ...] = ()
+    """[T, hidden] each, what the model noted of its states on the way, for a draft."""
     num_real: int | None = None
     """Tokens that are no padding; None: unknown, or all."""
     room: int | None = None

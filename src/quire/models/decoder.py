@@ -40,7 +40,8 @@ class Decoder(nn.Module):
         body, stage = scope / self.body, scope.stage
         self.ops = scope.ops
         self.taps: tuple[int, ...] = ()
-        """In front of these layers, what they will see is noted in `batch.taps`, for a draft."""
+        self.tapped = torch.empty(0, dtype=torch.int64)
+        """The places of as many tokens as there may be, where something is tapped."""
         self.embed_scale, self.logit_scale = facts.embed_scale, facts.logit_scale
         self.logit_softcap = facts.logit_softcap
         self.embed: Embedding | None = None
@@ -82,14 +83,19 @@ class Decoder(nn.Module):
         out: Tensor = self.norm(x, residual)[0]
         return out
 
+    def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
+        """From now on, note in `batch.taps` what goes into these layers."""
+        self.taps, self.tapped = layers, torch.arange(max_tokens, device=device)
+
     def _tapped(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """All layers, and the states in front of some of them."""
-        states = []
+        states, places = dict[int, Tensor](), self.tapped[: len(x)]
         for number, layer in enumerate(self.layers):
-            if number in self.taps:
-                states.append(x.clone() if residual is None else x + residual)
+            if number in self.taps:  # copies, since layers add in place; by kernels that a tape can hold
+                copied = self.ops.embed(places, x if residual is None else residual)
+                states[number] = copied if residual is None else self.ops.add(copied, x)
             x, residual = layer(x, residual, batch)
-        batch.taps = torch.cat(states, 1)
+        batch.taps = tuple(states[number] for number in self.taps)
         return x, residual
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:

@@ -279,7 +279,7 @@ class Cuda:
         token_ids = self._in_passing = self.sample(logits, asked)
         if given is None:
             self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
-        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], given)
+        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], given, batch.taps)
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)

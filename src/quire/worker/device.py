@@ -39,6 +39,8 @@ class Computed(NamedTuple):
     """[N] int64, whose logits these are"""
     given: Any = None
     """What it was computed from, where the device makes its own inputs."""
+    taps: tuple[Tensor, ...] = ()
+    """See `Batch.taps`."""
 
 
 class Undrawn:

@@ -39,7 +39,7 @@ class Told(NamedTuple):
     has_seen: bool
     """Whether the draft has seen every token of each sequence in front of the last one that counts"""
     states: Tensor
-    """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`) or its head sees them;
+    """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`), or its head sees them;
     a draft that is a model of its own does not look at them"""
     draw: Callable[[Tensor, Tensor], Tensor] | None = None
     """Tokens by [B, V] logits and the [B] positions where they would stand; None: the likeliest"""
@@ -181,7 +181,7 @@ class _Ahead:
 _NOTHING: dict[str, Any] = {
     "embeds": None,
     "before": None,
-    "taps": None,
+    "taps": (),
     "num_real": None,
     "room": None,
     "attention": None,
@@ -309,7 +309,9 @@ def draft_bytes(config: EngineConfig, facts: ArchFacts) -> int:
     return states + limits.max_num_seqs * target.vocab * 4 + own
 
 
-def open_drafter(config: EngineConfig, model: Any, target: Any, backend: AttentionBackend) -> Drafter:
+def open_drafter(
+    config: EngineConfig, model: Any, target: Any, backend: AttentionBackend, device: torch.device
+) -> Drafter:
     """The drafter of a loaded draft; the target notes what it needs from now on."""
     assert config.draft is not None
     facts = config.draft.facts
@@ -320,5 +322,6 @@ def open_drafter(config: EngineConfig, model: Any, target: Any, backend: Attenti
     if facts.drafts is None:
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
     model.adopt(target)
-    target.taps = facts.drafts.taps
+    if facts.drafts.taps:
+        target.tap(facts.drafts.taps, config.scheduler.max_num_batched_tokens, device)
     return HeadDrafter(model, backend, **sizes)

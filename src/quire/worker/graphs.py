@@ -197,8 +197,9 @@ class Graph:
 def _first(done: Computed | Passed, count: int) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows, given = done
+    hidden, logits, token_ids, asked, rows, given, taps = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
-    hidden = hidden[:count] if given is None else hidden
-    return Computed(hidden, logits[:count], token_ids[:count], columns, rows[:count], given)
+    if given is None:
+        hidden, taps = hidden[:count], tuple(tap[:count] for tap in taps)
+    return Computed(hidden, logits[:count], token_ids[:count], columns, rows[:count], given, taps)

@@ -132,7 +132,7 @@ class Host:
         logits, asked = model.head(wanted), asked_of(sheet)
         in_passing = in_passing and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, asked) if in_passing and self.sample is not None else None
-        return Computed(hidden, logits, token_ids, asked)
+        return Computed(hidden, logits, token_ids, asked, taps=batch.taps)
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
@@ -145,7 +145,7 @@ class Host:
         if self.drafter is not None and self._batch is not None:
             if self.model.adapters is not None:
                 self.model.adapters.use()  # drafts may come from the ends of the model
-            self._propose(self.drafter, self._batch, plan, all_rows, first, counts, done.hidden)
+            self._propose(self.drafter, self._batch, plan, all_rows, first, counts, done)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
     def _propose(
@@ -156,7 +156,7 @@ class Host:
         all_rows: Rows,
         first: Ints,
         counts: Ints,
-        hidden: Tensor,
+        done: Computed,
     ) -> None:
         """Drafts for the rows of a step, of which the tokens from `first` on were computed."""
         rows, num_kept, most = plan.rows.astype(np.intp), plan.num_tokens, all_rows.drafts.shape[1]
@@ -171,7 +171,7 @@ class Host:
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
             num_slots=torch.from_numpy(num_slots.astype(np.int64)),
             has_seen=bool((self._num_seen[rows] >= ends - 1).all()),
-            states=hidden if batch.taps is None else batch.taps,
+            states=torch.cat(done.taps, 1) if done.taps else done.hidden,
             draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
         )
         all_rows.drafts[rows] = drafter.propose(batch, told, most).numpy()

@@ -163,7 +163,7 @@ class Worker:
         if config.draft is not None and self._own_draft is not None and self.stage.is_last:
             backend = self._backend(self._own_draft)
             self.draft = load_draft(config, config.draft, backend, self.device, self.world)
-            self.drafter = open_drafter(config, self.draft, self.model, backend)
+            self.drafter = open_drafter(config, self.draft, self.model, backend, self.device)
         if self.ep is not None and self.ep.is_counted:
             layers = [module for module in self.model.modules() if isinstance(module, Experts)]
             self.balancer = Balancer(layers, self.ep.group, Eplb.of(config.parallel))
