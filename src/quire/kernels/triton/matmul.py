@@ -31,8 +31,8 @@ from quire.kernels.triton.lora import (
     wait,
 )
 
-_CHUNKS = 128, 32
-"""Ranks of adapters at a time, with few rows of the weight and with more, whose sums leave no registers."""
+_CHUNK = 128
+"""Ranks of adapters at a time."""
 _FEWEST = 5
 """Rows that are multiplied in tiles, whatever the weight."""
 
@@ -195,9 +195,10 @@ def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
 
 
 def takes_along(plan: Plan, adapted: Adapted) -> bool:
-    """Whether the kernel of a product does: the outputs of a program must be of one part."""
+    """Whether the kernel of a product does: the outputs of a program must be of one part, and its sums leave
+    registers for B."""
     if isinstance(plan, Tiles):
-        return is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
+        return plan.rows <= 64 and is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
     return plan is not None
 
 
@@ -229,7 +230,7 @@ def multiply(
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
         bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, h, reads, GATED=gated,
-        BIASED=biased, RANK=rank, ENDS=ends, CHUNK=_CHUNKS[plan.rows > 64], NUM=plan.num,
+        BIASED=biased, RANK=rank, ENDS=ends, CHUNK=_CHUNK, NUM=plan.num,
         ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
