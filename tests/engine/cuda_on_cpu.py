@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -40,11 +41,13 @@ class Replayed:
         for old, new in zip(self.done, _flat(self.again()), strict=True):
             old.copy_(new)
 
-    def remember(self, again: Callable[[], Computed | Passed], done: Computed | Passed) -> None:
+    def remember(self, again: Callable[[], Any], done: Computed | Passed | Tensor) -> None:
         self.again, self.done = again, _flat(done)
 
 
-def _flat(done: Computed | Passed) -> list[Tensor]:
+def _flat(done: Computed | Passed | Tensor) -> list[Tensor]:
+    if isinstance(done, Tensor):
+        return [done]
     if not isinstance(done, Computed):
         return [*done]
     assert done.token_ids is not None and done.asked is not None
@@ -66,9 +69,22 @@ class WithGraphs(OnCPU):
             Replayed.capturing[-1].remember(compute, done)
         return done
 
+    def _verify(self, done: Computed) -> Tensor:
+        verify = functools.partial(super()._verify, done)
+        found = verify()
+        if Replayed.capturing:
+            Replayed.capturing[-1].remember(verify, found)
+        return found
+
     @torch.inference_mode()
     def warm_up(self, config: EngineConfig) -> None:
-        self.graphs.capture(self.compute, config.scheduler.max_num_seqs, self._kinds, seconds=600)
+        self.graphs.capture(
+            self.compute,
+            config.scheduler.max_num_seqs,
+            self._kinds,
+            seconds=600,
+            follow=None if self.speculation is None else self._verify,
+        )
 
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

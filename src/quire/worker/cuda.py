@@ -193,7 +193,10 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            self.graphs.capture(self.compute, self._most_decodes(config), self._kinds, seconds=seconds)
+            follow = None if self.speculation is None else self._verify
+            self.graphs.capture(
+                self.compute, self._most_decodes(config), self._kinds, seconds=seconds, follow=follow
+            )
 
     def forget(self) -> None:
         self.graphs.forget()
@@ -287,15 +290,21 @@ class Cuda:
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         new = NewTokens.of(plan)
         if self.speculation is not None and len(new.rows):
-            assert done.asked is not None
-            found = self.speculation.verify(done.given, done.hidden, sampled.token_ids, done.asked.seeds)
-            num_seqs = len(found) - len(sampled.token_ids)
+            num_seqs = len(done.given.step.rows)
+            if done.follow is not None and sampled.token_ids is done.token_ids:
+                found = done.follow()
+            else:
+                found = self._verify(done._replace(token_ids=sampled.token_ids))
             return self._landing(found, sampled, new, all_rows, lambda found: read(found, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._in_passing:
             # Some row asked for more than a plain sample.
             assert done.rows is not None
             self.last_tokens.index_copy_(0, done.rows, sampled.token_ids)
         return self._landing(sampled.token_ids, sampled, new, all_rows, _one_each)
+
+    def _verify(self, done: Computed) -> Tensor:
+        assert self.speculation is not None and done.token_ids is not None and done.asked is not None
+        return self.speculation.verify(done.given, done.hidden, done.token_ids, done.asked.seeds)
 
     def _landing(
         self, found: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read

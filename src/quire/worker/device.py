@@ -41,6 +41,8 @@ class Computed(NamedTuple):
     """What it was computed from, where the device makes its own inputs."""
     taps: tuple[Tensor, ...] = ()
     """See `Batch.taps`."""
+    follow: Callable[[], Tensor] | None = None
+    """What is done with tokens that were sampled in passing, where it was captured."""
 
 
 class Undrawn:

@@ -24,6 +24,7 @@ IN_FLIGHT = 3
 """Host buffers of each kind: one more than there are steps under way; of a pipeline these are as many as its
 stages."""
 Compute = Callable[[Batch, dict[str, Tensor]], Computed | Passed]
+Follow = Callable[[Computed], Tensor]
 Room = Callable[[int], Tensor | None]
 """For what the stage before makes of so many tokens."""
 
@@ -70,21 +71,40 @@ class Graphs:
         self._wide: dict[tuple[int, int, bool], Graph] = {}
 
     def capture(
-        self, compute: Compute, largest: int, kinds: Sequence[bool] = (False,), *, seconds: float
+        self,
+        compute: Compute,
+        largest: int,
+        kinds: Sequence[bool] = (False,),
+        *,
+        seconds: float,
+        follow: Follow | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without. `kinds`: without adapters, with them."""
+        not done within `seconds` is done without. `kinds`: without adapters, with them. `follow` is captured
+        behind each, and played by itself."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
                 self._wide[size, each, adapters] = Graph(
-                    Shape(size, each, adapters), compute, self.block_tables, pool, None, self.in_flight
+                    Shape(size, each, adapters),
+                    compute,
+                    self.block_tables,
+                    pool,
+                    None,
+                    self.in_flight,
+                    follow,
                 )
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
             for adapters in kinds:
                 self._by_size[size, adapters] = Graph(
-                    Shape(size, query_len, adapters), compute, self.block_tables, pool, before, self.in_flight
+                    Shape(size, query_len, adapters),
+                    compute,
+                    self.block_tables,
+                    pool,
+                    before,
+                    self.in_flight,
+                    follow,
                 )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
@@ -145,6 +165,7 @@ class Graph:
         pool: Any,
         before: Tensor | None,
         in_flight: int,
+        follow: Follow | None = None,
     ) -> None:
         size, query_len, adapters = shape
         num_groups, num_rows, width = block_tables.shape
@@ -171,6 +192,18 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._done = compute(batch, self._sheet)
+        if follow is not None and isinstance(self._done, Computed):
+            follow(self._done)
+            torch.cuda.synchronize()
+            behind = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(behind, pool=pool):
+                found = follow(self._done)
+
+            def played() -> Tensor:
+                behind.replay()
+                return found
+
+            self._done = self._done._replace(follow=played)
         self._done_for: dict[int, Computed | Passed] = {}
 
     def _blank(self, page: Page, first: int) -> None:
@@ -197,9 +230,10 @@ class Graph:
 def _first(done: Computed | Passed, count: int) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows, given, taps = done
+    hidden, logits, token_ids, asked, rows, given, taps, follow = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
     if given is None:
         hidden, taps = hidden[:count], tuple(tap[:count] for tap in taps)
-    return Computed(hidden, logits[:count], token_ids[:count], columns, rows[:count], given, taps)
+    some = logits[:count], token_ids[:count], columns, rows[:count]
+    return Computed(hidden, *some, given, taps, follow)
