@@ -10,7 +10,7 @@ from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
 from quire.sched.gates import GatedLine, Gates
 from quire.sched.in_flight import Notes
-from quire.sched.kv_manager import Hit, KVManager
+from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, Limits
 from quire.sched.queues import LINES, FairLine
 from quire.sched.running import RowIds, Running
@@ -71,11 +71,24 @@ class Admitter:
             return None
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
 
-    def draft(self, chunks: Ints) -> Drafts:
-        """What the running rows may compute beside these, ahead of what they have drawn."""
-        if self.drafting is None or self.trial:
-            return NO_DRAFTS
-        return self.drafting.draft(self.running, chunks, self.limits.max_tokens - int(chunks.sum()))
+    def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
+        """With what the running rows may compute beside these, ahead of what they have drawn, and with blocks
+        for drafts that are still to be made: as far as there are any."""
+        drafting, rows = self.drafting, self.running.order
+        if drafting is None or self.trial:
+            return chunks, growth, NO_DRAFTS
+        drafts = drafting.draft(self.running, chunks, self.limits.max_tokens - int(chunks.sum()))
+        if len(drafts.counts):
+            more = self.kv.growth(rows, growth.reach + drafts.counts)
+            if more.shortage:
+                drafts = NO_DRAFTS
+            else:
+                chunks, growth = chunks + drafts.counts, more
+        if drafting.lookahead:
+            limit = np.maximum(self.running.limit[rows], growth.reach)
+            ahead = self.kv.growth(rows, np.minimum(growth.reach + drafting.lookahead, limit))
+            growth = growth if ahead.shortage else ahead._replace(reach=growth.reach)
+        return chunks, growth, drafts
 
     def charge(self, chunks: Ints) -> None:
         """The running rows, in order, compute so many tokens."""

@@ -68,10 +68,13 @@ class Drafting:
         most: int,
         ahead: bool = False,
         max_draws: int | None = None,
+        lookahead: int = 0,
     ) -> None:
         """Without a proposer the worker makes them, for each row that has drawn a token there. If it is
         `ahead` of the host, it has none for rows whose draws depend on tokens before. `max_draws` in a step,
-        where the rows are padded to a power of two."""
+        where the rows are padded to a power of two. What makes the drafts caches tokens itself, `lookahead`
+        of them beyond those of a row."""
+        self.lookahead = lookahead
         self._ahead = ahead
         self._max_draws = max_draws
         self._pace = pace

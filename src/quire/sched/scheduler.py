@@ -27,7 +27,7 @@ from quire.data.request import Request
 from quire.sched.adapters import AdapterGate
 from quire.sched.admission import Admitter
 from quire.sched.constraints import Constraints, Grammars
-from quire.sched.drafting import NO_DRAFTS, Drafting, Drafts
+from quire.sched.drafting import Drafting, Drafts
 from quire.sched.gates import Gates
 from quire.sched.in_flight import Flight, Notes
 from quire.sched.kv_manager import Growth, KVManager
@@ -198,12 +198,7 @@ class Scheduler:
             chunks = self.admitter.divide(running.pending())
             growth = self.kv.growth(rows, running.reach(chunks))
             if not growth.shortage:
-                drafts = self.admitter.draft(chunks)
-                if len(drafts.counts):
-                    more = self.kv.growth(rows, growth.reach + drafts.counts)
-                    drafts = drafts if not more.shortage else NO_DRAFTS
-                if len(drafts.counts):
-                    chunks, growth = chunks + drafts.counts, more
+                chunks, growth, drafts = self.admitter.draft(chunks, growth)
                 self.admitter.charge(chunks)
                 return chunks, growth, drafts
             if self.in_flight:
