@@ -31,6 +31,15 @@ def upright(acc: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
     return tl.trans(acc) if NUM < 64 else acc
 
 
+@triton.jit
+def all_of(at: tl.tensor, inside: tl.tensor, stride: tl.tensor, SPLITS: tl.constexpr) -> tl.tensor:
+    """The splits of a tile added up, in their order."""
+    total = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(at + split * stride, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
+
+
 @functools.cache
 def arrivals_of(device: torch.device) -> Tensor:
     """Counters of the splits of a product; one product at a time uses them."""

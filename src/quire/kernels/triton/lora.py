@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.ops import Adapted
-from quire.kernels.triton.dots import arrivals_of, empty, times, upright
+from quire.kernels.triton.dots import all_of, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
 from quire.kernels.triton.pairs import most_tiles, sort
 
@@ -24,8 +24,8 @@ _LENGTH, _MOST_SPLITS = 128, 8
 """Numbers of x and A at a time; splits"""
 _PROGRAMS = 512, 128
 """Of few rows and of more, until which x and A are split."""
-_CHUNK = 64
-"""Numbers of a rank that are multiplied at a time."""
+_CHUNK, _WIDE = 64, tl.constexpr(128)
+"""Numbers of a rank, and of the ranks of several slots, that are multiplied at a time."""
 _MOST_RANKS = 512
 """Of all tiles that the kernel of a product takes along; with more, a kernel behind it is faster."""
 _OUTPUTS = 128
@@ -175,9 +175,7 @@ def _shrink(
         if tl.atomic_add(mine, 1) < SPLITS - 1:
             return
         tl.store(mine, 0)
-        acc = tl.zeros([NUM, ROWS], tl.float32)
-        for i in tl.static_range(SPLITS):
-            acc += tl.load(parts + i * num * WIDTH + place, mask=inside, other=0.0, cache_modifier=".cg")
+        acc = all_of(parts + place, inside, num * WIDTH, SPLITS)
     tl.store(h + place, acc.to(h.dtype.element_ty), mask=inside)
 
 
@@ -267,13 +265,12 @@ def reached(
     start: tl.tensor,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, CHUNK] of B, for outputs from `first` on. The ranks of all tiles' slots stand one behind the
+    """[ROWS, _WIDE] of B, for outputs from `first` on. The ranks of all tiles' slots stand one behind the
     other, from `start` on; a slot that comes again is left out."""
-    b, _, work, outputs, stride = adapted
-    n, slot = first + tl.arange(0, ROWS), slots_at(work, start, RANK, CHUNK)
-    r = (start + tl.arange(0, CHUNK)) % RANK
+    _, b, _, work, outputs, stride = adapted
+    n, slot = first + tl.arange(0, ROWS), slots_at(work, start, RANK)
+    r = (start + tl.arange(0, _WIDE)) % RANK
     return tl.load(
         b + slot.to(tl.int64)[None, :] * stride + n[:, None] * RANK + r[None, :],
         mask=(n < outputs)[:, None] & (slot >= 0)[None, :],
@@ -282,8 +279,8 @@ def reached(
 
 
 @triton.jit
-def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    tile = (start + tl.arange(0, CHUNK)) // RANK
+def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr) -> tl.tensor:
+    tile = (start + tl.arange(0, _WIDE)) // RANK
     exist = tile < tl.load(work)
     slot = tl.load(work + 4 + 4 * tile, mask=exist, other=-2)
     before = tl.load(work + 4 * tile, mask=exist & (tile > 0), other=-2)
@@ -292,7 +289,6 @@ def slots_at(work: tl.tensor, start: tl.tensor, RANK: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def expanded(
-    h: tl.tensor,
     adapted: tl.tuple,
     m: tl.tensor,
     num: tl.tensor,
@@ -302,17 +298,16 @@ def expanded(
     ENDS: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> tl.tensor:
     """[NUM, ROWS], what adapters add to `ROWS` outputs of one part from `first` on. `reach` is what is
     `reached` at first; a row has zeros for all slots but its own."""
-    _, slots, work, _, _ = adapted
+    h, _, slots, work, _, _ = adapted
     mine = tl.load(slots + m, mask=m < num, other=-1)
     own = h + (m * ((len(ENDS) + 1) * RANK) + part_of(first, ENDS) * RANK)[:, None]
-    acc = _times_own(own, mine, reach, 0, work, empty(NUM, ROWS), RANK, CHUNK)
-    for start in tl.range(CHUNK, tl.load(work) * RANK, CHUNK, num_stages=1):
-        w = reached(adapted, first, start, RANK, ROWS, CHUNK)
-        acc = _times_own(own, mine, w, start, work, acc, RANK, CHUNK)
+    acc = _times_own(own, mine, reach, 0, work, empty(NUM, ROWS), RANK)
+    for start in tl.range(_WIDE, tl.load(work) * RANK, _WIDE, num_stages=1):
+        w = reached(adapted, first, start, RANK, ROWS)
+        acc = _times_own(own, mine, w, start, work, acc, RANK)
     return upright(acc, NUM)
 
 
@@ -325,9 +320,8 @@ def _times_own(
     work: tl.tensor,
     acc: tl.tensor,
     RANK: tl.constexpr,
-    CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    slot, r = slots_at(work, start, RANK, CHUNK), (start + tl.arange(0, CHUNK)) % RANK
+    slot, r = slots_at(work, start, RANK), (start + tl.arange(0, _WIDE)) % RANK
     values = tl.load(own + r[None, :], mask=mine[:, None] == slot[None, :], other=0.0)
     w = tl.where(w * 0 == 0, w, 0.0)  # an infinity would reach the rows of others
     return times(values, w.to(values.dtype), acc)
@@ -419,14 +413,14 @@ class Expansion(NamedTuple):
     """How a product's kernel ends: what it reads, and what it is compiled for."""
 
     reads: Any = None
-    """B, slots, work, the number of outputs, the distance of slots"""
+    """What was shrunk, B, slots, work, the number of outputs, the distance of slots"""
     rank: int = 0
     ends: tuple[int, ...] = ()
 
     @staticmethod
-    def of(adapted: Adapted | None) -> "Expansion":
+    def of(adapted: Adapted | None, h: Tensor | None) -> "Expansion":
         if adapted is None:
             return Expansion()
         b, rows = adapted.b, adapted.tokens
-        reads = b, rows.slots, rows.work, b.shape[1], b.stride(0)
+        reads = h, b, rows.slots, rows.work, b.shape[1], b.stride(0)
         return Expansion(reads, b.shape[2], _ends(adapted.sizes))

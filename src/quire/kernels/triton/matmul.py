@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.ops import Adapted
 from quire.kernels.triton.activations import gated as gated_of
 from quire.kernels.triton.activations import silu_times
-from quire.kernels.triton.dots import LONGEST, arrivals_of, empty, times, upright
+from quire.kernels.triton.dots import LONGEST, all_of, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
 from quire.kernels.triton.lora import (
     Expansion,
@@ -31,8 +31,6 @@ from quire.kernels.triton.lora import (
     wait,
 )
 
-_CHUNK = 128
-"""Ranks of adapters at a time."""
 _FEWEST = 5
 """Rows that are multiplied in tiles, whatever the weight."""
 
@@ -116,32 +114,27 @@ def _tiles(
     num: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
-    h: tl.tensor,
     adapted: tl.tuple,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     RANK: tl.constexpr,
     ENDS: tl.constexpr,
-    CHUNK: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles.
-
-    The last split adds them all; `arrivals` is zero before and after.
-    """
+    """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles. The last split
+    adds them all; `arrivals` is zero before and after."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
     begin(OVERLAP, RANK > 0)
     if RANK:
-        reach = reached(adapted, first_n, 0, RANK, ROWS, CHUNK)
-        if GATED:
-            reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS, CHUNK)
+        reach = reached(adapted, first_n, 0, RANK, ROWS)
+        reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS) if GATED else reach
     acc, up = empty(NUM, ROWS), empty(NUM, ROWS)
     for at in range(first, tl.minimum(first + share, size_in), LENGTH):
         a = x.load([first_m, at])
@@ -154,23 +147,18 @@ def _tiles(
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
     if SPLITS > 1:
-        own = parts + tl.program_id(1) * num * size_out + place
-        tl.store(own, acc, mask=inside)
+        tl.store(parts + tl.program_id(1) * num * size_out + place, acc, mask=inside)
         tl.debug_barrier()
         if tl.atomic_add(arrivals + tile, 1) < SPLITS - 1:
             return
         tl.store(arrivals + tile, 0)
-        acc = tl.zeros([NUM, ROWS], tl.float32)
-        for split in tl.static_range(SPLITS):
-            acc += tl.load(
-                parts + split * num * size_out + place, mask=inside, other=0.0, cache_modifier=".cg"
-            )
+        acc = all_of(parts + place, inside, num * size_out, SPLITS)
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
     if RANK:
-        acc += expanded(h, adapted, m, num, first_n, reach, RANK, ENDS, NUM, ROWS, CHUNK)
+        acc += expanded(adapted, m, num, first_n, reach, RANK, ENDS, NUM, ROWS)
         if GATED:
-            up += expanded(h, adapted, m, num, first_n + size_out, reach_up, RANK, ENDS, NUM, ROWS, CHUNK)
+            up += expanded(adapted, m, num, first_n + size_out, reach_up, RANK, ENDS, NUM, ROWS)
     y = acc.to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, up.to(out.dtype.element_ty))
@@ -223,14 +211,14 @@ def multiply(
             num_warps=plan.warps,
         )  # fmt: skip
         return out
-    h, (reads, rank, ends) = x if adapted is None else shrink(x, adapted, late=True), Expansion.of(adapted)
+    reads, rank, ends = Expansion.of(adapted, None if adapted is None else shrink(x, adapted, late=True))
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, h, reads, GATED=gated,
-        BIASED=biased, RANK=rank, ENDS=ends, CHUNK=_CHUNK, NUM=plan.num,
+        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, GATED=gated,
+        BIASED=biased, RANK=rank, ENDS=ends, NUM=plan.num,
         ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
