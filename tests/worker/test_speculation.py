@@ -1,5 +1,6 @@
 """Drafts on a device that runs ahead of the host: outputs are those without any."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("drafts"), **kinds, **windows)[0]
 
 
-def draw(logits: Tensor, asked: Asked) -> Tensor:
+def draw(shown: int, logits: Tensor, asked: Asked) -> Tensor:
+    """By the numbers of seeds and positions, one of so many tokens: with few of them much is repeated."""
     numbers = uniform(asked.seeds.numpy().view(np.uint64), asked.positions.numpy().astype(np.int32))
-    logits = logits[:, :6]  # so that much is repeated
+    logits = logits[:, :shown]
     heat = asked.temperature.clamp(min=1e-3)[:, None]
     by_chance = sample(logits.float() / heat, torch.from_numpy(numbers))
     return torch.where(asked.temperature > 0, by_chance, logits.argmax(-1))
@@ -55,10 +57,16 @@ def hidden(self: Model, batch: Batch) -> Any:
 
 
 def core_of(
-    kind: type[Cuda], path: Path, monkeypatch: pytest.MonkeyPatch, pace: Eager | None, num_blocks: int
+    kind: type[Cuda],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pace: Eager | None,
+    num_blocks: int,
+    asked: dict[str, Any] = DRAFTS,
+    shown: int = 6,
 ) -> EngineCore:
     def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None) -> Cuda:
-        return kind(model, all_rows, draw, device, drafts)
+        return kind(model, all_rows, partial(draw, shown), device, drafts)
 
     pretend_graphs(monkeypatch)
     # Lengths that a GPU's attention would read there.
@@ -75,7 +83,7 @@ def core_of(
     given: dict[str, Any] = {"model": str(path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
     given |= {"max_num_batched_tokens": 24, "use_tqdm_on_load": False, "max_model_len": 64}
     given |= {"num_gpu_blocks_override": 200, "enable_prefix_caching": True}
-    worker = Worker(configure(given | ({} if pace is None else {"speculative_config": DRAFTS})))
+    worker = Worker(configure(given | ({} if pace is None else {"speculative_config": asked})))
     worker.start()
     size = CacheSize(num_blocks, 64, 0, worker.layout.windows)
     scheduler = build_scheduler(worker.config, size)
@@ -125,6 +133,16 @@ def outputs(core: EngineCore) -> dict[str, Any]:
 def plain(tiny: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         return outputs(core_of(OnCPU, tiny, patched, None, 60))
+
+
+@pytest.mark.parametrize("kind", [OnCPU, WithGraphs])
+def test_a_model_drafts(kind: type[Cuda], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target itself, so that greedy rows accept most. Catches a draft that sees other tokens."""
+    asked = {"method": "draft_model", "model": str(tiny), "num_speculative_tokens": 3}
+    pace = Eager()
+    plain = outputs(core_of(OnCPU, tiny, monkeypatch, None, 60, shown=128))
+    assert outputs(core_of(kind, tiny, monkeypatch, pace, 60, asked, shown=128)) == plain
+    assert pace.num_held > 0.3 * pace.num_drafts
 
 
 @pytest.mark.parametrize(("kind", "num_blocks"), [(OnCPU, 60), (WithGraphs, 60), (WithGraphs, 38)])

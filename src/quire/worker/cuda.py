@@ -29,11 +29,12 @@ from quire.worker.device import (
     blank_batch,
     device_failures,
 )
+from quire.worker.drafter import Drafter
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, wide_shapes
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
-from quire.worker.speculation import Speculation, read
+from quire.worker.speculation import ByDrafter, Speculation, read
 
 _EACH_ONE: Ints = np.empty(0, np.int32)
 _GRAPH_BYTES = 8 << 20
@@ -78,6 +79,7 @@ class Cuda:
             room, kind = max_rows * (2 + self.speculation.most), torch.int32
         self._landings = cycle([pinned(room, dtype=kind) for _ in range(in_flight)])
         self._in_passing: Tensor | None = None
+        self._drafter: Drafter | None = None
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
@@ -193,13 +195,20 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            follow = None if self.speculation is None else self._verify
+            follow = self._verify if self.speculation is not None and self._drafter is None else None
             self.graphs.capture(
                 self.compute, self._most_decodes(config), self._kinds, seconds=seconds, follow=follow
             )
 
+    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
+        assert self.speculation is not None and not by_chance
+        self.speculation.propose = ByDrafter(drafter)
+        self._drafter = drafter
+
     def forget(self) -> None:
         self.graphs.forget()
+        if self._drafter is not None:
+            self._drafter.forget()
         self._in_passing = None
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:

@@ -19,6 +19,7 @@ from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
+from quire.worker.drafter import Drafter
 from quire.worker.embeds import take_embeds
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
@@ -129,6 +130,9 @@ class Device(Protocol):
 
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
+
+    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
+        """It proposes tokens behind each step, the likeliest or `by_chance`."""
 
     def forget(self) -> None:
         """Weights and cache will lie elsewhere: let go of all that knows where they are."""

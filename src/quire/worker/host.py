@@ -81,6 +81,9 @@ class Host:
         if config.model.enforce_eager:
             self._max_taped = 0
 
+    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
+        self.drafter, self.drafts_by_chance = drafter, by_chance
+
     def forget(self) -> None:
         self._tapes = Tapes()
         if self.drafter is not None:

@@ -12,6 +12,7 @@ from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, StepPlan, spread
 from quire.kernels.triton.drafts import Known, Step, derive, look_up, verify
+from quire.worker.drafter import Drafter, Told
 from quire.worker.rows import Rows
 from quire.worker.sheet import slots_of
 
@@ -21,6 +22,7 @@ class Given(NamedTuple):
 
     batch: Batch
     step: Step
+    num_slots: Tensor
 
 
 class Drawn(NamedTuple):
@@ -28,6 +30,8 @@ class Drawn(NamedTuple):
 
     batch: Batch
     step: Step
+    num_slots: Tensor
+    """[B] int32, how many tokens the blocks of each sequence have room for"""
     hidden: Tensor
     """[T, hidden]"""
     counts: Tensor
@@ -47,6 +51,28 @@ class Lookup:
 
     def __call__(self, known: Known, drawn: Drawn) -> None:
         look_up(known, drawn.step, self._scratch, self._least)
+
+
+class ByDrafter:
+    """Proposes what a model says."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def __call__(self, known: Known, drawn: Drawn) -> None:
+        batch, step, num_slots, hidden, counts = drawn
+        starts, rows = step.query_starts.long(), step.rows.long()
+        num_kept = torch.where(step.planned >= 0, counts.long(), starts[1:] - starts[:-1])
+        after = batch.positions[starts[:-1] + num_kept - 1] + 1
+        told = Told(
+            next_ids=known.history[rows, after].long(),
+            num_kept=num_kept,
+            num_slots=num_slots.long(),
+            has_seen=False,  # nobody here knows
+            states=torch.cat(batch.taps, 1) if batch.taps else hidden,
+        )
+        known.drafts.index_copy_(0, rows, self._drafter.propose(batch, told, known.most))
+        known.num_drafts.index_copy_(0, rows, torch.where(counts > 0, known.most, 0).int())
 
 
 class Speculation:
@@ -105,7 +131,7 @@ class Speculation:
         )  # fmt: skip
         # By torch: kernels behind it may read lengths before they wait for the one in front of them.
         torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
-        return Given(batch, step)
+        return Given(batch, step, sheet["num_slots"])
 
     def verify(self, given: Given, hidden: Tensor, token_ids: Tensor, seeds: Tensor) -> Tensor:
         """As the kernel; drafts for the next step are there, too."""

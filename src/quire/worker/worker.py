@@ -408,10 +408,9 @@ class Worker:
         slots = None if self.adapters is None else self.adapters.slots
         own = Model(model, model.logits, self.backend, link, self.ep, slots)
         device = open_device(own, all_rows, self.device, config.speculation)
-        if isinstance(device, Host):
-            device.drafter = self.drafter
+        if self.drafter is not None:
             asked = config.speculation
-            device.drafts_by_chance = asked is not None and asked.draft_sample_method == "probabilistic"
+            device.draft_by(self.drafter, asked is not None and asked.draft_sample_method == "probabilistic")
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None
