@@ -24,7 +24,7 @@ def test_cold_and_warm_starts(
     for kind in ("cold", "warm"):
         assert len(result[f"{kind}_startup_times"]) == 1
         order = [result[f"avg_{kind}_{name}"] for name in ("import_time", "startup_time", "first_token_time")]
-        assert 0 < order[0] < order[1] < order[2] < 60, "seconds since the process began"
+        assert 0 < order[0] < order[1] < order[2] < 600, "seconds since the process began"
         assert result[f"avg_{kind}_rss_bytes"] > 2**20
     assert "Avg startup time:" in capsys.readouterr().out
 

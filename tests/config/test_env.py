@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quire.config.env import NO_EFFECT, Env, warn_unknown
+from quire.config.env import _ENV_KINDS, NO_EFFECT, Env, warn_unknown
 from quire.logs import warn_once
 
 
@@ -29,7 +29,7 @@ def test_an_unknown_variable_is_said_once_with_the_nearest(warnings: Callable[[]
 
 
 def test_variables_that_are_read_are_not_mentioned(warnings: Callable[[], list[str]]) -> None:
-    names = [name.upper() for name in Env.__dataclass_fields__]
+    names = [name.upper() for name in _ENV_KINDS]
     warn_unknown({f"{prefix}_{name}": "1" for prefix in ("QUIRE", "VLLM") for name in names})
     warn_unknown({"QUIRE_TEST_TRAFFIC_S": "3"})
     assert warnings() == []

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ class InProcessExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._worker = Worker(config, _meet(config))
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
 
     def start(self) -> CacheSize:
         """Load the model and set up its cache; how large the cache came out."""
@@ -59,8 +59,14 @@ class InProcessExecutor:
     def watch(self) -> None:
         """It is here."""
 
+    @cached_property
+    def _reading(self) -> ThreadPoolExecutor:
+        """Who reads adapters."""
+        return ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
+
     def close(self) -> None:
-        self._reading.shutdown(cancel_futures=True)
+        if "_reading" in self.__dict__:
+            self._reading.shutdown(cancel_futures=True)
         self._worker.close()
 
 
