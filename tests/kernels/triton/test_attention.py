@@ -6,7 +6,8 @@ from by_hand import Chunks, check
 from torch import Tensor
 
 from quire.attention.backend import AttentionSpec
-from quire.attention.triton_attn import TritonAttention
+from quire.attention.batch import Batch
+from quire.attention.triton_attn import MOST_ROWS, TritonAttention
 from quire.kernels.triton import attention_launch as launch
 from quire.kernels.triton.attention_launch import Layer, shares_of
 
@@ -69,3 +70,27 @@ def test_counts_are_zero_again_after_every_launch(monkeypatch: pytest.MonkeyPatc
     check(TritonAttention(), [(1, 400), (2, 130)], AttentionSpec(4, 2, 16, torch.float32), device=DEVICE)
     assert made
     assert not any(each.any() for each in made)
+
+
+class AsDecodes(TritonAttention):
+    """Every sequence is a decode with drafts."""
+
+    def plan(self, batch: Batch) -> None:
+        batch.are_decodes = True
+        super().plan(batch)
+
+
+@pytest.mark.parametrize(("heads", "num_queries"), [((4, 1), 5), ((6, 2), 9), ((32, 1), 5)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_decodes_with_drafts(
+    heads: tuple[int, int], num_queries: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More queries than the smallest tile has rows; in the last case more than keys are cut for."""
+    monkeypatch.setattr(launch, "MIN_KEYS", 32)
+    chunks: Chunks = [(num_queries, 5), (num_queries, 140), (1, 63), (num_queries, 31)]
+    spec = AttentionSpec(*heads, 16, torch.float32, window)
+    cut = heads[0] // heads[1] * num_queries <= MOST_ROWS
+    with monkeypatch.context() as patched:
+        if cut:
+            patched.setattr(launch, "attend_tiles", None)
+        check(AsDecodes(), chunks, spec, device=DEVICE)

@@ -85,7 +85,7 @@ def test_draws_count_up_to_the_first_draft_that_is_another(most: int) -> None:
 
 def test_drafts_that_are_taken_at_a_rate() -> None:
     """Whatever was drawn: they are kept, and the draw behind them."""
-    count, most = 400, 2
+    count, most = 60, 2
     history, lengths = torch.zeros(count, 16, dtype=torch.int32), torch.full((count,), 5, dtype=torch.int32)
     guessed, counts = torch.full((count, most), 8), torch.full((count,), most, dtype=torch.int32)
     known = on_device(Known(history, lengths, guessed, counts, 16, most))
@@ -95,7 +95,7 @@ def test_drafts_that_are_taken_at_a_rate() -> None:
     rates, seeds = torch.tensor([0.75, 0.5]).to(DEVICE), torch.arange(3 * count).to(DEVICE)
     out = drafts.verify(known, step, torch.full((3 * count,), 9).to(DEVICE), seeds, rates).cpu()
     shares = [(out[:count] > at).float().mean().item() for at in range(3)]
-    assert shares == pytest.approx([1.0, 0.75, 0.5], abs=0.1)
+    assert shares == pytest.approx([1.0, 0.75, 0.5], abs=0.15)
     for row, number in enumerate(out[:count].tolist()):
         assert known.history[row, 5 : 5 + number].tolist() == [8] * (number - 1) + [9]
 
