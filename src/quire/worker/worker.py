@@ -25,7 +25,7 @@ from quire.config.speculation import SpecFacts
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
@@ -54,6 +54,8 @@ log = get_logger(__name__)
 
 _ALONE = World()
 
+MOST_LATENT = 7
+"""Drafts of a row: with its own token they make a tile of queries."""
 _KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Types of a cache that no model computes in."""
 
@@ -125,7 +127,10 @@ class Worker:
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, kept_as=self.kept_as)
-        return choose(None if asked == "AUTO" else asked, spec, config.machine)
+        backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
+        if config.speculation is not None and self.device.type == "cuda":
+            check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)
+        return backend
 
     # ---- the phases of a start, in their order
 
@@ -452,6 +457,20 @@ class Worker:
             block_size=self.config.cache.block_size,
             kept_as=self.kept_as,
             device=self.device,
+        )
+
+
+def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
+    """Refuse drafts where attention has to know on the host how long the sequences are."""
+    if backend != "TRITON_ATTN":
+        raise ConfigError(
+            f"speculation on a GPU needs attention_backend TRITON_ATTN, not {backend}: the lengths of "
+            "sequences are known to the device alone"
+        )
+    if latent and num_drafts > MOST_LATENT:
+        raise ConfigError(
+            f"num_speculative_tokens={num_drafts} is above the {MOST_LATENT} that latent attention takes on "
+            "a GPU; lower it"
         )
 
 
