@@ -13,6 +13,7 @@ from quire.cli import main
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow
 def test_cold_and_warm_starts(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -143,7 +143,7 @@ class Engine:
         for id, token_id in zip(step.request_ids, step.token_ids, strict=True):
             self.tokens[id].append(token_id)
         for id, found in step.logprobs.items():
-            self.logprobs[id].append(found)
+            self.logprobs[id].extend(found)
         for id, many in step.prompt_logprobs.items():
             self.prompt_logprobs[id] += many
         self.steps.append(step)

@@ -89,6 +89,8 @@ def test_masks(count: int, words: int) -> None:
 def test_outcomes(token_ids: list[int], logprobs: dict[int, RowLogprobs], error: str) -> None:
     pooled = {3: Pooled.of(np.ones((2, 2), np.float32))}
     prompt = {row: [each, each] for row, each in logprobs.items()}
-    result = StepResult(np.array(token_ids, np.int32), logprobs, prompt, pooled)
+    counts = np.array([len(token_ids), 1], np.int32)
+    each = {row: [found] for row, found in logprobs.items()}
+    result = StepResult(np.array(token_ids, np.int32), counts, each, prompt, pooled)
     for outcome in (Outcome(7, result), Outcome(8, error=error)):
         assert plain(decode_outcome(encode_outcome(outcome))) == plain(outcome)

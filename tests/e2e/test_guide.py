@@ -166,7 +166,9 @@ def test_devices_share_a_model(model: str, plain: list[str], given: dict[str, in
 @pytest.mark.parametrize(
     ("flags", "num_api", "num_cores"),
     [
-        (("--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"), 1, 1),
+        pytest.param(
+            ("--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"), 1, 1, marks=pytest.mark.slow
+        ),
         (("--api-server-count", "4", "-dp", "2"), 4, 2),
     ],
 )

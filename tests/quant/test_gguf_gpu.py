@@ -62,6 +62,7 @@ def test_packed_only_where_every_part_can_be() -> None:
     assert experts(32, "Q4_0", "Q4_1", "Q8_0") == experts(34, "Q4_0", "Q4_0", "Q8_0") == "plain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("llama", "Q5_1"), ("qwen3_moe", "Q8_0")])
 def test_logits_match_the_model_it_was_written_from(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,7 +160,12 @@ def test_a_server_answers_what_it_is_dealt(tmp_path: Path) -> None:
             engine = FakeEngine("abc")
             engine.facts = replace(engine.facts, model_names=(f"m{index}",))
             run = serve(
-                settings, engine, hand=own, stop=stop, announce=False, on_serving=lambda i=index: up.append(i)
+                settings,
+                engine,
+                hand=own,
+                stop=stop,
+                announce=False,
+                on_serving=lambda _, i=index: up.append(i),
             )
             servers.append(asyncio.create_task(run))
         while len(up) < 2:

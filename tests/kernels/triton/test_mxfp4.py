@@ -54,7 +54,7 @@ def layer(experts: int, hidden: int, inner: int) -> tuple[Mxfp4Weights, ExpertWe
 
 
 @pytest.mark.parametrize(("plan", "num"), [*zip([PLANS[0], *PLANS], [1, 3, 5, 40], strict=True)], ids=str)
-@pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [DTYPE, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_mixes_of_odd_sizes(plan: Plan, num: int, dtype: torch.dtype) -> None:
     """A block's halves or scale of another, rows beyond the last, a bias in the wrong place."""
     torch.manual_seed(0)
