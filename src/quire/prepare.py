@@ -100,6 +100,8 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
         return config
     target = config.checkpoint
     check_target(target.facts)
+    if config.machine.device == "cpu" and config.speculation.rejection_sample_method == "synthetic":
+        raise ConfigError("rejection_sample_method='synthetic' is for measuring GPUs: leave it out on a CPU")
     if config.parallel.pipeline_parallel_size > 1 or steps_together(config.parallel):
         raise ConfigError(
             "speculation is not supported with pipeline stages, or with experts over several engines, yet: "

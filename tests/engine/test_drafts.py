@@ -197,3 +197,15 @@ def test_what_became_of_drafts_is_counted(model: TextModel, plain: LLM) -> None:
     of_each = [output.outputs[0].spec_decode_metrics for output in outputs]
     assert sum(each["num_accepted_tokens"] for each in of_each if each) == held
     assert sum(output.metrics.num_draft_tokens for output in outputs if output.metrics) == tokens
+
+
+def test_a_grammar_holds_where_a_model_drafts(model: TextModel, plain: LLM) -> None:
+    """Whose drafts nobody knows who fills masks. A length that fills no whole block, too."""
+    config = {"model": str(model.path), "num_speculative_tokens": 3}
+    llm = open_text(model, speculative_config=config, max_model_len=99, block_size=16)
+    pace = let(llm)
+    for asked in ("json", "choice", "greedy"):
+        assert facts(ask(llm, ASKED[asked])) == facts(ask(plain, ASKED[asked]))
+    whole = {"temperature": 0, "max_tokens": 99 - 8, "ignore_eos": True}
+    found = [each.generate(PROMPTS[:1], SamplingParams(**whole), use_tqdm=False) for each in (llm, plain)]
+    assert facts(found[0]) == facts(found[1]) and pace.num_held > 20

@@ -187,6 +187,8 @@ def test_the_tensor_at_fault_is_named(what: str, tmp_path: Path) -> None:
         ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
         ({"rank_pattern": {"q": "x"}}, "rank_pattern is"),
         ({"alpha_pattern": {"(": 2}}, "alpha_pattern has a pattern that is none"),
+        ({"rank_pattern": {r"((\w+\.?)+)+!": 2}}, "rank_pattern has a pattern that is too complex"),
+        ({"rank_pattern": {r".*.*.*.*!": 2}}, "rank_pattern has a pattern that is too complex"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -226,3 +228,12 @@ def test_layers_of_other_devices_are_left_to_them(tmp_path: Path) -> None:
     assert len(reader(layers=range(1)).read("one", path).factors) == 1
     with pytest.raises(RequestError, match=r"layers\.7"):
         reader().read("one", path)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_too_large_is_not_read(file: str, tmp_path: Path) -> None:
+    save(tmp_path, tensors())
+    with (tmp_path / file).open("r+b") as opened:
+        opened.truncate(1 << 42)
+    with pytest.raises(RequestError, match=f"{file} has {1 << 42} bytes"):
+        reader().read("one", tmp_path)

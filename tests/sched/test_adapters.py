@@ -129,6 +129,29 @@ def test_read_again_the_new_content_is_for_those_who_come_and_the_old_for_those_
     room.check_left()
 
 
+def test_what_cannot_be_read_again_stays_as_it_was() -> None:
+    room = Room(max_loras=2, max_cpu=4)
+    room.ask("a", lora("x"))
+    room.run()
+    room.library.at_once = False
+    room.ask("b", lora("x", load_inplace=True))
+    room.library.bring(RequestError("half of it is there"))
+    room.run()
+    room.ask("c", lora("x"))
+    room.run()
+    assert room.reasons["b"] == "error" and room.is_right("c", "/adapters/x") and not room.library.open
+
+
+def test_a_name_like_those_that_versions_have_is_no_version() -> None:
+    room = Room(max_loras=2, max_cpu=40)
+    for name in ("x", *(f"x#{number}" for number in range(30))):
+        room.ask(name, lora(name))
+    room.run()
+    room.ask("again", lora("x", load_inplace=True))
+    room.run()
+    assert len(room.library.host) == 32 and all(each == "length" for each in room.reasons.values())
+
+
 def test_the_name_of_another_place_is_another_adapter() -> None:
     room = Room(max_loras=2)
     room.ask("a", lora("x", "/here"))
@@ -176,10 +199,10 @@ def test_a_thousand_held_requests_are_looked_at_when_a_gate_opens_not_in_every_s
     looks = 0
     holds = room.gate.holds
 
-    def counted(request: Any) -> bool:
+    def counted(request: Any, **how: Any) -> bool:
         nonlocal looks
         looks += 1
-        return holds(request)
+        return holds(request, **how)
 
     room.gate.holds = counted  # type: ignore[method-assign]
     for _ in range(40):

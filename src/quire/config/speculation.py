@@ -177,7 +177,7 @@ def _num_tokens(known: Mapping[str, Any], draft: Mapping[str, Any]) -> int:
     if known["method"] == "suffix":
         default = SpecFacts.__dataclass_fields__["suffix_decoding_max_tree_depth"].default
         return int(known.get("suffix_decoding_max_tree_depth", default))
-    for name in _LENGTH_KEYS:
+    for name in _LENGTH_KEYS if known["method"] != "ngram" else ():
         if isinstance(found := draft.get(name), int) and found > 0:
             return found
     raise ConfigError(

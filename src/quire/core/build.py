@@ -77,4 +77,12 @@ def _drafting(config: EngineConfig) -> Drafting | None:
     proposer = None if on_gpu and asked.method == "ngram" else proposer_of(asked)
     max_draws = MAX_DRAWS if on_gpu else None
     lookahead = 0 if config.draft is None else most + 1
-    return Drafting(pace, proposer, most=most, ahead=on_gpu, max_draws=max_draws, lookahead=lookahead)
+    return Drafting(
+        pace,
+        proposer,
+        most=most,
+        ahead=on_gpu,
+        max_draws=max_draws,
+        lookahead=lookahead,
+        most_of=asked.most if asked.num_speculative_tokens_per_batch_size else None,
+    )

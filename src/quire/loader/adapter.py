@@ -26,6 +26,13 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 T = TypeVar("T")
 
+_LONGEST, _MOST = 256, 3
+_HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
+_REPEATS = re.compile(r"[*+{]")
+"""Patterns that take for ever to match: repeated groups, many repeats; and more than names of layers need."""
+_MAX_CONFIG = 1 << 20
+_MANY_BYTES = 1 << 30
+"""Of an adapter of few points; slots that are larger may be filled by larger ones."""
 _DIGESTING, _DIGESTED = 8, 4 << 20
 """Threads, and the bytes of a part."""
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -94,6 +101,7 @@ class AdapterReader:
         """The adapter in that folder; FileNotFoundError if there is none, RequestError if it does not fit."""
         if not (path / CONFIG).is_file():
             raise FileNotFoundError(f"No adapter found for {path}")
+        self._check_sizes(name, path)
         with ThreadPoolExecutor(1, "quire-adapter") as pool:
             try:
                 digest = pool.submit(_digest, path)
@@ -103,11 +111,29 @@ class AdapterReader:
                     raise ConfigError(f"{_file(path).name} has no LoRA tensors")
                 factors = self._factors(fits)
                 found = digest.result()
-            except ConfigError as error:
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                ArithmeticError,
+                RuntimeError,
+            ) as error:
                 raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         num_bytes = sum(each.nbytes for both in factors.values() for each in both)
         return Adapter(AdapterFacts(found, rank, num_bytes), factors)
+
+    def _check_sizes(self, name: str, path: Path) -> None:
+        """Before anything of it is read: whoever puts adapters there may put anything there."""
+        most = _MANY_BYTES + 8 * self.slots.num_bytes // max(self.slots.max_slots, 1)
+        for file, limit in ((path / CONFIG, _MAX_CONFIG), (_file(path), most)):
+            if file.is_file() and file.stat().st_size > limit:
+                raise RequestError(
+                    f"adapter {name!r}: {file.name} has {file.stat().st_size} bytes, and no adapter of this "
+                    f"model has more than {limit}",
+                    param="lora_request",
+                )
 
     # ---- which tensor is for what
 
@@ -293,7 +319,9 @@ def _pattern(keys: Keys, key: str) -> dict[str, float]:
     try:
         for pattern in found:
             re.compile(pattern)
-    except re.error as error:
+            if len(pattern) > _LONGEST or _HARD.search(pattern) or len(_REPEATS.findall(pattern)) > _MOST:
+                raise ConfigError(f"{keys.source}: {key} has a pattern that is too complex: {pattern!r:.80}")
+    except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"{keys.source}: {key} has a pattern that is none: {error}") from error
     return dict(found)
 

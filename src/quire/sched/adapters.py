@@ -130,12 +130,12 @@ class AdapterGate:
             _mark(request, adapter.facts)
         self._read_on()
 
-    def holds(self, request: Request) -> bool:
+    def holds(self, request: Request, *, alone: bool = False) -> bool:
         adapter = self._of.get(request.id)
         if adapter is None:
             return False
-        if adapter.facts is None:
-            return True
+        if alone or adapter.facts is None:
+            return adapter.facts is None
         if adapter.slot is not None:
             return adapter.slot.next is not None
         if self._vacant():
@@ -230,12 +230,22 @@ class AdapterGate:
                     "Adapter %s cannot be read: %s", adapter.name, adapter.error, exc_info=not quiet or None
                 )
                 self._forget(adapter)
+                self._fall_back(adapter)
                 self._failed.append(adapter)
                 continue
             adapter.facts, self.opened = coming.result(), True
             for request in adapter.waiting.values():
                 _mark(request, adapter.facts)
         self._read_on()
+
+    def _fall_back(self, failed: Adapter) -> None:
+        """Who was to be read again, and cannot be, stays as it was."""
+        key = failed.name, failed.lora.lora_path
+        alike = (
+            each for each in self._all.values() if (each.name, each.lora.lora_path) == key and each.facts
+        )
+        for older in alike:
+            self._newest.setdefault(key, older)
 
     def _get(self, lora: LoRARequest) -> Adapter:
         """The newest, unless it is to be read again. Those who ask for that before the first of them runs ask
@@ -247,7 +257,7 @@ class AdapterGate:
     def _another(self, lora: LoRARequest) -> Adapter:
         assert self._reader is not None, "nobody checked this request"
         name, own = lora.lora_name, lora.lora_name
-        if name in self._all:
+        while own in self._all:
             own = f"{name}#{next(self._numbers)}"
         adapter = Adapter(name, msgspec.structs.replace(lora, lora_name=own, load_inplace=False))
         self._all[own] = self._newest[name, lora.lora_path] = adapter

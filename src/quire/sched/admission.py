@@ -77,7 +77,7 @@ class Admitter:
         drafting, rows = self.drafting, self.running.order
         if drafting is None or self.trial:
             return chunks, growth, NO_DRAFTS
-        drafts = drafting.draft(self.running, chunks, self.limits.max_tokens - int(chunks.sum()))
+        drafts = drafting.draft(self.running, chunks, self._spare(int(chunks.sum())))
         if len(drafts.counts):
             more = self.kv.growth(rows, growth.reach + drafts.counts)
             if more.shortage:
@@ -89,6 +89,15 @@ class Admitter:
             ahead = self.kv.growth(rows, np.minimum(growth.reach + drafting.lookahead, limit))
             growth = growth if ahead.shortage else ahead._replace(reach=growth.reach)
         return chunks, growth, drafts
+
+    def _spare(self, num_tokens: int) -> int:
+        """What a step with so many tokens has left for drafts: the next in line comes first."""
+        left = self.limits.max_tokens - num_tokens
+        if len(self.waiting) and len(self.running) < self.limits.max_rows:
+            request = self.waiting.next()
+            if request is not None and self._fits(request):
+                left -= min(len(request.tokens), self.limits.max_chunk)
+        return left
 
     def charge(self, chunks: Ints) -> None:
         """The running rows, in order, compute so many tokens."""
@@ -154,7 +163,7 @@ class Admitter:
     def _admit_suspect(self, notes: Notes) -> list[tuple[Admission, int]]:
         """One at a time, and alone, until it has a token of its own."""
         request = self.trial.first
-        if len(self.running) or self.gates.holds(request):
+        if len(self.running) or self.gates.holds(request, alone=True):
             return []
         self.waiting.remove(request)
         hit = self.kv.lookup(request)

@@ -75,7 +75,7 @@ class Constraints:
         elif params.thinking_token_budget is not None:
             self._followers[request.id] = Follower(None, params)
 
-    def holds(self, request: Request) -> bool:
+    def holds(self, request: Request, *, alone: bool = False) -> bool:
         return request.id in self._coming
 
     def enter(self, request: Request) -> None:

@@ -1,5 +1,6 @@
 """Drafts: tokens that rows compute before it is known that they will draw them."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -69,11 +70,13 @@ class Drafting:
         ahead: bool = False,
         max_draws: int | None = None,
         lookahead: int = 0,
+        most_of: Callable[[int], int] | None = None,
     ) -> None:
         """Without a proposer the worker makes them, for each row that has drawn a token there. If it is
         `ahead` of the host, it has none for rows whose draws depend on tokens before. `max_draws` in a step,
         where the rows are padded to a power of two. What makes the drafts caches tokens itself, `lookahead`
-        of them beyond those of a row."""
+        of them beyond those of a row. `most_of` says how many drafts each of so many rows may have."""
+        self._most_of = most_of
         self.lookahead = lookahead
         self._ahead = ahead
         self._max_draws = max_draws
@@ -91,13 +94,19 @@ class Drafting:
         self._num_plans += 1
         rows = running.order
         num_tokens, first = running.num_tokens[rows], running.first_len[rows]
-        most = np.minimum(running.limit[rows] - num_tokens - running.num_drafts[rows] - 1, self._most)
-        decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1) & running.drafts[rows]
+        most = self._most if self._most_of is None else self._most_of(len(rows))
+        most = np.minimum(running.limit[rows] - num_tokens - running.num_drafts[rows] - 1, most)
+        decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1)
+        may = decodes & running.drafts[rows]
         if self._ahead:
-            decodes &= ~running.depends[rows]
+            may &= ~running.depends[rows]
+        if self._proposer is None:
+            may &= ~running.constrained[rows]  # nobody here knows which masks their drafts would need
+        else:
+            running.waits[rows] = False
         if self._max_draws is not None:
             most = np.minimum(most, self._max_draws // (1 << max(len(rows) - 1, 0).bit_length()) - 1)
-        places = np.flatnonzero(decodes & (most > 0))
+        places = np.flatnonzero(may & (most > 0))
         for row in rows[places].tolist():
             self._meet(running, row)
         if self._proposer is None:
@@ -112,12 +121,13 @@ class Drafting:
             available = np.array([len(new) for new in found], np.int32)
         if not available.any() or budget < 1:
             return NO_DRAFTS
-        taken = self._pace.lengths(rows[places], available, budget)
-        if not taken.any():
+        could, counts = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        could[places] = available
+        counts[decodes] = self._pace.lengths(rows[decodes], could[decodes], budget)
+        if not counts.any():
             return NO_DRAFTS
-        self._drafted_in |= dict.fromkeys(rows[places[taken > 0]].tolist(), self._num_plans)
-        counts = np.zeros(len(rows), np.int32)
-        counts[places] = taken
+        self._drafted_in |= dict.fromkeys(rows[counts > 0].tolist(), self._num_plans)
+        taken = counts[places]
         if self._proposer is None:
             return Drafts(counts, _NONE)
         cut = [new[:count] for new, count in zip(found, taken.tolist(), strict=True)]

@@ -21,8 +21,8 @@ class EntryGate(Protocol):
     def add(self, request: Request) -> None:
         """It has come, and waits."""
 
-    def holds(self, request: Request) -> bool:
-        """Whether it cannot come in now."""
+    def holds(self, request: Request, *, alone: bool = False) -> bool:
+        """Whether it cannot come in now; or, `alone`, if nobody else runs or is let in."""
 
     def enter(self, request: Request) -> None:
         """It gets a row."""
@@ -47,8 +47,8 @@ class Gates:
         for gate in self._gates:
             gate.add(request)
 
-    def holds(self, request: Request) -> bool:
-        return any(gate.holds(request) for gate in self._gates)
+    def holds(self, request: Request, *, alone: bool = False) -> bool:
+        return any(gate.holds(request, alone=alone) for gate in self._gates)
 
     def enter(self, request: Request) -> None:
         for gate in self._gates:

@@ -168,9 +168,9 @@ class Host:
             num_kept[plan.samples] += counts - 1
         for new in plan.admitted:
             self._num_seen[new.row] = new.num_computed
-        ends, num_slots = first + num_kept, all_rows.num_blocks[rows] * all_rows.block_size
+        ends, num_slots = first + num_kept, all_rows.num_slots(rows)
         told = Told(
-            next_ids=torch.from_numpy(all_rows.tokens[rows, ends].astype(np.int64)),
+            next_ids=torch.from_numpy(np.maximum(all_rows.tokens[rows, ends], 0).astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
             num_slots=torch.from_numpy(num_slots.astype(np.int64)),
             has_seen=bool((self._num_seen[rows] >= ends - 1).all()),

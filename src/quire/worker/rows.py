@@ -121,6 +121,11 @@ class Rows:
         rows, counts = plan.rows.astype(np.intp), plan.num_drafts
         return self.drafts[np.repeat(rows, counts), spread(np.zeros_like(counts), counts)]
 
+    def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """How many tokens each of them has room for, in its blocks and in tables of positions."""
+        found: NDArray[Any] = np.minimum(self.num_blocks[rows] * self.block_size, self.tokens.shape[1])
+        return found
+
     def _set_blocks(self, rows: NDArray[Any], columns: NDArray[Any], block_ids: Ints) -> None:
         """`block_ids` [groups, len(rows)]"""
         num_groups, num_rows, width = self.block_tables.shape

@@ -127,7 +127,7 @@ class Page:
         if not self.sizes.query_len:
             _fill(self.arrays, plan, all_rows)
         if self.sizes.drafts:
-            self.arrays["num_slots"][: len(plan.rows)] = all_rows.num_blocks[plan.rows] * all_rows.block_size
+            self.arrays["num_slots"][: len(plan.rows)] = all_rows.num_slots(plan.rows)
         self.arrays["block_places"][: len(places)] = places
         self.arrays["block_ids"][: len(ids)] = ids
 

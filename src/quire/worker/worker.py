@@ -300,7 +300,9 @@ class Worker:
         slots.allocate()
         layers = self.stage.layers(len(facts.layers)) if self.stage.count > 1 else None
         if self.adapters is None:
-            self.adapters = Adapters(slots, max_kept=lora.max_cpu_loras, layers=layers)
+            # The planner says what to drop. It may count on all that it has not dropped.
+            max_kept = lora.max_cpu_loras + lora.max_loras + 2
+            self.adapters = Adapters(slots, max_kept=max_kept, layers=layers)
         else:
             self.adapters.refill(slots)
 

@@ -129,7 +129,8 @@ class Adapters:
             try:
                 path = await self._in_thread(self._places.for_client, place)
                 module = Module(name, place, str(path), base, is_3d)
-                await self._engine.add_adapter(module.request(load_inplace=inplace))
+                # Whatever a core still has of this name: it lies there anew.
+                await self._engine.add_adapter(module.request(load_inplace=True))
             except RequestError as error:
                 raise _named(name, error) from None
             self._roster.put(module)
