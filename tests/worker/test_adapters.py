@@ -185,6 +185,7 @@ def test_host_memory_keeps_those_used_last_and_what_is_in_slots(tiny: Tiny) -> N
     worker = tiny.start()
     adapters = worker.adapters
     assert adapters is not None
+    adapters.max_kept = 2
     one, two, three = tiny.adapters
     worker.fetch_adapter(one)
     adapters.put(0, one)

@@ -111,6 +111,8 @@ class AdapterReader:
                     raise ConfigError(f"{_file(path).name} has no LoRA tensors")
                 factors = self._factors(fits)
                 found = digest.result()
+            except RequestError:
+                raise
             except (
                 ValueError,
                 LookupError,

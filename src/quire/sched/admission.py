@@ -86,7 +86,9 @@ class Admitter:
                 chunks, growth = chunks + drafts.counts, more
         if drafting.lookahead:
             limit = np.maximum(self.running.limit[rows], growth.reach)
-            ahead = self.kv.growth(rows, np.minimum(growth.reach + drafting.lookahead, limit))
+            reach = np.minimum(growth.reach + drafting.lookahead, limit)
+            # Who computes nothing gets nothing: if that is everybody, no plan would tell the worker.
+            ahead = self.kv.growth(rows, np.where(chunks > 0, reach, growth.reach))
             growth = growth if ahead.shortage else ahead._replace(reach=growth.reach)
         return chunks, growth, drafts
 
