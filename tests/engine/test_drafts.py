@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_text import TextModel, open_text, text_model
+from tiny_text import VOCAB, TextModel, open_text, text_model
 
 from quire import LLM, SamplingParams
 from quire.data.outputs import RequestOutput
@@ -70,7 +70,8 @@ class Knowing:
         text = self.texts[row]
         whole = next((each for each in self.answers if each[: len(text)] == text), text)
         found = whole[len(text) : len(text) + most]
-        return np.array([each + ((len(text) + at) % 4 == 0) for at, each in enumerate(found)], np.int32)
+        mistakes = [each + ((len(text) + at) % 4 == 0) for at, each in enumerate(found)]
+        return np.array(mistakes, np.int32) % VOCAB
 
 
 class Always:
