@@ -47,6 +47,7 @@ def talk(world: World) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_two_stages_of_two(tmp_path: Path) -> None:
     told = run_ranks(tmp_path, talk, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert [each["place"] for each in told] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
@@ -68,6 +69,7 @@ def seen(world: World) -> list[tuple[int, int]]:
     return [(group.rank, group.size) for group in (world.tp, world.pp, world.ep)]
 
 
+@pytest.mark.slow
 def test_experts_are_spread_over_copies(tmp_path: Path) -> None:
     sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
     told = run_ranks(tmp_path, seen, **sizes)

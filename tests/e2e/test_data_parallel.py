@@ -142,6 +142,7 @@ def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
     eventually("it is well and at rest", lambda: at_rest(pair))
 
 
+@pytest.mark.slow
 def test_a_head_and_a_headless_server(start: Start, tiny: TextModel) -> None:
     """Catches ranks that must come in order, numbers that stay on the other machine, and what is left."""
     rpc = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))

@@ -154,6 +154,7 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
     assert seen[0] is not None and seen[1:] == [None, None]
 
 
+@pytest.mark.slow
 @NEEDS_KERNELS
 def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with an adapter in a graph that knows of none, slots of the step before, padding with a slot."""

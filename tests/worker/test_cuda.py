@@ -260,6 +260,7 @@ def test_each_group_of_layers_has_blocks_of_its_own(
         assert found[str(number)] == greedy(tiny[1], tokens, 12 - number), number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OnCPU, pytest.param(WithGraphs, marks=NEEDS_KERNELS)])
 def test_stages_of_a_pipeline(kind: type[Cuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stage before sent is read where a graph was captured with it, and is not overwritten before it

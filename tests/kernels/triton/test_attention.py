@@ -53,6 +53,7 @@ def test_uneven_sequences(monkeypatch: pytest.MonkeyPatch, num_sms: int, window:
     )
 
 
+@pytest.mark.slow
 def test_more_sequences_than_are_counted_at_once() -> None:
     chunks: Chunks = [(1, 3 + index % 50) for index in range(270)]
     check(TritonAttention(), chunks, AttentionSpec(1, 1, 16, torch.float32), device=DEVICE)
