@@ -7,7 +7,6 @@ import pytest
 
 from quire.data.plan import Ints
 from quire.sched.drafts.pace import Pace
-from quire.sched.drafts.synthetic import num_accepted
 
 MOST = 8
 NUM_STEPS = 700
@@ -119,15 +118,3 @@ def test_rows_differ() -> None:
         pace.timed(size, 8, int(accepted.sum()), 1 + size / 16)
         total += lengths
     assert total[:4].min() > 4 * total[4:].max()
-
-
-def test_forced_acceptance_has_the_rates_that_are_asked_for() -> None:
-    seeds, positions = np.repeat(np.arange(200), 100), np.tile(np.arange(100, dtype=np.int32), 200)
-    rates, most = (0.7, 0.5, 0.1), np.full(20000, 3, np.int32)
-    accepted = num_accepted(seeds, positions, most, rates)
-    for place, expected in enumerate(rates):
-        assert abs((accepted > place).mean() - expected) < 0.015
-    assert (accepted == num_accepted(seeds, positions, most, rates)).all()
-    assert (num_accepted(seeds, positions, np.minimum(most, 1), rates) == np.minimum(accepted, 1)).all()
-    by_seed = accepted.reshape(200, 100)
-    assert len({tuple(row) for row in by_seed.tolist()}) == 200
