@@ -37,6 +37,7 @@ TORCH_FREE = [
     "text",
     "frontend",
     "metrics",
+    "multimodal",
     "hub",
     "capacity",
     "cli",

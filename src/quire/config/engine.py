@@ -24,6 +24,7 @@ from quire.config.sections import (
     LoadSection,
     LoRASection,
     ModelSection,
+    MultimodalSection,
     ObservabilitySection,
     ParallelSection,
     SchedulerSection,
@@ -68,6 +69,7 @@ class EngineConfig:
     parallel: ParallelSection
     attention: AttentionSection
     lora: LoRASection
+    multimodal: MultimodalSection
     observability: ObservabilitySection
     checkpoint: Checkpoint
     machine: Machine
@@ -137,6 +139,7 @@ def resolve(
         parallel=parallel,
         attention=_attention(values, env),
         lora=_lora(values),
+        multimodal=MultimodalSection(**_of("multimodal", values)),
         observability=_observability(values, usage),
         checkpoint=checkpoint,
         machine=machine,

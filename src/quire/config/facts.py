@@ -1,7 +1,7 @@
 """The shape of a model, as plain facts: what a model file may ask for."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,22 @@ class HeadFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaFacts:
+    """What a model takes in beside text."""
+
+    family: str
+    """A key of the tables in `multimodal/families/` and `models/towers/`."""
+    modalities: tuple[str, ...]
+    """image | video | audio"""
+    tower: Any
+    """The shape of its towers: a frozen dataclass of the family's own, in `config/media/`."""
+    levels: int = 0
+    """How many layers, from the first on, are given further vectors of an item to add to their states."""
+    is_whole: bool = False
+    """Whether the tokens of an item see each other in both directions: no step may divide one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Borrowed:
     """A model whose code is not Quire's: what builds it."""
 
@@ -234,6 +250,8 @@ class ArchFacts:
     encoder: EncoderFacts | None = None
     unused: str = ""
     """An expression that finds the tensors of the checkpoint which are passed over on purpose."""
+    media: MediaFacts | None = None
+    """Set of a model that takes in more than text, unless nobody asked for that."""
     drafts: HeadFacts | None = None
     """Set of a model that only drafts."""
     borrowed: Borrowed | None = None

@@ -13,37 +13,37 @@ logger = get_logger(__name__)
 IGNORED_SWITCHES = frozenset(
     """
     aggregate-engine-logging allow-deprecated-quantization calculate-kv-scales cudagraph-metrics
-    dcp-q-replicate disable-async-output-proc disable-cascade-attn disable-chunked-mm-input
+    dcp-q-replicate disable-async-output-proc disable-cascade-attn
     disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
     disable-log-requests disable-nccl-for-dp-synchronization enable-bf16x3-router-gemm
     enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-fault-tolerance
     enable-flashinfer-autotune enable-layerwise-nvtx-tracing enable-log-requests
     enable-logging-iteration-details enable-mamba-cache-stochastic-rounding enable-mfu-metrics
-    enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-reasoning
+    enable-mixed-moe-lora-format enable-moe-shared-loras enable-reasoning
     enable-tower-connector-lora enable-trace-replay fail-on-environ-validation
-    interleave-mm-strings kv-cache-metrics kv-sharing-fast-prefill language-model-only
+    kv-cache-metrics kv-sharing-fast-prefill
     mm-device-do-normalize mm-encoder-only multi-step-stream-outputs numa-bind ray-workers-use-nsight
-    skip-mm-profiling specialize-active-lora use-fp64-gumbel use-replayssm use-v2-block-manager
+    specialize-active-lora use-fp64-gumbel use-replayssm use-v2-block-manager
     """.replace("-", "_").split()
 )
 IGNORED_VALUES = frozenset(
     """
-    additional-config allowed-local-media-path allowed-media-domains code-revision
+    additional-config code-revision
     collect-detailed-traces cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-params
     cuda-graph-sizes cudagraph-capture-sizes dbo-decode-token-threshold dbo-prefill-token-threshold
     dcp-comm-backend
     dcp-kv-cache-interleave-size default-mm-loras diffusion-config
     ec-manager-config fault-tolerance-config gdn-prefill-backend
     guided-decoding-backend ignore-patterns ir-op-priority jit-monitor-mode jit-monitor-verbose
-    kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend limit-mm-per-prompt
+    kda-prefill-backend kernel-config kv-cache-metrics-sample kv-offloading-backend
     linear-backend mamba-backend mamba-block-size
     mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm
     max-cudagraph-capture-size max-long-partial-prefills
-    max-num-partial-prefills max-parallel-loading-workers media-io-kwargs
-    mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
-    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-tp-mode mm-hasher-algorithm
-    mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device
-    mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc model-loader-extra-config
+    max-num-partial-prefills max-parallel-loading-workers
+    mm-encoder-attn-dtype mm-encoder-fp8-scale-path
+    mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path
+    mm-ipc-gpu-memory-gb mm-processor-device
+    mm-tensor-ipc model-loader-extra-config
     moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
     offload-num-in-group offload-params offload-prefetch-step otlp-traces-endpoint
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.borrowed import is_installed, read_borrowed, source_of
-from quire.config.facts import ArchFacts
+from quire.config.facts import ArchFacts, MediaFacts
 from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
+from quire.config.media import MEDIA_FAMILIES
 from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
 from quire.config.quant import read_quant
 from quire.config.quant.facts import QuantFacts
@@ -86,9 +87,12 @@ def _read_directory(
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
     keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
-    keys = keys if model_impl == "transformers" else _text_part(keys)
+    media: MediaFacts | None = None
+    if model_impl != "transformers":
+        keys, media = _parted(keys)
     if family is None:
         named, facts = _facts(keys, path, model_impl, trusted)
+        facts = replace(facts, media=media)
     else:
         named, facts = family.model_type, family.read(keys)
     dtype = _dtype(keys)
@@ -112,6 +116,12 @@ def _read_directory(
         pooling=pooling,
         quant=read_quant(keys),
     )
+
+
+def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
+    """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
+    read = next((MEDIA_FAMILIES[name] for name in _architectures(keys) if name in MEDIA_FAMILIES), None)
+    return (_text_part(keys), None) if read is None else read(keys)
 
 
 def _text_part(keys: Keys) -> Keys:

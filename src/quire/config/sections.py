@@ -297,6 +297,46 @@ class LoRASection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalSection:
+    """Images, videos and sounds in prompts."""
+
+    limit_mm_per_prompt: dict[str, Any] = field(default_factory=dict)
+    """JSON of the most items of each modality in a prompt, such as {"image": 16, "video": 1}; also an object
+    with `count` and the largest size to reckon with. Default: 999 of each. 0 for all of a model's modalities
+    leaves its tower out."""
+    language_model_only: bool = False
+    """The same as 0 for every modality."""
+    enable_mm_embeds: bool = False
+    """Let requests bring vectors in place of images, videos and sounds."""
+    media_io_kwargs: dict[str, Any] = field(default_factory=dict)
+    """JSON of how media are read, by modality, such as {"video": {"num_frames": 40}}."""
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """JSON of arguments of the model's processor, such as {"max_pixels": 1003520}."""
+    mm_processor_cache_gb: Annotated[float, Rule(at_least=0)] = 4.0
+    """GiB of processed items that are kept for the next request with the same; 0: none."""
+    mm_processor_cache_type: Literal["lru", "shm"] = "lru"
+    """Where they are kept: in processes, or in memory that all workers share."""
+    mm_shm_cache_max_object_size_mb: Annotated[int, Rule(at_least=1)] = 128
+    """With `shm`, the largest item that is kept, in MiB."""
+    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = "blake3"
+    """By what items are told apart; `blake3` where it is installed, else sha256."""
+    mm_encoder_tp_mode: Literal["weights", "data"] = "weights"
+    """How devices share the work of a tower: each has a part of its weights, or some of the items."""
+    mm_encoder_attn_backend: str = "AUTO"
+    """Attention of towers. Default: by the device."""
+    interleave_mm_strings: bool = False
+    """Where a template knows only text: items keep their places among the texts of a message."""
+    skip_mm_profiling: bool = False
+    """Do not measure at start what the largest items take: memory is then up to the user."""
+    disable_chunked_mm_input: bool = False
+    """Never divide the tokens of an item between steps."""
+    allowed_local_media_path: str = ""
+    """Directory from which requests may read media by `file:` urls. Default: none."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which media may be fetched. Default: any public one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservabilitySection:
     """What the engine says about itself."""
 
@@ -329,6 +369,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSection,
     "attention": AttentionSection,
     "lora": LoRASection,
+    "multimodal": MultimodalSection,
     "observability": ObservabilitySection,
     "speculation": SpeculationSection,
 }

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
+from quire.data.media import Item, Media
 from quire.data.params import SamplingParams
 from quire.data.pooling import Pooled, PoolingParams
 from quire.data.stats import StepStats
@@ -61,6 +62,8 @@ class Admission(msgspec.Struct):
     """What `min_tokens` must hold back: the end-of-sequence ids and stop_token_ids."""
     embeds: Embeds | None = None
     """The prompt as vectors, in place of its token ids."""
+    media: Media | None = None
+    """Images, videos and sounds of the prompt, without arrays: what the plans encode is told by key."""
     pooling: PoolingParams | None = None
     """Instead of a new token, what the request wants of its hidden states."""
     adapter: int = -1
@@ -108,6 +111,11 @@ class StepPlan(msgspec.Struct):
 
     adapters: list[Slotted] = []
     """What goes into slots before anything is computed; each worker has read it by now."""
+
+    forgotten: list[bytes] = []
+    """Keys of items whose vectors are not needed any more; before anything is encoded."""
+    encodes: list[Item] = []
+    """Items that go through their towers first, each once; their vectors stay until they are forgotten."""
 
     counts: tuple[int, ...] = ()
     """Tokens of this step on each of the engines that step together; empty: there are no others. Without rows

@@ -4,6 +4,7 @@ import msgspec
 
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
+from quire.data.media import Media
 from quire.data.params import SamplingParams
 from quire.data.pooling import PoolingParams
 
@@ -30,6 +31,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Whether its share of every step is told."""
     embeds: Embeds | None = None
     """The prompt as vectors; its tokens are zeros then, and stand for nothing."""
+    media: Media | None = None
+    """Images, videos and sounds of the prompt; its tokens have their spans."""
     lora: LoRARequest | None = None
     """The adapter that it is answered with."""
     tenant: int = 0

@@ -1,0 +1,71 @@
+"""Media: the images, videos and sounds of a prompt, as the numbers that a tower reads."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MODALITIES = ("image", "video", "audio")
+
+
+class Array(msgspec.Struct, frozen=True, eq=False):
+    """Numbers on their way: those of bfloat16 as their bits, in uint16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    """Their bytes; after a journey still in the message that they came in."""
+
+    @classmethod
+    def of(cls, numbers: NDArray[Any]) -> "Array":
+        numbers = np.ascontiguousarray(numbers)
+        return cls(numbers.dtype.name, numbers.shape, numbers.reshape(-1).view(np.uint8).data)
+
+    def numbers(self) -> NDArray[Any]:
+        """As they are; nobody may write to them."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+Arrays = dict[str, Array]
+"""By the names that the tower of a family knows them by."""
+
+
+class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
+    """One image, video or sound of a prompt, and the tokens that stand for it: its span."""
+
+    modality: str
+    """One of MODALITIES."""
+    key: bytes
+    """The same for the same content, read with the same arguments: what all caches know it by."""
+    offset: int
+    """Where its span begins in the prompt."""
+    length: int
+    """Tokens of its span."""
+    runs: list[tuple[int, int]] = []
+    """The tokens of the span in whose place its vectors stand: first, and how many. Empty: all of them."""
+    arrays: Arrays | None = None
+    """What the tower reads. None: whoever gets the item has had them, by its key."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    @property
+    def num_vectors(self) -> int:
+        """How many the tower makes of it."""
+        return sum(count for _, count in self.runs) if self.runs else self.length
+
+    def places(self) -> list[tuple[int, int]]:
+        """The positions in the prompt that have vectors: first, and how many."""
+        return [(self.offset + first, count) for first, count in self.runs or [(0, self.length)]]
+
+
+class Media(msgspec.Struct, omit_defaults=True, eq=False):
+    """All that a prompt has beside its tokens."""
+
+    items: list[Item]
+    """In order of their spans, which do not overlap."""
+    positions: Array | None = None
+    """[3, prompt] int32, for models that turn by time, height and width: those of each token. What follows
+    the prompt goes on behind the largest."""

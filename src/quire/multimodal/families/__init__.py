@@ -1,0 +1,95 @@
+"""Processors: what each family makes of an image, a video or a sound before its tower sees it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.config.facts import MediaFacts
+from quire.data.media import Array, Arrays, Item
+from quire.registry import LazyTable
+from quire.text.tokenizer import Tokenizer
+
+
+class Video(NamedTuple):
+    """Frames of one size, and when they are."""
+
+    frames: NDArray[np.uint8]
+    """[frames, height, width, 3]"""
+    fps: float | None = None
+    """Of these frames; None: nobody said."""
+    total_frames: int = 0
+    """Of the video that they were taken from; 0: these are all."""
+    indices: tuple[int, ...] = ()
+    """Which of those they are; empty: all."""
+    source_fps: float | None = None
+    """Of that video."""
+
+
+class Sound(NamedTuple):
+    """Samples of one channel."""
+
+    samples: NDArray[np.float32]
+    rate: int
+    """Samples a second."""
+
+
+Content = Image.Image | Video | Sound
+"""What was decoded: images are RGB."""
+
+
+@dataclass(slots=True)
+class Processed:
+    """What a processor has made of one item."""
+
+    token_ids: list[int]
+    """Its span: the tokens that take the place of the family's mark in the prompt."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """As in `Item.runs`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Small things that `positions` needs, such as the grid; kept beside the key where arrays are not."""
+    arrays: Arrays | None = None
+
+
+class Processor(Protocol):
+    """A family's, for one checkpoint: pure functions of numpy and Pillow, called in threads."""
+
+    modalities: tuple[str, ...]
+
+    def marks(self, modality: str) -> list[int]:
+        """The tokens that stand for one item in a prompt as templates write it, mostly a single one."""
+
+    def text(self, modality: str, number: int) -> str:
+        """The text of that, for templates that know no media: put in front of a message's text. `number` is
+        the item's among those of its modality in the conversation, from 1 on."""
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+        """`arguments` are mm_processor_kwargs; a RequestError for those that are wrong."""
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
+        """The same for vectors that a user brings along (`embeds`, and what belongs to them, such as
+        `image_grid_thw`), checked; the arrays are `embeds`, which go past the tower."""
+
+    def most_vectors(self, modality: str) -> int:
+        """Of the largest item that there can be."""
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        """Its size: width and height of an image, frames, width and height of a video, samples of a sound."""
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[Item], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        """See `Media.positions`; None of a family that counts tokens."""
+
+
+class MakesProcessor(Protocol):
+    """A processor for the checkpoint in a directory, whose preprocessor_config.json and the like it reads."""
+
+    def __call__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> Processor: ...
+
+
+PROCESSORS: LazyTable = LazyTable("processor", {})
