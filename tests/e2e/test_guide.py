@@ -154,7 +154,10 @@ def test_the_server_caches_prefixes_and_shows_the_nine_metrics(start: Start) -> 
 
 @pytest.mark.parametrize(
     "given",
-    [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}],
+    [
+        {"tensor_parallel_size": 4},
+        pytest.param({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_devices_share_a_model(model: str, plain: list[str], given: dict[str, int]) -> None:

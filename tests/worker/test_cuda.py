@@ -223,7 +223,7 @@ def test_steps_of_changing_rows_through_graphs(tiny: Any, monkeypatch: pytest.Mo
     assert [len(found[row]) for row in (3, 1, 0, 11)] == [7, 3, 8, 3]
 
 
-@pytest.mark.parametrize("kind", [OnCPU, pytest.param(WithGraphs, marks=NEEDS_KERNELS)])
+@pytest.mark.parametrize("kind", [OnCPU, pytest.param(WithGraphs, marks=[NEEDS_KERNELS, pytest.mark.slow])])
 def test_each_group_of_layers_has_blocks_of_its_own(
     kind: type[Cuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

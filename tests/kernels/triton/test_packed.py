@@ -132,7 +132,7 @@ def test_many_rows_are_multiplied_in_shares(monkeypatch: pytest.MonkeyPatch) -> 
     ("plan", "kinds", "bias"),
     [
         (None, ("Q4_1", "Q8_0"), True),
-        (None, ("Q5_0", "IQ4_NL"), False),
+        pytest.param(None, ("Q5_0", "IQ4_NL"), False, marks=pytest.mark.slow),
         (Tiles(16, 32, 64, 1, 4, 2), ("Q4_1", "Q8_0"), True),
         (SMALL, ("IQ4_NL", "Q5_1"), False),
     ],
