@@ -1,5 +1,6 @@
 """Attention in both directions over sequences that lie one after the other, without a cache."""
 
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +36,17 @@ def tiles_of(lens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
-    """One sequence after the other: [T, heads, head_dim] each -> the same. With a window a token sees those
-    at most so far away, before and behind it."""
+    """Sequences of one length after those of another: [T, heads, head_dim] each -> the same. With a window a
+    token sees those at most so far away, before and behind it."""
     out = torch.empty_like(q)
     start = 0
-    for length in spans.lens:
-        here = slice(start, start + length)
+    for length, alike in groupby(length for length in spans.lens if length):
+        here = slice(start, start + length * len(list(alike)))
+        start = here.stop
         mask = None if window is None or length <= window else _band(length, window, q.device)
-        queries, keys, values = (each[here].transpose(0, 1)[None] for each in (q, k, v))
+        queries, keys, values = (each[here].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        out[here] = mixed[0].transpose(0, 1)
-        start += length
+        out[here] = mixed.transpose(1, 2).flatten(0, 1)
     return out
 
 

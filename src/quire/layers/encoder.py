@@ -20,7 +20,7 @@ def spans(batch: Batch) -> Spans:
     return spans_of(batch.query_lens_host, batch.token_ids.device)
 
 
-def _attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, int | None], Tensor]:
+def attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, int | None], Tensor]:
     if device.type != "cuda":
         return attend
     from quire.kernels.triton import encoder
@@ -44,7 +44,7 @@ class EncoderAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = layer.window
-        self.attend = _attend_on(scope.device)
+        self.attend = attend_on(scope.device)
         self.rope = rope
         sizes = facts.heads, facts.kv_heads, facts.head_dim
         self.qkv = QKVLinear(facts.hidden, *sizes, scope / "qkv", bias=facts.qkv_bias, names=names)

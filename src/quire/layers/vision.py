@@ -1,0 +1,199 @@
+"""What towers are built of: patches become vectors, which see all of their item, or of their window."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.comm.group import ALONE
+from quire.kernels.activations import ACTIVATIONS
+from quire.kernels.encoder import Spans
+from quire.kernels.reference import rotate
+from quire.layers.encoder import attend_on
+from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.scope import Scope, Target
+from quire.quant.shares import divided
+from quire.quant.weight import LinearShape, Weight
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of each patch, [T, up to head_dim / 2] each."""
+_ACTIVATIONS = ACTIVATIONS | {
+    "gelu_new": ACTIVATIONS["gelu_tanh"],
+    "gelu_fast": ACTIVATIONS["gelu_tanh"],
+    "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+"""By the names of config.json and of `kernels/activations.py`."""
+
+
+def _within(scope: Scope, size: int) -> Scope:
+    """The scope of a tower's layer that is divided into so many: among all of the group, or not at all. Its
+    weights stay as they are stored."""
+
+    def linear(parts: tuple[str, ...], shape: LinearShape) -> Weight:
+        return scope.linear(parts, replace(shape, narrows=False))
+
+    group = scope.group if size % scope.group.size == 0 else ALONE
+    return replace(scope, linear=linear, group=group, adapters=None, across=False)
+
+
+class VisionAttention(nn.Module):
+    """Queries, keys and values, the mix of all in the same span, and the way back.
+
+    `names` are those of the checkpoint: query, key and value, or all as one; `norms` those of the RMS norms
+    of queries and keys over all heads. With `pairs` neighbours turn together, else the halves of a head.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        scope: Scope,
+        *,
+        head_dim: int = 0,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        out: str = "out_proj",
+        bias: bool = True,
+        key_bias: bool = True,
+        out_bias: bool = True,
+        norms: tuple[str, ...] = (),
+        eps: float = 1e-6,
+        pairs: bool = False,
+    ) -> None:
+        super().__init__()
+        head_dim = head_dim or hidden // heads
+        scope = _within(scope, heads)
+        self.attend = attend_on(scope.device)
+        kind = QKVLinear if key_bias or not bias else _KeysWithoutBias
+        self.qkv = kind(
+            hidden,
+            heads,
+            heads,
+            head_dim,
+            scope / "qkv",
+            bias=bias,
+            names=names,
+            paired_dim=head_dim if pairs else 0,
+        )
+        size = divided(scope.group, heads * head_dim)
+        self.norms = nn.ModuleList(RMSNorm(size, eps, scope / name) for name in norms)
+        self.eps = eps
+        self.out = RowLinear(heads * head_dim, hidden, scope / out, bias=out_bias)
+
+    def forward(self, x: Tensor, spans: Spans, angles: Angles | None = None) -> Tensor:
+        """[T, hidden] -> the same."""
+        qkv = self.qkv.multiply(x)
+        if len(self.norms):
+            weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
+            qkv = self.qkv.norm_parts(qkv, weights, self.eps)
+        q, k, v = qkv.view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
+        if angles is not None:
+            q, k = turned(q, angles), turned(k, angles)
+        out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
+        return out
+
+
+def turned(x: Tensor, angles: Angles) -> Tensor:
+    """[T, heads, head_dim] by the angles of each token, in float32."""
+    cos, sin = (each[:, None].float() for each in angles)
+    return rotate(x.float(), cos, sin).to(x.dtype)
+
+
+class _KeysWithoutBias(QKVLinear):
+    """Queries and values have a bias in the checkpoint, keys have none."""
+
+    def targets(self) -> Iterator[Target]:
+        for target in super().targets():
+            if target.name == f"{self.part_names[1]}.bias":
+                target.tensor.zero_()
+            else:
+                yield target
+
+
+class VisionMLP(nn.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) with three `names`; gives `size_out`, or as many as it
+    takes. Also the merger or projector behind a tower."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        scope: Scope,
+        *,
+        size_out: int = 0,
+        names: tuple[str, ...] = ("fc1", "fc2"),
+        activation: str = "gelu",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        scope = _within(scope, intermediate)
+        *ups, down = names
+        self.act = _ACTIVATIONS[activation]
+        self.is_gated = len(ups) > 1
+        self.up: GateUpLinear | ColumnLinear
+        if self.is_gated:
+            self.up = GateUpLinear(hidden, intermediate, scope / "gate_up", bias=bias, names=tuple(ups))
+        else:
+            self.up = ColumnLinear(hidden, intermediate, scope / ups[0], bias=bias)
+        self.down = RowLinear(intermediate, size_out or hidden, scope / down, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, size_out]."""
+        up = self.up.multiply(x)
+        if self.is_gated:
+            gate, up = up.chunk(2, -1)
+            out: Tensor = self.down(self.act(gate) * up)
+            return out
+        out = self.down(self.act(up))
+        return out
+
+
+class PatchEmbedding(nn.Module):
+    """A convolution whose steps are as long as its kernel: a product of patches that lie flat. `kernel` is
+    the shape of one patch, as the checkpoint has it: (channels, height, width), with the frames of a video
+    before the height, or (numbers,)."""
+
+    def __init__(self, kernel: tuple[int, ...], hidden: int, scope: Scope, *, bias: bool = True) -> None:
+        super().__init__()
+        self.name = scope.name
+        self.kernel = kernel
+        self.weight = nn.Parameter(scope.empty(hidden, prod(kernel)), requires_grad=False)
+        self.bias = nn.Parameter(scope.empty(hidden), requires_grad=False) if bias else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[T, numbers of a patch] of any float type -> [T, hidden]."""
+        return F.linear(patches.to(self.weight.dtype), self.weight, self.bias)
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(f"{self.name}.weight", self.weight.view(-1, *self.kernel))
+        if self.bias is not None:
+            yield Target(f"{self.name}.bias", self.bias)
+
+    def finish(self) -> None:
+        """The weight is used as it was loaded."""
+
+
+def patches_of(pixels: Tensor, size: int) -> Tensor:
+    """[N, channels, height, width] images -> [N, patches, channels * size * size], row by row."""
+    parts = pixels.unfold(2, size, size).unfold(3, size, size)  # [N, channels, rows, columns, size, size]
+    return parts.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+
+
+class Learned(nn.Module):
+    """A tensor of the checkpoint that is used as it is: the vectors of positions, of a class. The scope has
+    its whole name."""
+
+    def __init__(self, scope: Scope, *shape: int) -> None:
+        super().__init__()
+        self.name = scope.name
+        self.vectors = nn.Parameter(scope.empty(*shape), requires_grad=False)
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.vectors)
+
+    def finish(self) -> None:
+        """They are used as they were loaded."""
