@@ -1,0 +1,127 @@
+"""Weights: how many numbers a model has, part by part, out of its facts alone."""
+
+from typing import NamedTuple
+
+from quire.config.facts import ArchFacts, LayerFacts
+
+_PLAIN = frozenset(
+    """
+    ApertusForCausalLM ArceeForCausalLM BertModel GPT2LMHeadModel GPTNeoXForCausalLM NemotronForCausalLM
+    NemotronHForCausalLM OPTForCausalLM PhiForCausalLM RobertaModel Starcoder2ForCausalLM XLMRobertaModel
+    """.split()
+)
+"""Architectures whose feed-forward half has no gate."""
+
+
+class LayerWeights(NamedTuple):
+    """Numbers of one layer."""
+
+    mixer: int
+    """What looks back: attention, or what keeps a state."""
+    dense: int
+    """What every token meets in the feed-forward half: router and shared expert of a mixture, too."""
+    experts: int = 0
+    """Of all of them."""
+    met: int = 0
+    """Those of the experts that one token is given to."""
+
+    @property
+    def total(self) -> int:
+        return self.mixer + self.dense + self.experts
+
+
+class Weights(NamedTuple):
+    """Numbers of a model."""
+
+    embedding: int
+    head: int
+    """0 where it is the embedding."""
+    layers: tuple[LayerWeights, ...]
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.head + sum(layer.total for layer in self.layers)
+
+    @property
+    def active(self) -> int:
+        """Those that one token meets; of the embedding it is a row, unless the head is the same."""
+        met = sum(layer.mixer + layer.dense + layer.met for layer in self.layers)
+        return met + (self.head or self.embedding)
+
+
+def count(facts: ArchFacts) -> Weights:
+    """Norms and biases included, where facts tell of them: to a percent, for every family."""
+    table = facts.vocab * facts.hidden
+    positions = facts.max_len * facts.hidden if facts.learned_positions else 0
+    if facts.encoder is not None:
+        positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
+    has_head = facts.encoder is None and not facts.tied
+    layers = tuple(_layer(facts, layer) for layer in facts.layers)
+    return Weights(table + positions, table if has_head else 0, layers)
+
+
+def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
+    mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
+    if layer.moe:
+        return _mixture(facts, mixer)
+    is_one_thing = any(each.mixer == "none" for each in facts.layers)
+    if is_one_thing and layer.mixer != "none":
+        return LayerWeights(mixer, 0)
+    return LayerWeights(mixer, _matrices(facts) * facts.hidden * facts.intermediate)
+
+
+def _matrices(facts: ArchFacts) -> int:
+    """Of a feed-forward half."""
+    return 2 if facts.architecture in _PLAIN else 3
+
+
+def _mixture(facts: ArchFacts, mixer: int) -> LayerWeights:
+    moe = facts.moe
+    assert moe is not None, "a layer of experts needs facts of them"
+    matrices = 2 if moe.plain else 3
+    inner = moe.latent or facts.hidden
+    each = matrices * inner * moe.intermediate
+    dense = facts.hidden * moe.experts + matrices * facts.hidden * moe.shared_intermediate
+    dense += 2 * facts.hidden * moe.latent
+    return LayerWeights(mixer, dense, moe.experts * each, moe.routing.per_token * each)
+
+
+def _attention(facts: ArchFacts) -> int:
+    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    gates = queries if facts.output_gate else 0
+    biases = (queries + 2 * keys) * facts.qkv_bias
+    return facts.hidden * (2 * queries + gates + 2 * keys) + biases
+
+
+def _latent(facts: ArchFacts) -> int:
+    mla, heads = facts.mla, facts.heads
+    assert mla is not None, "latent attention needs facts of it"
+    queries = heads * (mla.nope_dim + mla.rope_dim)
+    down = facts.hidden * (mla.kv_latent + mla.rope_dim)
+    up = mla.kv_latent * heads * (mla.nope_dim + mla.v_dim)
+    query = (facts.hidden + queries) * mla.q_latent if mla.q_latent else facts.hidden * queries
+    return query + down + up + heads * mla.v_dim * facts.hidden
+
+
+def _mamba(facts: ArchFacts) -> int:
+    state = facts.state
+    assert state is not None, "a state needs facts of it"
+    inner, shared = state.heads * state.head_dim, 2 * state.groups * state.state
+    return facts.hidden * (3 * inner + shared + state.heads) + (inner + shared) * (state.conv + 1)
+
+
+def _delta(facts: ArchFacts) -> int:
+    state = facts.state
+    assert state is not None, "a state needs facts of it"
+    values, keys = state.heads * state.head_dim, state.groups * state.state
+    return facts.hidden * (3 * values + 2 * keys + 2 * state.heads) + (values + 2 * keys) * state.conv
+
+
+_MIXERS = {
+    "attention": _attention,
+    "latent": _latent,
+    "mamba": _mamba,
+    "delta": _delta,
+    "none": lambda facts: 0,
+}
+"""By `LayerFacts.mixer`: its numbers."""

@@ -1,0 +1,242 @@
+"""Reckoning: bytes on each device, term by term, and whether a model fits there."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quire.capacity import DTYPE_BYTES, CacheRoom, CacheSize, activation_bytes, human, size_cache
+from quire.config.engine import EngineConfig, resolve
+from quire.config.env import Env
+from quire.config.layout import CacheSpec, cache_specs, layout
+from quire.config.machine import Machine
+from quire.config.model import Checkpoint
+from quire.config.ranks import stage_layers
+from quire.config.weights import count
+from quire.errors import ConfigError
+
+LIBRARY_BYTES = 1.1 * 2**30
+"""Of a CUDA context and the libraries in it: what an H200 had less before the first tensor was made."""
+GRAPH_BYTES = 0.6 * 2**30
+"""Of captured decodes: 8B there, all sizes."""
+
+
+class Precision(NamedTuple):
+    """How weights are kept."""
+
+    bits: float
+    """Of a number of a linear layer, its share of scales included."""
+    end_bits: int
+    """Of one of the embedding and the head."""
+    flags: Mapping[str, Any]
+    """What to serve with."""
+    note: str = ""
+
+
+PRECISIONS = {
+    "fp32": Precision(32, 32, {"dtype": "float32"}),
+    "bf16": Precision(16, 16, {}),
+    "fp8": Precision(8.02, 16, {"quantization": "fp8"}),
+    "int8": Precision(8.02, 16, {"quantization": "int8"}),
+    "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --scheme int4` writes"),
+}
+STORED = "stored"
+"""As a GGUF file has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device of a layout that has most."""
+
+    weights: int
+    activations: int
+    graphs: int
+    libraries: int
+    kv: int = 0
+    """What is left for the cache, and what the cache makes of it."""
+
+    @property
+    def beside(self) -> int:
+        """All but the cache."""
+        return self.weights + self.activations + self.graphs + self.libraries
+
+    def terms(self) -> dict[str, int]:
+        return {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "libraries": self.libraries,
+            "KV cache": self.kv,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A precision and a layout: what it takes, and whether it can be had."""
+
+    precision: str
+    tp: int
+    pp: int
+    memory: Memory | None = None
+    cache: CacheSize | None = None
+    config: EngineConfig | None = None
+    why_not: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the plan is for."""
+
+    context: int
+    """Tokens of the longest request."""
+    concurrency: int
+    """Requests of that length at once."""
+    flags: Mapping[str, Any]
+    """Of the engine, as the user gave them."""
+
+
+def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 1) -> int:
+    """On the device that has most. A file is divided as its layers are."""
+    whole = count(checkpoint.facts)
+    bits, end_bits = _bits(checkpoint, precision)
+    stages = stage_layers(len(whole.layers), pp)
+    most = 0.0
+    for number, layers in enumerate(stages):
+        size = bits * sum(whole.layers[layer].total for layer in layers)
+        is_first, is_last = number == 0, number == len(stages) - 1
+        has_table = is_first or (is_last and not whole.head)
+        size += end_bits * (whole.embedding * has_table + whole.head * is_last)
+        most = max(most, size)
+    return int(most / tp / 8)
+
+
+def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
+    if precision != STORED:
+        kept = PRECISIONS[precision]
+        return kept.bits, kept.end_bits
+    bits = 8 * checkpoint.path.stat().st_size / count(checkpoint.facts).total
+    return bits, bits
+
+
+def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
+    """By kind of layer: how many there are, and bytes of a token (of a row, for states) in each."""
+    found: dict[str, tuple[int, int]] = {}
+    for spec in cache_specs(checkpoint.facts):
+        if spec is not None:
+            kind = spec.kind if spec.window is None else f"{spec.kind} of {spec.window:,}"
+            found[kind] = (found.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
+    return found
+
+
+def _bytes_of(spec: CacheSpec, kv_dtype: str) -> int:
+    return spec.bytes_per_row or spec.planes * spec.numbers * DTYPE_BYTES[kv_dtype]
+
+
+def fits(
+    checkpoint: Checkpoint, machine: Machine, precision: str, wanted: Wanted, *, tp: int, pp: int
+) -> Fit:
+    """What `quire serve` would find there, without anything being loaded."""
+    try:
+        config = resolve(
+            _settings(precision, wanted, tp, pp),
+            checkpoint=checkpoint,
+            machine=machine,
+            usage="server",
+            env=_QUIET,
+        )
+        memory = _memory(config, precision)
+        cache = _cache(config, memory, wanted)
+    except ConfigError as error:
+        return Fit(precision, tp, pp, why_not=str(error).split("\n")[0])
+    needed = wanted.concurrency * wanted.context
+    why = ""
+    if cache.num_tokens < needed:
+        why = f"{cache.num_tokens:,} tokens of cache fit, and {needed:,} are asked for"
+    return Fit(precision, tp, pp, memory, cache, config, why)
+
+
+_QUIET = Env(cache_root=Env.read({}).cache_root)
+
+
+def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any]:
+    flags = PRECISIONS[precision].flags if precision != STORED else {}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    return {"max_model_len": wanted.context, **wanted.flags, **flags, **sizes}
+
+
+def _memory(config: EngineConfig, precision: str) -> Memory:
+    parallel, limits = config.parallel, config.scheduler
+    weights = weight_bytes(
+        config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
+    activations = activation_bytes(
+        config.own_facts,
+        config.model.dtype,
+        num_tokens=limits.max_num_batched_tokens,
+        num_seqs=limits.max_num_seqs,
+    )
+    graphs = 0 if config.model.enforce_eager else int(GRAPH_BYTES)
+    return Memory(weights, activations, graphs, int(LIBRARY_BYTES))
+
+
+def _cache(config: EngineConfig, memory: Memory, wanted: Wanted) -> CacheSize:
+    total = config.machine.total_bytes
+    room = int(total * config.cache.gpu_memory_utilization) - memory.beside
+    if room <= 0:
+        short = human(-room)
+        raise ConfigError(f"{short} are missing for weights, activations and libraries alone")
+    own = config.own_facts
+    stages = stage_layers(len(own.layers), config.parallel.pipeline_parallel_size)
+    whole = layout(cache_specs(own), config.model.max_model_len)
+    return min(
+        (
+            size_cache(
+                whole.of({*layers}),
+                kv_dtype=_kv_dtype(config),
+                block_size=config.cache.block_size,
+                max_model_len=config.model.max_model_len,
+                max_chunk=config.scheduler.max_chunk,
+                num_rows=config.scheduler.max_num_seqs,
+                auto_fit=False,
+                room=CacheRoom(room, memory.beside, total),
+            )
+            for layers in stages
+        ),
+        key=lambda size: size.num_blocks,
+    )
+
+
+def _kv_dtype(config: EngineConfig) -> str:
+    asked = config.cache.kv_cache_dtype
+    return asked if asked in DTYPE_BYTES else config.model.dtype
+
+
+def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """Numbers of devices, few first; within a machine layers are divided, between machines they are dealt."""
+    for num in range(1, most + 1):
+        for tp in range(min(num, per_node), 0, -1):
+            if num % tp == 0:
+                yield tp, num // tp
+
+
+def smallest(
+    checkpoint: Checkpoint,
+    machine: Machine,
+    wanted: Wanted,
+    precisions: tuple[str, ...],
+    *,
+    most: int,
+    per_node: int,
+) -> list[Fit]:
+    """For each precision, the least layout that works, with all that were tried before it."""
+    found = []
+    for precision in precisions:
+        for tp, pp in layouts(most, per_node):
+            fit = fits(checkpoint, machine, precision, wanted, tp=tp, pp=pp)
+            found.append(fit)
+            if not fit.why_not:
+                break
+    return found
