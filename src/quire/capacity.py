@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
 from quire.config.layout import CacheLayout
 from quire.errors import ConfigError
@@ -16,6 +17,10 @@ _PAIRS_AT_ONCE = 8192
 """Tokens beside an expert that a CPU works on together."""
 MAX_DRAWS = 512
 """Of a step with drafts on a GPU: with more it computes longer for a draft than it would without."""
+MAX_TAPED = 64
+"""Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
+_TAPED_TIMES = 2
+"""Blocks of their pool are powers of two, and smaller decodes may come first."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -28,6 +33,14 @@ def activation_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int, num_seqs:
     special = _COPIES * min(num_seqs, rows_at_once(facts.vocab))
     logits = (num_seqs + special) * facts.vocab * 4
     return num_tokens * _widest(facts) * DTYPE_BYTES[dtype] + _expert_bytes(facts, num_tokens) + logits
+
+
+def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
+    """Of decodes on a CPU that are played again, of as many sequences as that is done for."""
+    taped = 0 if config.model.enforce_eager else min(config.scheduler.max_num_seqs, max_taped)
+    return _TAPED_TIMES * activation_bytes(
+        config.own_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
+    )
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:

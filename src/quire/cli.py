@@ -17,6 +17,7 @@ COMMANDS = {
     "bench latency": ("seconds of one batch", "quire.bench.latency"),
     "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
     "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
+    "plan": ("where a model fits, and how fast it can be", "quire.plan.command"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),
     "quantize": ("write a model in fewer bits", "quire.quantize.command"),
     "save-sharded-state": ("write a model as the engine keeps it", "quire.terminal.save_state"),

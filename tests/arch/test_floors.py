@@ -26,6 +26,7 @@ FLOORS = [
     ["offline"],
     ["llm", "launch"],
     ["bench", "batch", "terminal", "quantize"],
+    ["plan"],
     ["cli"],
     ["__main__", "__init__"],
 ]
@@ -41,6 +42,7 @@ TORCH_FREE = [
     "hub",
     "capacity",
     "cli",
+    "plan",
     "core",
     "executor",
     "remote",

@@ -1,15 +1,24 @@
 """Weights: how many numbers a model has, part by part, out of its facts alone."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.config.facts import ArchFacts, LayerFacts
 
-_PLAIN = frozenset(
-    """
-    ApertusForCausalLM ArceeForCausalLM BertModel GPT2LMHeadModel GPTNeoXForCausalLM NemotronForCausalLM
-    NemotronHForCausalLM OPTForCausalLM PhiForCausalLM RobertaModel Starcoder2ForCausalLM XLMRobertaModel
-    """.split()
-)
+_PLAIN = {
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BertModel",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "NemotronForCausalLM",
+    "NemotronHForCausalLM",
+    "OPTForCausalLM",
+    "PhiForCausalLM",
+    "RobertaModel",
+    "Starcoder2ForCausalLM",
+    "XLMRobertaModel",
+}
 """Architectures whose feed-forward half has no gate."""
 
 
@@ -117,7 +126,7 @@ def _delta(facts: ArchFacts) -> int:
     return facts.hidden * (3 * values + 2 * keys + 2 * state.heads) + (values + 2 * keys) * state.conv
 
 
-_MIXERS = {
+_MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "attention": _attention,
     "latent": _latent,
     "mamba": _mamba,

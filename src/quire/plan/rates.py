@@ -8,7 +8,7 @@ from quire.bench.shapes import BATCHES, CONTEXT, MEASURED, SHAPES
 from quire.config.layout import cache_specs
 from quire.config.weights import LayerWeights, count
 from quire.plan.devices import DEVICES, Device
-from quire.plan.reckon import Fit, kv_bytes_per_token, weight_bytes
+from quire.plan.reckon import Fit, bytes_of_cache, weight_bytes
 
 _SUM_S = 10e-6
 """Of a small sum between the devices of a machine; two come in each layer. Assumed."""
@@ -39,39 +39,34 @@ def _efficiencies() -> tuple[list[float], float]:
 
 
 def rates(fit: Fit, device: Device, *, batch: int, context: int) -> Rates:
-    """With so many sequences of so many tokens each."""
+    """With so many sequences of so many tokens each. Stages of a pipeline have a part of the batch each."""
     assert fit.config is not None, "a layout that cannot be had has no rates"
     decodes, prompts = _efficiencies()
-    share = float(np.interp(np.log(batch), np.log(BATCHES), decodes))
-    facts, num = fit.config.checkpoint.facts, fit.num_devices
-    weights = count(facts)
-    whole = weight_bytes(fit.config.checkpoint, fit.precision) * num / num
-    unmet = sum(_unmet(layer, facts.moe.experts if facts.moe else 0, batch) for layer in weights.layers)
-    read = whole * (1 - unmet / weights.total) - (0 if not weights.head else weights.embedding * 2)
-    kept = kv_bytes_per_token(fit.config.checkpoint, _kv_dtype(fit))
-    windows = [spec.window for spec in cache_specs(facts) if spec is not None and spec.kind == "window"]
-    seen = min(context, max((each for each in windows if each), default=context))
-    cache = sum(
-        num_layers * each * (1 if kind == "state" else seen if " of " in kind else context)
-        for kind, (num_layers, each) in kept.items()
-    )
+    checkpoint, own = fit.config.checkpoint, -(-batch // fit.pp)
+    weights = count(checkpoint.facts)
+    unmet = sum(_unmet(layer, own) for layer in weights.layers) + (weights.embedding if weights.head else 0)
+    read = weight_bytes(checkpoint, fit.precision) * (1 - unmet / weights.total)
+    read += own * _cache_bytes(fit, context)
     flops = device.narrow_flops if fit.precision in ("fp8", "int8") else device.flops
-    floor_s = max((read + batch * cache) / device.bytes_s, 2 * batch * weights.active / flops) / fit.tp
+    floor_s = max(read / device.bytes_s, 2 * own * weights.active / flops) / fit.tp
     sums_s = 0.0 if fit.tp == 1 else 2 * len(weights.layers) * _SUM_S
-    step_s = floor_s / share + sums_s
-    prefill = prompts * flops * num / (2 * weights.active)
-    return Rates(batch, 1e3 * step_s, batch / step_s * max(1, min(fit.pp, batch)) / fit.pp, prefill)
+    step_s = floor_s / float(np.interp(np.log(own), np.log(BATCHES), decodes)) + sums_s
+    prefill = prompts * flops * fit.num_devices / (2 * weights.active)
+    return Rates(batch, 1e3 * step_s, batch / step_s, prefill)
 
 
-def _unmet(layer: LayerWeights, experts: int, batch: int) -> float:
+def _cache_bytes(fit: Fit, context: int) -> int:
+    """What one token of a sequence looks at."""
+    assert fit.config is not None
+    kept = bytes_of_cache(fit.config)
+    specs = [spec for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None]
+    seen = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in specs)
+    return kept * sum(seen) + sum(spec.bytes_per_row for spec in specs)
+
+
+def _unmet(layer: LayerWeights, batch: int) -> float:
     """Numbers of experts that nobody in a batch is given to, of uniform routing."""
     if not layer.experts:
         return 0.0
     missed: float = (1 - layer.met / layer.experts) ** batch
-    return layer.experts * missed if experts else 0.0
-
-
-def _kv_dtype(fit: Fit) -> str:
-    assert fit.config is not None
-    kept = fit.config.cache.kv_cache_dtype
-    return kept if kept.startswith("fp8_") else fit.config.model.dtype
+    return layer.experts * missed

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from quire.capacity import DTYPE_BYTES, CacheRoom, CacheSize, activation_bytes, human, size_cache
+from quire.capacity import (
+    DTYPE_BYTES,
+    CacheRoom,
+    CacheSize,
+    activation_bytes,
+    human,
+    size_cache,
+    tape_bytes,
+)
 from quire.config.engine import EngineConfig, resolve
 from quire.config.env import Env
 from quire.config.layout import CacheSpec, cache_specs, layout
@@ -147,10 +155,10 @@ def fits(
             usage="server",
             env=_QUIET,
         )
-        memory = _memory(config, precision)
-        cache = _cache(config, memory, wanted)
+        memory = memory_of(config, precision)
+        cache = cache_of(config, memory)
     except ConfigError as error:
-        return Fit(precision, tp, pp, why_not=str(error).split("\n")[0])
+        return Fit(precision, tp, pp, why_not=str(error).split(". ")[0])
     needed = wanted.concurrency * wanted.context
     why = ""
     if cache.num_tokens < needed:
@@ -167,7 +175,8 @@ def _settings(precision: str, wanted: Wanted, tp: int, pp: int) -> dict[str, Any
     return {"max_model_len": wanted.context, **wanted.flags, **flags, **sizes}
 
 
-def _memory(config: EngineConfig, precision: str) -> Memory:
+def memory_of(config: EngineConfig, precision: str) -> Memory:
+    """All but the cache."""
     parallel, limits = config.parallel, config.scheduler
     weights = weight_bytes(
         config.checkpoint, precision, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -178,15 +187,17 @@ def _memory(config: EngineConfig, precision: str) -> Memory:
         num_tokens=limits.max_num_batched_tokens,
         num_seqs=limits.max_num_seqs,
     )
+    if config.machine.device == "cpu":
+        return Memory(weights, activations, tape_bytes(config), 0)
     graphs = 0 if config.model.enforce_eager else int(GRAPH_BYTES)
     return Memory(weights, activations, graphs, int(LIBRARY_BYTES))
 
 
-def _cache(config: EngineConfig, memory: Memory, wanted: Wanted) -> CacheSize:
-    total = config.machine.total_bytes
-    room = int(total * config.cache.gpu_memory_utilization) - memory.beside
-    if room <= 0:
-        short = human(-room)
+def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
+    """The cache that fits beside all else; of the stage that has room for least."""
+    room = _room(config, memory)
+    if room.kv_bytes <= 0:
+        short = human(-room.kv_bytes)
         raise ConfigError(f"{short} are missing for weights, activations and libraries alone")
     own = config.own_facts
     stages = stage_layers(len(own.layers), config.parallel.pipeline_parallel_size)
@@ -195,13 +206,13 @@ def _cache(config: EngineConfig, memory: Memory, wanted: Wanted) -> CacheSize:
         (
             size_cache(
                 whole.of({*layers}),
-                kv_dtype=_kv_dtype(config),
+                kv_dtype=kv_dtype(config),
                 block_size=config.cache.block_size,
                 max_model_len=config.model.max_model_len,
                 max_chunk=config.scheduler.max_chunk,
                 num_rows=config.scheduler.max_num_seqs,
                 auto_fit=False,
-                room=CacheRoom(room, memory.beside, total),
+                room=room,
             )
             for layers in stages
         ),
@@ -209,17 +220,36 @@ def _cache(config: EngineConfig, memory: Memory, wanted: Wanted) -> CacheSize:
     )
 
 
-def _kv_dtype(config: EngineConfig) -> str:
+def _room(config: EngineConfig, memory: Memory) -> CacheRoom:
+    """As a worker finds it on a device that nobody else uses."""
+    cache, total = config.cache, config.machine.total_bytes
+    kv_bytes = int(total * cache.gpu_memory_utilization) - memory.beside
+    if cache.kv_cache_memory_bytes is not None:
+        kv_bytes = cache.kv_cache_memory_bytes
+    elif cache.kv_cache_memory_limit is not None:
+        kv_bytes = min(kv_bytes, cache.kv_cache_memory_limit)
+    soft = cache.kv_cache_memory_limit is not None
+    return CacheRoom(kv_bytes, memory.beside, total, cache.num_gpu_blocks_override, soft)
+
+
+def kv_dtype(config: EngineConfig) -> str:
+    """The type of the cache."""
     asked = config.cache.kv_cache_dtype
     return asked if asked in DTYPE_BYTES else config.model.dtype
 
 
+def bytes_of_cache(config: EngineConfig) -> int:
+    """Of one number in it."""
+    return DTYPE_BYTES[kv_dtype(config)]
+
+
 def layouts(most: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """Numbers of devices, few first; within a machine layers are divided, between machines they are dealt."""
-    for num in range(1, most + 1):
-        for tp in range(min(num, per_node), 0, -1):
-            if num % tp == 0:
-                yield tp, num // tp
+    """Ways to spread a model over devices, few first. Within a machine each layer is divided; stages come in
+    where that does not go, or where there are several machines."""
+    powers = [1 << power for power in range(min(most, per_node).bit_length())]
+    yield from ((tp, 1) for tp in powers)
+    staged = ((tp, pp) for tp in powers for pp in range(2, most // tp + 1))
+    yield from sorted(staged, key=lambda layout: (layout[0] * layout[1], layout[1]))
 
 
 def smallest(

@@ -59,8 +59,8 @@ def subject(model: str, env: Env, **asked: Any) -> tuple[Checkpoint, str]:
         if size is None or (known := KNOWN.get(size[0].lower())) is None:
             raise ConfigError(
                 f"{error}\nWithout its config.json, give sizes instead of a name, such as "
-                "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256, or a name with one "
-                f"of {', '.join(KNOWN)} in it"
+                "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256, or a name with "
+                f"one of {', '.join(KNOWN)} in it"
             ) from None
         sizes = {name: int(value) for name, value in known._asdict().items()}
         return _of_sizes(sizes), f"no config.json was found: the usual shape of {size[0]} is planned for"

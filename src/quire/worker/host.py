@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import activation_bytes
+from quire.capacity import MAX_TAPED, activation_bytes, tape_bytes
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Pending, StepPlan, StepResult, spread
 from quire.kernels.tape import Tapes
@@ -31,10 +31,6 @@ from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_by, asked_of, bytes_of, sizes_of, tensors
 
-_MAX_TAPED = 64
-"""Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
-_TAPED_TIMES = 2
-"""Blocks of their pool are powers of two, and smaller decodes may come first."""
 _MAX_SHEETS = 32
 """Of other steps: the sheets that were used last are kept."""
 
@@ -54,7 +50,7 @@ class Host:
         """The same for what the stage before sends."""
         self._others = lru_cache(_MAX_SHEETS)(_new_sheet)
         self._tapes = Tapes()
-        self._max_taped = _MAX_TAPED
+        self._max_taped = MAX_TAPED
         self.drafter: Drafter | None = None
         self.drafts_by_chance = False
         """Whether it draws as the target does, by the same numbers."""
@@ -69,8 +65,7 @@ class Host:
         activations = activation_bytes(
             facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=limits.max_num_seqs
         )
-        taped = 0 if config.model.enforce_eager else min(limits.max_num_seqs, self._max_taped)
-        tapes = _TAPED_TIMES * activation_bytes(facts, dtype, num_tokens=taped, num_seqs=taped)
+        tapes = tape_bytes(config, self._max_taped)
         link = self.model.link
         passed = 0 if link is None else link.num_bytes(limits.max_num_batched_tokens)
         ep, row_bytes = self.model.ep, facts.hidden * getattr(torch, dtype).itemsize

@@ -1,0 +1,147 @@
+"""`quire plan`: its arithmetic against the guide's figures and against engines, and as a command."""
+
+import json
+from pathlib import Path
+
+import pytest
+from oracle import make_tiny
+from zoo import ZOO
+
+from quire.cli import main
+from quire.config.env import Env
+from quire.config.model import Checkpoint
+from quire.config.weights import count
+from quire.errors import ConfigError
+from quire.plan.devices import DEVICES, device
+from quire.plan.rates import rates
+from quire.plan.reckon import (
+    PRECISIONS,
+    Wanted,
+    cache_of,
+    fits,
+    kv_bytes_per_token,
+    layouts,
+    memory_of,
+    smallest,
+    weight_bytes,
+)
+from quire.plan.subject import subject
+from quire.prepare import configure
+from quire.worker.worker import Worker
+
+LLAMA_70B = "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
+
+
+def of(text: str) -> Checkpoint:
+    return subject(text, Env.read({}))[0]
+
+
+def test_the_weights_of_70b_are_what_the_guide_says() -> None:
+    """280, 140, 70 and 35 GB: parameters times bytes; scales, and ends that keep 16 bits, come on top."""
+    model = of(LLAMA_70B)
+    sizes = {name: weight_bytes(model, name) / 1e9 for name in PRECISIONS}
+    assert sizes["fp32"] == pytest.approx(280, rel=0.02)
+    assert sizes["bf16"] == pytest.approx(140, rel=0.02)
+    assert sizes["fp8"] == pytest.approx(70, rel=0.05)
+    assert 35 < sizes["int4"] < 41
+
+
+def test_the_cache_of_70b_is_not_what_the_guide_says() -> None:
+    """256 requests of 8,192 tokens in bf16 are 687 GB, not 40."""
+    (layers, per_token), *others = kv_bytes_per_token(of(LLAMA_70B), "bfloat16").values()
+    assert not others and 256 * 8192 * layers * per_token / 1e9 == pytest.approx(687, rel=0.001)
+
+
+def test_tp_divides_the_heads_of_70b() -> None:
+    fit = fits(of(LLAMA_70B), device("h100").machine(3), "bf16", Wanted(8192, 1, {}), tp=3, pp=1)
+    assert "does not divide 64 attention heads" in fit.why_not
+
+
+def test_405b_in_bf16_does_not_fit_eight_h100() -> None:
+    model = of("layers=126,hidden=16384,heads=128,kv_heads=8,intermediate=53248,vocab=128256")
+    assert count(model.facts).total / 1e9 == pytest.approx(405, rel=0.01)
+    eight = smallest(model, device("h100").machine(8), Wanted(8192, 1, {}), ("bf16",), most=8, per_node=8)
+    assert all(fit.why_not for fit in eight)
+    narrow = smallest(model, device("h100").machine(8), Wanted(8192, 1, {}), ("fp8",), most=8, per_node=8)
+    assert not narrow[-1].why_not and narrow[-1].tp == 8
+
+
+def test_the_first_layout_that_works_is_the_last_of_its_precision() -> None:
+    found = smallest(
+        of(LLAMA_70B), device("h200").machine(8), Wanted(8192, 16, {}), ("bf16", "fp8"), most=8, per_node=8
+    )
+    assert [(fit.precision, fit.tp, fit.pp) for fit in found if not fit.why_not] == [
+        ("bf16", 2, 1),
+        ("fp8", 1, 1),
+    ]
+
+
+def test_layouts_are_within_what_there_is() -> None:
+    for most in (1, 3, 8, 16):
+        found = list(layouts(most, 8))
+        assert found[0] == (1, 1) and len(found) == len({*found})
+        assert all(tp * pp <= most and tp <= 8 for tp, pp in found)
+
+
+@pytest.mark.parametrize("name", ["h200", "l4"])
+def test_rates_stay_below_the_floors(name: str) -> None:
+    model, kind = (
+        of("layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256"),
+        DEVICES[name],
+    )
+    fit = fits(model, kind.machine(1), "int4", Wanted(2048, 1, {}), tp=1, pp=1)
+    one = rates(fit, kind, batch=1, context=1)
+    read = weight_bytes(model, "int4") - 2 * model.facts.vocab * model.facts.hidden
+    assert one.decode_ms > 1e3 * read / kind.bytes_s
+    assert one.prefill_tok_s < kind.flops / (2 * count(model.facts).active)
+    many = rates(fit, kind, batch=64, context=1)
+    assert many.decode_tok_s > 20 * one.decode_tok_s
+
+
+@pytest.mark.parametrize("architecture", ZOO)
+def test_a_plan_holds_against_the_started_engine(architecture: str, tmp_path: Path) -> None:
+    """Weights, and the blocks of the cache beside them."""
+    path, _ = make_tiny(architecture, tmp_path)
+    config = configure(
+        {"model": str(path), "dtype": "float32", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    )
+    worker = Worker(config)
+    worker.load()
+    measured = worker.measure()
+    planned = memory_of(config, "fp32")
+    moe = config.checkpoint.facts.moe
+    within = 0.15 if moe is not None and moe.plain else 0.05  # experts without a gate are kept with one
+    assert planned.weights == pytest.approx(worker._weights, rel=within)
+    assert cache_of(config, planned).num_blocks == pytest.approx(measured.num_blocks, rel=0.05)
+
+
+def test_the_command_says_what_to_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.svg"
+    assert main(["plan", LLAMA_70B, "--gpu", "h100", "--concurrency", "16", "--svg", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "quire serve" in said and "--tensor-parallel-size 4" in said and "no   bf16   tp 1" in said
+    assert picture.read_text().startswith("<svg") and "KV cache" in picture.read_text()
+    assert main(["plan", LLAMA_70B, "--gpu", "24", "--gpus", "1", "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["command"] is None and plan["layouts"][0]["why_not"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["layers=80"], "needs hidden, heads, intermediate, vocab"),
+        (["layers=eighty"], "is no size of a model"),
+        ([LLAMA_70B, "--gpu", "h2000"], "did you mean"),
+        ([LLAMA_70B, "--precision", "int3"], "known: fp32"),
+        ([LLAMA_70B, "--gpus", "0"], "at least one"),
+    ],
+)
+def test_what_is_wrong_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_device_may_be_its_memory() -> None:
+    assert device("96").total_bytes == 96 << 30
+    with pytest.raises(ConfigError):
+        device("-4")
