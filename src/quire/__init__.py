@@ -12,7 +12,9 @@ _EXPORTS = LazyTable(
     {
         "LLM": "quire.llm:LLM",
         "LLMEngine": "quire.core.local:LocalEngine",
+        "AsyncLLMEngine": "quire.async_llm:AsyncLLMEngine",
         "EngineArgs": "quire.config.args:EngineArgs",
+        "AsyncEngineArgs": "quire.config.args:EngineArgs",
         "SamplingParams": "quire.data.params:SamplingParams",
         "BeamSearchParams": "quire.data.params:BeamSearchParams",
         "StructuredOutputsParams": "quire.data.params:StructuredOutputsParams",

@@ -23,10 +23,10 @@ FLOORS = [
     ["executor"],
     ["core", "api_process"],
     ["private"],
-    ["offline"],
+    ["offline", "async_llm"],
     ["llm", "launch"],
     ["bench", "batch", "terminal", "quantize"],
-    ["plan"],
+    ["plan", "vllm"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -1,0 +1,84 @@
+"""Scripts that were written for vLLM run as they are."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_text import TextModel
+
+from quire import LLM, SamplingParams, vllm
+from quire.cli import main
+
+SCRIPT = """
+import asyncio
+import sys
+
+from vllm import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.metrics.reader import Counter
+
+model, out = sys.argv[1:]
+given = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_model_len": 128}
+greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+said = LLM(model=model, **given).generate(["A page is"], greedy, use_tqdm=False)[0].outputs[0].text
+
+
+async def heard() -> str:
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, **given))
+    text = ""
+    try:
+        async for output in engine.generate("A page is", greedy, "one"):
+            assert output.request_id == "one"
+            text = output.outputs[0].text
+    finally:
+        await engine.aclose()
+    return text
+
+
+if __name__ == "__main__":
+    open(out, "w").write("\\n".join([said, asyncio.run(heard())]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hook, and what came through it, go with the test."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def test_a_script_runs_as_it_is(tiny: TextModel, tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    assert main(["python", str(script), str(tiny.path), str(out)]) == 0
+    ours = LLM(str(tiny.path), dtype="float32", num_gpu_blocks_override=64, max_model_len=128)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    expected = ours.generate(["A page is"], greedy, use_tqdm=False)[0].outputs[0].text
+    assert out.read_text().split("\n") == [expected, expected]
+
+
+@pytest.mark.parametrize("module", vllm.MODULES)
+def test_every_name_is_there(module: str) -> None:
+    vllm.install()
+    found = __import__(module, fromlist=["x"])
+    for name in vllm.MODULES[module]:
+        assert getattr(found, name) is not None
+
+
+def test_what_is_not_there_says_so() -> None:
+    vllm.install()
+    with pytest.raises(ImportError, match=r"is not in Quire.*sampling_params"):
+        __import__("vllm.sampling_param")
+    with pytest.raises(ImportError, match="SamplingParam"):
+        from vllm import SamplingParam  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["python", "nowhere.py"]) == 2
+    assert "nowhere.py" in capsys.readouterr().err
