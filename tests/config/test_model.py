@@ -91,6 +91,8 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before is Fal"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers .*3 entries"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su"}}, "short_factor is None"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}}, "three sizes, 8 in all"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 9]}}, "three sizes, 8 in all"),
         (
             {"architectures": ["HunYuanMoEV1ForCausalLM"], "moe_topk": [1, 2, 1]},
             "moe_topk .*the same for all",
@@ -164,6 +166,7 @@ def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple
     ("changes", "theta", "kind", "derived"),
     [
         ({"rope_theta": 5e5}, 5e5, "default", 256),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, 1e4, "default", 256),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1e4, "linear", 1024),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1e4, "dynamic", 512),
         (

@@ -1,6 +1,6 @@
 """Batch: the tensors of one forward pass. Built by `worker.prepare`, read by every layer, kept by none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Batch:
     """[N] int64, the tokens of this batch whose logits are wanted"""
     query_lens_host: NDArray[np.int32]
     seq_lens_host: NDArray[np.int32]
+    turns: Tensor | None = None
+    """int64, where heads do not turn by the place of a token: [T] by what instead, or [3, T] by which time,
+    height and width"""
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """What ropes made of [3, T] turns, once per step."""
     are_decodes: bool = False
     """Whether each sequence is a decode, with drafts or without: lengths on the host mean nothing."""
     token_types: Tensor | None = None

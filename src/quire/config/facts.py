@@ -32,6 +32,11 @@ class RopeFacts:
     `longrope` within the original length."""
     long_factors: tuple[float, ...] = ()
     """`longrope` only: the divisors of an engine for longer sequences than the original length."""
+    sections: tuple[int, ...] = ()
+    """How many of the dim / 2 frequencies turn by time, by height and by width; empty: all by the token's
+    place."""
+    interleaved: bool = False
+    """Whether those of the three take turns, as long as there are some of each, not one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
             raise keys.wrong(name, "one flat object for all layers")
         given |= {key: value for key, value in block.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
     if kind not in ROPE_KINDS:
         raise ConfigError(
             f"{keys.source}: the rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}"
@@ -74,6 +75,8 @@ def read_rope(keys: Keys, head_dim: int, *, pairs: bool = False) -> RopeFacts:
         truncate=rope.flag("truncate", True),
         factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
         long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
+        sections=_sections(rope, dim),
+        interleaved=rope.flag("mrope_interleaved", rope.flag("interleaved", False)),
     )
     _check_rope(rope.source, facts, head_dim)
     return facts
@@ -144,6 +147,17 @@ def _factors(rope: Keys, key: str, dim: int) -> tuple[float, ...]:
     if not isinstance(factors, list) or len(factors) != dim // 2:
         raise rope.wrong(key, f"{dim // 2} numbers")
     return tuple(map(float, factors))
+
+
+def _sections(rope: Keys, dim: int) -> tuple[int, ...]:
+    """Of time, height and width, in this order."""
+    sections = rope.get("mrope_section")
+    if sections is None:
+        return ()
+    fits = isinstance(sections, list) and len(sections) == 3 and all(type(size) is int for size in sections)
+    if not fits or min(sections) < 0 or sum(sections) != dim // 2:
+        raise rope.wrong("mrope_section", f"three sizes, {dim // 2} in all")
+    return tuple(sections)
 
 
 def max_len_of(keys: Keys) -> int:

@@ -75,9 +75,8 @@ class PagedAttention(nn.Module):
         """[T, size_in] -> [T, heads * head_dim]; `qkv` makes queries, keys and values of it."""
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
-        entry = Entry(
-            spec.heads, self.rope.table, batch.positions, batch.slots, *caches, self.norms, *spec.scales
-        )
+        turns = self.rope.of(batch)
+        entry = Entry(spec.heads, *turns, batch.slots, *caches, self.norms, *spec.scales)
         return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks).flatten(1)
 
     def targets(self) -> Iterator[Target]:

@@ -57,9 +57,7 @@ class LatentAttention(nn.Module):
         assert self.cache is not None, "bind() comes before forward()"
         spec, cache, batch = self.spec, self.cache, batch.groups[self.group]
         queries = q.unflatten(1, (spec.heads, spec.query_dim))
-        entry = LatentEntry(
-            self.norm.weight, self.norm.eps, self.rope.table, batch.positions, batch.slots, cache
-        )
+        entry = LatentEntry(self.norm.weight, self.norm.eps, *self.rope.of(batch), batch.slots, cache)
         self.latent.enter(queries, kv, entry, spec)
         weight = self.weight.view(spec.heads, -1, spec.rank)
         return self.latent.attend(queries, weight, cache, batch, spec).flatten(1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.attention.batch import Batch
 from quire.config.facts import RopeFacts
 from quire.layers.scope import Scope
 
@@ -101,6 +102,22 @@ def halved(num_rows: int, head_dim: int, paired_dim: int) -> Tensor:
     return torch.cat((turning, heads[:, paired_dim:]), 1).flatten()
 
 
+def num_turns(max_len: int) -> int:
+    """Positions that a table for time, height and width has: those of an item may lie further apart than its
+    tokens do."""
+    return 2 * max_len
+
+
+def axes_of(rope: RopeFacts) -> Tensor:
+    """[dim / 2] by what each frequency turns: time 0, height 1, width 2."""
+    axes = torch.arange(3).repeat_interleave(torch.tensor(rope.sections))
+    if rope.interleaved:
+        axes = torch.zeros_like(axes)
+        for axis in (1, 2):
+            axes[axis : 3 * rope.sections[axis] : 3] = axis
+    return axes
+
+
 class Rope(nn.Module):
     """The angles of every position, for the first `dim` dimensions of a head. One serves all layers.
 
@@ -109,14 +126,31 @@ class Rope(nn.Module):
 
     table: Tensor
     """[max_len, dim]: cosines, then sines."""
+    axes: Tensor
+    """[dim], of a rope with sections: see `axes_of`."""
 
     def __init__(self, rope: RopeFacts | None, scope: Scope) -> None:
         super().__init__()
         frequencies = torch.zeros(1) if rope is None else KINDS[rope.kind](rope, scope.max_len)
-        positions = torch.arange(scope.max_len, dtype=torch.float32, device=scope.device)
+        has_sections = rope is not None and len(rope.sections) > 0
+        max_len = num_turns(scope.max_len) if has_sections else scope.max_len
+        positions = torch.arange(max_len, dtype=torch.float32, device=scope.device)
         angles = positions[:, None] * frequencies.to(scope.device)
         table = torch.cat((angles.cos(), angles.sin()), -1)
         table *= 1.0 if rope is None else _amplitude(rope)
         self.paired_dim = rope.dim if rope is not None and rope.pairs else 0
         """How many of a head's numbers turn as neighbours."""
         self.register_buffer("table", table.to(scope.dtype), persistent=False)
+        axes = axes_of(rope).repeat(2).to(scope.device) if rope is not None and has_sections else None
+        self.register_buffer("axes", axes, persistent=False)
+
+    def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """A table of angles, and the row of it that each token turns by."""
+        turns = batch.turns
+        if turns is None or turns.ndim == 1:
+            return self.table, batch.positions if turns is None else turns
+        if self not in batch.angles:
+            numbers = torch.arange(len(self.axes), device=turns.device)
+            composed = self.table[turns[self.axes].t(), numbers].contiguous()
+            batch.angles[self] = composed, torch.arange(len(composed), device=turns.device)
+        return batch.angles[self]

@@ -72,7 +72,9 @@ class Cuda:
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.speculation = None if drafts is None else Speculation(drafts, all_rows, device)
         query_lens = [] if self.speculation is None else self.speculation.query_lens
-        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens)
+        self.axes = int(all_rows.turns is not None)
+        """Positions of a token by which heads turn that its place does not tell."""
+        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes)
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
         room, kind = max_rows, torch.int64
         if self.speculation is not None:
@@ -186,7 +188,7 @@ class Cuda:
     def _blank(self, lens: Ints, adapters: bool = False) -> tuple[Batch, dict[str, Tensor]]:
         """A step of sequences that read the first block and write nothing."""
         kind = {"drafts": self.speculation is not None, "adapters": adapters}
-        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind)
+        batch, sheet = blank_batch(lens, self.block_tables, self.device, **kind, axes=self.axes)
         batch.before = self.model.room(len(batch.token_ids))
         return batch, sheet
 
@@ -217,7 +219,8 @@ class Cuda:
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
         adapts = self.model.adapts(plan, all_rows)
-        graph = self.graphs.find(plan, adapters=adapts) if embeds is None else None
+        captured = embeds is None and all_rows.num_axes(plan) < 3
+        graph = self.graphs.find(plan, adapters=adapts) if captured else None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
         if graph is None:
@@ -249,7 +252,8 @@ class Cuda:
         adapts: bool,
     ) -> Step:
         kind = {"drafts": self.speculation is not None, "adapters": adapts}
-        sizes = sizes_of(plan, len(ids), len(self.block_tables), **kind)
+        axes = all_rows.num_axes(plan)
+        sizes = sizes_of(plan, len(ids), len(self.block_tables), **kind, axes=axes)
         memory = next(self._pinned).take(bytes_of(sizes))
         Page(memory, sizes).write(plan, all_rows, places, ids)
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)

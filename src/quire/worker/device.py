@@ -227,6 +227,9 @@ def batch_of(
     are_decodes: bool = False,
 ) -> Batch:
     """`block_tables` [groups of layers, rows, blocks]"""
+    turns = sheet.get("turns")
+    if turns is not None and len(turns) > len(sheet["positions"]):
+        turns = turns.view(3, -1)
     batch = Batch(
         token_ids=sheet["token_ids"],
         positions=sheet["positions"],
@@ -238,6 +241,7 @@ def batch_of(
         logit_tokens=sheet["logit_tokens"],
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
+        turns=turns,
         adapters=sheet.get("adapters"),
         logit_adapters=sheet.get("logit_adapters"),
         are_decodes=are_decodes,
@@ -257,12 +261,13 @@ def blank_batch(
     num_samples: int | None = None,
     drafts: bool = False,
     adapters: bool = False,
+    axes: int = 0,
 ) -> tuple[Batch, dict[str, Tensor]]:
     """A step of sequences that read the first block and write nothing; all of them sample, or so many. With
     `adapters` it takes the way of those, although no token has one."""
     num_groups, num_rows, _ = block_tables.shape
     num_samples = len(lens) if num_samples is None else num_samples
-    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, adapters, drafts=drafts)
+    sizes = Sizes(int(lens.sum()), len(lens), num_samples, 0, num_groups, adapters, drafts=drafts, axes=axes)
     memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
     arrays = host_arrays(memory, sizes)
     blank(arrays, 0, num_rows - 1, 0)

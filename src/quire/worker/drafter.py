@@ -179,6 +179,7 @@ class _Ahead:
 
 
 _NOTHING: dict[str, Any] = {
+    "turns": None,
     "embeds": None,
     "before": None,
     "taps": (),

@@ -59,13 +59,15 @@ class Graphs:
         room: Room = lambda size: None,
         in_flight: int = IN_FLIGHT,
         query_lens: Sequence[int] = (),
+        axes: int = 0,
     ) -> None:
         """With `query_lens` the device derives inputs, and there are graphs for that many places of each
-        sequence."""
+        sequence. `axes` are those of `Sizes`."""
         self.block_tables = block_tables
         self.room = room
         self.in_flight = in_flight
         self.query_lens = query_lens
+        self.axes = axes
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._wide: dict[tuple[int, int, bool], Graph] = {}
@@ -86,7 +88,7 @@ class Graphs:
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
                 self._wide[size, each, adapters] = Graph(
-                    Shape(size, each, adapters),
+                    Shape(size, each, adapters, self.axes),
                     compute,
                     self.block_tables,
                     pool,
@@ -98,7 +100,7 @@ class Graphs:
             before, query_len = self.room(size), min(self.query_lens, default=0)
             for adapters in kinds:
                 self._by_size[size, adapters] = Graph(
-                    Shape(size, query_len, adapters),
+                    Shape(size, query_len, adapters, self.axes),
                     compute,
                     self.block_tables,
                     pool,
@@ -148,6 +150,8 @@ class Shape(NamedTuple):
     query_len: int = 0
     """Places of each, where the device derives inputs."""
     adapters: bool = False
+    axes: int = 0
+    """As in `Sizes`."""
 
 
 class Graph:
@@ -167,7 +171,7 @@ class Graph:
         in_flight: int,
         follow: Follow | None = None,
     ) -> None:
-        size, query_len, adapters = shape
+        size, query_len, adapters, axes = shape
         num_groups, num_rows, width = block_tables.shape
         num_tokens, num_changes = size * max(query_len, 1), 2 * size * num_groups
         self.sizes = Sizes(
@@ -175,6 +179,7 @@ class Graph:
             adapters=adapters,
             drafts=query_len > 0,
             query_len=query_len,
+            axes=axes,
         )
         self.pad_row = num_rows - 1
         self._pad_place = self.pad_row * width

@@ -88,9 +88,10 @@ class Host:
         if not len(plan.rows):
             return self._idle(plan)
         num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts)
+        axes = all_rows.num_axes(plan)
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
         embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and embeds is None
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and embeds is None and axes < 3
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])

@@ -110,7 +110,8 @@ class PoolingRunner:
     def _batch(self, plan: StepPlan) -> Batch:
         all_rows = self.all_rows
         adapts = self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
-        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts)
+        axes = all_rows.num_axes(plan)
+        sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
         memory = torch.zeros(bytes_of(sizes), dtype=torch.uint8)
         page = Page(memory, sizes)
         page.write(plan, all_rows)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from quire.data.embeds import Embeds
 from quire.data.plan import Admission, Ints, StepPlan, spread
 from quire.sampling.rows import SamplingRows
+from quire.worker.turns import Turns
 
 Wide = NDArray[np.int64]
 _EACH_ONE: Ints = np.empty(0, np.int32)
@@ -25,6 +26,7 @@ class Rows:
         sampling: SamplingRows,
         num_groups: int = 1,
         most_drafts: int = 0,
+        turns: bool = False,
     ) -> None:
         """As many places as there may be drafts behind the longest sequence may be looked at, too."""
         self.block_size = block_size
@@ -53,6 +55,8 @@ class Rows:
         """What was proposed here to follow each row's tokens."""
         self.embeds: dict[int, Embeds] = {}
         """By row: prompts that came as vectors, and are not computed yet."""
+        self.turns = Turns(max_rows, max_len) if turns else None
+        """Of models whose heads do not always turn by the place of a token."""
         self.version = 0
         """Counts the plans by which a row got a request."""
 
@@ -77,6 +81,8 @@ class Rows:
         if new.embeds is not None:
             self.tokens[row, : len(new.embeds)] = -1  # no token that a penalty could count
             self.embeds[row] = new.embeds
+        if self.turns is not None:
+            self.turns.admit(row, new.media)
         self.num_tokens[row] = self.num_known[row] = length
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed
@@ -120,6 +126,10 @@ class Rows:
             return plan.drafts
         rows, counts = plan.rows.astype(np.intp), plan.num_drafts
         return self.drafts[np.repeat(rows, counts), spread(np.zeros_like(counts), counts)]
+
+    def num_axes(self, plan: StepPlan) -> int:
+        """Positions of each token by which heads turn: none where its place says all, one, or three."""
+        return 0 if self.turns is None else self.turns.num_axes(plan, self.num_computed)
 
     def num_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
         """How many tokens each of them has room for, in its blocks and in tables of positions."""

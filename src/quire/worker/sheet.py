@@ -36,6 +36,8 @@ class Sizes(NamedTuple):
     """Whether the device derives the inputs of decodes."""
     query_len: int = 0
     """Places of each sequence, where all are decodes that the device derives; 0: as many as it has tokens."""
+    axes: int = 0
+    """Positions of each token by which heads turn; 0: its place says all."""
 
 
 def slots_of(group: int) -> str:
@@ -44,10 +46,11 @@ def slots_of(group: int) -> str:
 
 
 def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
-    tokens, seqs, samples, blocks, groups, adapters, drafts, _ = sizes
+    tokens, seqs, samples, blocks, groups, adapters, drafts, _, axes = sizes
     return [
         *((name, np.int64, tokens) for name in ("token_ids", "sources", "positions")),
         *((slots_of(group), np.int64, tokens) for group in range(groups)),
+        *((("turns", np.int64, axes * tokens),) if axes else ()),
         *((name, np.int64, samples) for name in ("logit_tokens", "logit_rows", "seeds", "sample_at")),
         ("block_places", np.int64, blocks),
         ("top_k", np.int32, samples),
@@ -92,10 +95,16 @@ def tensors(memory: Tensor, sizes: Sizes) -> dict[str, Tensor]:
 
 
 def sizes_of(
-    plan: StepPlan, num_block_changes: int, num_groups: int, *, adapters: bool = False, drafts: bool = False
+    plan: StepPlan,
+    num_block_changes: int,
+    num_groups: int,
+    *,
+    adapters: bool = False,
+    drafts: bool = False,
+    axes: int = 0,
 ) -> Sizes:
     sizes = plan.total_tokens, len(plan.rows), len(plan.logit_rows)
-    return Sizes(*sizes, num_block_changes, num_groups, adapters, drafts)
+    return Sizes(*sizes, num_block_changes, num_groups, adapters, drafts, axes=axes)
 
 
 class Page:
@@ -182,6 +191,9 @@ def _fill(into: Arrays, plan: StepPlan, all_rows: Rows) -> None:
         positions = np.arange(num_tokens) + np.repeat(computed - into["query_starts"][:num_seqs], lens)
     blocks, offsets = np.divmod(positions, all_rows.block_size)
     into["positions"][:num_tokens] = positions
+    if all_rows.turns is not None and "turns" in into:
+        turns = into["turns"].reshape(-1, len(into["positions"]))
+        all_rows.turns.fill(turns, plan, row_of_token, positions)
     for group, tables in enumerate(all_rows.tables):
         slots = into[slots_of(group)][:num_tokens]
         np.multiply(tables[row_of_token, blocks], all_rows.block_size, out=slots, dtype=np.int64)
@@ -215,6 +227,7 @@ _NOTHING: dict[str, float] = {
     "token_ids": 0,
     "sources": -1,
     "positions": 0,
+    "turns": 0,
     "slots": -1,
     "seq_lens": 0,
     "adapters": -1,

@@ -95,6 +95,11 @@ class Speculation:
         self.rates: Tensor | None = None
         if facts.synthetic_acceptance_rates:
             self.rates = torch.tensor(facts.synthetic_acceptance_rates, device=device)
+        self.ahead: Tensor | None = None
+        """As in `Turns`."""
+        if all_rows.turns is not None:
+            self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            self.last_turn = all_rows.turns.last
         self.propose: Propose | None = None
         """None: the planner does."""
         if facts.method == "ngram":
@@ -108,6 +113,8 @@ class Speculation:
             known.history[row, :length].copy_(self._sent(all_rows.tokens[row, :length]), non_blocking=True)
             known.lengths[row].fill_(length)
             known.num_drafts[row].fill_(0)
+            if self.ahead is not None and all_rows.turns is not None:
+                self.ahead[row].fill_(int(all_rows.turns.ahead[row]))
         if len(plan.drafts):
             guessed = np.zeros((len(plan.rows), self.most), np.int64)
             guessed[np.arange(self.most) < plan.num_drafts[:, None]] = plan.drafts
@@ -129,9 +136,18 @@ class Speculation:
             self.known, step, sheet["token_ids"], batch.positions, lens, slots, tables, self.block_size,
             self.max_len,
         )  # fmt: skip
+        if self.ahead is not None and batch.turns is not None:
+            self._turn(self.ahead, step, batch.positions, batch.turns)
         # By torch: kernels behind it may read lengths before they wait for the one in front of them.
         torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
         return Given(batch, step, sheet["num_slots"])
+
+    def _turn(self, ahead: Tensor, step: Step, positions: Tensor, turns: Tensor) -> None:
+        """Those of the decodes, in place."""
+        tokens = torch.arange(len(positions), dtype=torch.int32, device=self.device)
+        seqs = torch.searchsorted(step.query_starts[1:], tokens, right=True).clamp_(max=len(step.rows) - 1)
+        found = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_turn)
+        turns.copy_(torch.where(step.planned[seqs] >= 0, found, turns))
 
     def verify(self, given: Given, hidden: Tensor, token_ids: Tensor, seeds: Tensor) -> Tensor:
         """As the kernel; drafts for the next step are there, too."""

@@ -195,6 +195,7 @@ class Worker:
             sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
+            turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
         )
         weights = self._weights
         if facts.encoder is None:
