@@ -14,14 +14,11 @@ from quire.config.model import read_checkpoint
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION = _SIZES | {"image_size": 28, "patch_size": 14}
-_QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 _LLAMA = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", _VISION),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", _VISION | _LLAMA),
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", _VISION),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", _QWEN),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", _QWEN),
 }
 
 

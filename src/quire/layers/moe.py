@@ -48,6 +48,7 @@ _FACTORS = {"relu2": "relu"}
 NAMES = {
     "mlp": Names(),
     "apart": Names(stored="apart"),
+    "across": Names(stored="across", experts=("experts", "gate_up_proj", "down_proj")),
     "mixtral": Names("block_sparse_moe", experts=("experts", "w1", "w3", "w2")),
     "deepseek": Names(shared="mlp.shared_experts"),
     "ernie": Names(

@@ -102,8 +102,6 @@ WITH_OTHER_PARTS = (
     "Gemma3ForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
 )
 """Those that also see. Of them the decoder runs, which is the one that their text_config names."""
 GGUF_FAMILIES = {

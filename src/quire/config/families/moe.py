@@ -35,7 +35,8 @@ def qwen2_moe(keys: Keys) -> ArchFacts:
 
 
 def qwen3_moe(keys: Keys) -> ArchFacts:
-    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"))
+    names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
+    moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
     return mixed(qwen3(keys), moe, _sparse(keys))
 
 

@@ -4,7 +4,19 @@ from collections.abc import Callable
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
+from quire.config.media import qwen
 
-MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {}
+MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
+    "Glm4vForConditionalGeneration": qwen.glm4v("Glm4ForCausalLM", partial_rotary_factor=1.0),
+    "Glm4vMoeForConditionalGeneration": qwen.glm4v("Glm4MoeForCausalLM", partial_rotary_factor=0.5),
+    "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": qwen.qwen3_vl("Qwen3MoeForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": qwen.qwen3_vl("Qwen3_5ForCausalLM", sections=(11, 11, 10), deep=False),
+    "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
+        "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
+    ),
+}
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
 one of the families of decoders), and what it says of the rest."""

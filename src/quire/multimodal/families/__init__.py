@@ -92,4 +92,12 @@ class MakesProcessor(Protocol):
     def __call__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> Processor: ...
 
 
-PROCESSORS: LazyTable = LazyTable("processor", {})
+PROCESSORS: LazyTable = LazyTable(
+    "processor",
+    {
+        "glm4v": "quire.multimodal.families.qwen:GridProcessor",
+        "qwen2_5_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
+    },
+)

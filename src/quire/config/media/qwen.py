@@ -1,0 +1,226 @@
+"""Qwen2-VL to Qwen3.5, and GLM-4.1V and 4.5V: images and videos in patches of a grid."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.facts import MediaFacts
+from quire.config.families.dense import with_defaults
+from quire.config.keys import Keys
+from quire.errors import ConfigError
+
+Read = Callable[[Keys], tuple[Keys, MediaFacts]]
+
+
+@dataclass(frozen=True, slots=True)
+class GridFacts:
+    """A tower over a grid of patches, and the tokens that its vectors stand in for."""
+
+    depth: int
+    """How many layers."""
+    hidden: int
+    heads: int
+    intermediate: int
+    size_out: int
+    """Numbers of a vector: the decoder's hidden size."""
+    patch: int
+    """Pixels of a patch's side."""
+    frames: int
+    """Frames of a video that one patch spans; an image is repeated so often."""
+    merge: int
+    """One vector is made of a square of patches with this side."""
+    activation: str
+    norm_eps: float
+    image_id: int
+    """The token in whose places an image's vectors stand."""
+    video_id: int
+    start_id: int
+    """What stands before those of an image or of a frame, and behind them."""
+    end_id: int
+    video_start_id: int
+    """The same of a video, as templates write it."""
+    video_end_id: int
+    channels: int = 3
+    qkv_bias: bool = True
+    window: int = 0
+    """Pixels of the side of a window within which most layers look; 0: all look everywhere."""
+    far: tuple[int, ...] = ()
+    """Those that look everywhere none the less."""
+    positions: int = 0
+    """The side of the square of learned positions; 0: there are none."""
+    taps: tuple[int, ...] = ()
+    """Layers behind which further vectors are taken, for the first layers of the decoder."""
+    pace: float = 0.0
+    """Positions that pass in a second of a video; 0: one for each of its steps, however long."""
+    times: str = ""
+    """How frames of a video are told apart: by their time `before` each, or `behind`; or not at all."""
+
+
+def qwen2_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
+    """`hidden_size` is the decoder's here, and `embed_dim` the tower's own."""
+    vision = _vision(keys)
+    hidden = vision.size("embed_dim", 1280)
+    grid = _grid(
+        keys,
+        hidden=hidden,
+        intermediate=int(hidden * vision.number("mlp_ratio", 4.0)),
+        size_out=vision.size("hidden_size", 3584),
+        channels=_channels(vision),
+        activation=vision.get("hidden_act") or "quick_gelu",
+    )
+    return _qwen2(keys), MediaFacts("qwen2_vl", ("image", "video"), grid)
+
+
+def qwen2_5_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
+    vision = _vision(keys)
+    grid = _grid(
+        keys,
+        channels=_channels(vision),
+        window=vision.size("window_size", 112),
+        far=_numbers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        pace=vision.number("tokens_per_second", 4.0),
+    )
+    return _qwen2(keys), MediaFacts("qwen2_5_vl", ("image", "video"), grid)
+
+
+def _channels(vision: Keys) -> int:
+    return vision.size("in_channels", vision.size("in_chans", 3))
+
+
+def _qwen2(keys: Keys) -> Keys:
+    rope = {"mrope_section": [16, 24, 24]}
+    return _text(keys, "Qwen2ForCausalLM", rope, rms_norm_eps=1e-5, rope_theta=1000000.0)
+
+
+def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), deep: bool = True) -> Read:
+    """With this decoder, whose first layers are given vectors of their own if it is `deep`."""
+
+    def read(keys: Keys) -> tuple[Keys, MediaFacts]:
+        vision = _vision(keys)
+        taps = _numbers(vision, "deepstack_visual_indexes", (8, 16, 24)) if deep else ()
+        grid = _grid(
+            keys,
+            {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16, "depth": 27},
+            activation=vision.get("hidden_act") or "gelu_pytorch_tanh",
+            positions=round(vision.size("num_position_embeddings", 2304) ** 0.5),
+            taps=taps,
+            times="before",
+        )
+        text = _text(keys, architecture, {"mrope_section": [*sections]}, rope_theta=500000.0)
+        text = _with_rope(text.but(norm_topk_prob=True), {"mrope_interleaved": True}, over=True)
+        return text, MediaFacts("qwen3_vl", ("image", "video"), grid, levels=len(taps))
+
+    return read
+
+
+def glm4v(architecture: str, **defaults: Any) -> Read:
+    """With this decoder, of which all that holds where its configuration is silent."""
+
+    def read(keys: Keys) -> tuple[Keys, MediaFacts]:
+        vision = _vision(keys)
+        sizes = {"hidden_size": 1536, "num_heads": 12, "depth": 24, "intermediate_size": 13696}
+        grid = _grid(
+            keys,
+            sizes | {"out_hidden_size": 4096},
+            _GLM_MARKS,
+            norm_eps=vision.number("rms_norm_eps", 1e-5),
+            qkv_bias=vision.flag("attention_bias"),
+            positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
+            times="behind",
+        )
+        text = _text(keys, architecture, {"mrope_section": [8, 12, 12]}, rms_norm_eps=1e-5, **defaults)
+        head_dim = text.size("hidden_size") // text.size("num_attention_heads")
+        if architecture == "Glm4ForCausalLM":  # whatever it says of these
+            text = text.but(attention_bias=True, head_dim=head_dim)
+        text = with_defaults(text, attention_bias=True, head_dim=head_dim)
+        return text, MediaFacts("glm4v", ("image", "video"), grid)
+
+    return read
+
+
+def _vision(keys: Keys) -> Keys:
+    vision = keys.get("vision_config")
+    if not isinstance(vision, dict):
+        raise keys.wrong("vision_config", "an object that describes the tower")
+    return Keys(f"{keys.source}, vision_config", vision)
+
+
+_MARKS = {
+    "image_id": ("image_token_id", 151655),
+    "video_id": ("video_token_id", 151656),
+    "start_id": ("vision_start_token_id", 151652),
+    "end_id": ("vision_end_token_id", 151653),
+    "video_start_id": ("vision_start_token_id", 151652),
+    "video_end_id": ("vision_end_token_id", 151653),
+}
+_GLM_MARKS = {
+    "image_id": ("image_token_id", 151343),
+    "video_id": ("video_token_id", 151344),
+    "start_id": ("image_start_token_id", 151339),
+    "end_id": ("image_end_token_id", 151340),
+    "video_start_id": ("video_start_token_id", 151341),
+    "video_end_id": ("video_end_token_id", 151342),
+}
+_SIZES = {
+    "depth": ("depth", 32),
+    "hidden": ("hidden_size", 3584),
+    "heads": ("num_heads", 16),
+    "intermediate": ("intermediate_size", 3420),
+    "size_out": ("out_hidden_size", 3584),
+    "patch": ("patch_size", 14),
+    "frames": ("temporal_patch_size", 2),
+    "merge": ("spatial_merge_size", 2),
+    "channels": ("in_channels", 3),
+}
+"""What the towers call their sizes, and what Qwen2.5-VL means where it is silent."""
+
+
+def _grid(
+    keys: Keys,
+    defaults: dict[str, int] | None = None,
+    marks: dict[str, tuple[str, int]] = _MARKS,
+    **facts: Any,
+) -> GridFacts:
+    """What all towers call the same, and `facts` as they are."""
+    vision, defaults = _vision(keys), defaults or {}
+    read: dict[str, Any] = {"activation": vision.get("hidden_act") or "silu", "norm_eps": 1e-6}
+    read |= {name: (keys.token_ids(key) or (default,))[0] for name, (key, default) in marks.items()}
+    read |= {
+        name: vision.size(key, defaults.get(key, default))
+        for name, (key, default) in _SIZES.items()
+        if name not in facts
+    }
+    grid = GridFacts(**(read | facts))
+    if grid.hidden % grid.heads or grid.hidden // grid.heads % 4:
+        raise ConfigError(f"{vision.source}: {grid.heads} heads of {grid.hidden} do not turn by two axes")
+    return grid
+
+
+def _numbers(keys: Keys, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    numbers = keys.get(key)
+    numbers = default if numbers is None else numbers
+    if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, int) for number in numbers):
+        raise keys.wrong(key, "a list of layers")
+    return tuple(numbers)
+
+
+def _text(keys: Keys, architecture: str, rope: dict[str, Any], **defaults: Any) -> Keys:
+    """The decoder as if it were alone: in text_config, or, in the first checkpoints, beside the tower."""
+    part = keys.get("text_config")
+    text = part if isinstance(part, dict) else {}
+    whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
+    tied = keys.flag("tie_word_embeddings") or bool(text.get("tie_word_embeddings"))
+    values = {**keys.values, **text, **whole, "tie_word_embeddings": tied, "architectures": [architecture]}
+    return _with_rope(with_defaults(Keys(keys.source, values), **defaults), rope)
+
+
+def _with_rope(keys: Keys, facts: dict[str, Any], *, over: bool = False) -> Keys:
+    """Its rotation with these facts, or with them where it says nothing."""
+    name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
+    block = keys.get(name) or {}
+    if not isinstance(block, dict):
+        raise keys.wrong(name, "an object")
+    given = block | facts if over else facts | block
+    if given.get("rope_type", given.get("type")) == "mrope":
+        given = {key: value for key, value in given.items() if key != "type"} | {"rope_type": "default"}
+    return keys.but(**{name: given})

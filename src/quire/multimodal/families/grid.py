@@ -1,0 +1,127 @@
+"""A grid of patches: how pixels are laid out in it, which frames are in it, where its tokens stand."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.data.media import Item
+from quire.errors import RequestError
+from quire.multimodal.families import Video
+from quire.multimodal.families.grid_settings import GridSettings
+
+USUAL_FPS = 24.0
+"""Of a video of which nobody said it, as in transformers."""
+
+
+class Grid(NamedTuple):
+    """Patches in time, height and width."""
+
+    steps: int
+    height: int
+    width: int
+
+    def num_vectors(self, merge: int) -> int:
+        return self.steps * (self.height // merge) * (self.width // merge)
+
+
+def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.float32]:
+    """[frames, height, width, 3] -> [steps, height, width, numbers of a patch], counted in patches.
+
+    They lie square by square of those that become one vector, and the numbers of a patch colour by colour,
+    frame by frame. What lacks to a whole step repeats the last frame.
+    """
+    count, height, width, _ = frames.shape
+    size, merge, depth = settings.patch, settings.merge, settings.frames
+    order = np.minimum(np.arange(-(-count // depth) * depth), count - 1)
+    rows, columns = height // size, width // size
+    shape = (len(order) // depth, depth, 3, rows // merge, merge, size, columns // merge, merge, size)
+    # [steps, squares down, squares across, down and across in the square, colour, frame, down, across]
+    patches = settings.finish(frames)[order].reshape(shape).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(shape[0], rows, columns, -1)
+
+
+def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:
+    """Which of the frames are taken; which of the whole video these are; how many of those a second has."""
+    count = len(video.frames)
+    if not count:
+        raise RequestError("a video has no frames")
+    indices = list(video.indices) or list(range(count))
+    fps = video.source_fps or (None if video.indices else video.fps)
+    if len(indices) != count:
+        raise RequestError(f"a video has {count} frames, but {len(indices)} are numbered")
+    if not settings.samples or (video.indices and times):
+        return list(range(count)), indices, fps
+    picked = _PICKS[times](count, video.fps or USUAL_FPS, settings)
+    return picked, [indices[i] for i in picked], fps
+
+
+def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
+    """Qwen2-VL's: a whole number of steps."""
+    depth = settings.frames
+    wanted: float
+    if settings.num_frames is not None:
+        wanted = round(settings.num_frames / depth) * depth
+    elif settings.fps is not None:
+        most = math.floor(min(settings.max_frames, count) / depth) * depth
+        wanted = min(max(count / fps * settings.fps, settings.min_frames), most, count)
+        wanted = math.floor(wanted / depth) * depth
+    else:
+        return list(range(count))
+    wanted = min(max(wanted, 1), count)
+    return [int(i) for i in np.arange(0, count, count / wanted)]
+
+
+def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
+    """Qwen3-VL's: the first and the last, and what lies evenly between."""
+    wanted = settings.num_frames
+    if wanted is None and settings.fps is not None:
+        wanted = min(max(int(count / fps * settings.fps), settings.min_frames), settings.max_frames)
+    wanted = min(wanted or max(count, settings.min_frames), settings.max_frames, count)
+    return [int(i) for i in np.linspace(0, count - 1, wanted).round()]
+
+
+def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
+    """GLM's: the first frame at or behind each time, an even number of them."""
+    last, rate = count - 1, settings.fps or 2.0
+    seconds = round(last / fps) + 1
+    if seconds <= settings.max_seconds:
+        times = [i / rate for i in range(max(math.floor(seconds * rate), 1))]
+        picked = [min(last, math.ceil(i * fps / rate)) for i in range(len(times))]
+    else:
+        wanted = int(settings.max_seconds * rate)
+        picked = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
+        picked = list(range(count)) if wanted >= count else picked
+    picked = list(dict.fromkeys(picked))
+    return picked if len(picked) % 2 == 0 else [*picked, picked[-1]]
+
+
+_PICKS = {"": _evenly, "before": _spaced, "behind": _by_second}
+"""By how frames are told apart."""
+
+
+def positions_of(
+    num_tokens: int, items: Sequence[Item], facts: Sequence[Mapping[str, Any]], merge: int
+) -> NDArray[np.int32]:
+    """[3, num_tokens]: text goes on by one in all three; the tokens of a grid by time, height and width, and
+    what follows by the longer side of the grid."""
+    out = np.empty((3, num_tokens), np.int32)
+    done = at = 0
+    for item, known in zip(items, facts, strict=True):
+        grid = Grid(*known["grid"])
+        rows, columns = grid.height // merge, grid.width // merge
+        places = item.places()
+        steps = grid.steps // len(places)
+        time = (np.arange(steps, dtype=np.float32) * np.float32(known.get("step", 1.0))).astype(np.int32)
+        axes = np.meshgrid(time, np.arange(rows), np.arange(columns), indexing="ij")
+        cells = np.stack(axes).reshape(3, -1)
+        for first, count in places:
+            out[:, done:first] = at + np.arange(first - done)
+            at += first - done
+            out[:, first : first + count] = at + cells
+            at += max(rows, columns)
+            done = first + count
+    out[:, done:] = at + np.arange(num_tokens - done)
+    return out

@@ -1,0 +1,138 @@
+"""Qwen's and GLM's: an image or a video becomes patches of a grid, of a number of pixels within bounds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.config.facts import MediaFacts
+from quire.config.media.qwen import GridFacts
+from quire.data.media import Array, Item
+from quire.errors import RequestError
+from quire.multimodal.families import Content, Processed, Sound, Video
+from quire.multimodal.families.grid import USUAL_FPS, Grid, patches_of, positions_of, sampled
+from quire.multimodal.families.grid_settings import GridSettings, read_settings
+from quire.multimodal.images import resized
+from quire.text.tokenizer import Tokenizer
+
+
+class GridProcessor:
+    """Images and videos in patches; the times of a video's frames are tokens among them, or not."""
+
+    modalities = ("image", "video")
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.tower: GridFacts = facts.tower
+        self.width = self.tower.size_out * (1 + facts.levels)
+        self.tokenizer = tokenizer
+        self.settings = read_settings(path, facts)
+
+    def marks(self, modality: str) -> list[int]:
+        tower = self.tower
+        if modality == "image":
+            return [tower.image_id]
+        return [tower.start_id, tower.video_id, tower.end_id] if tower.times == "before" else [tower.video_id]
+
+    def text(self, modality: str, number: int) -> str:
+        tower = self.tower
+        ids = [tower.start_id, tower.image_id, tower.end_id]
+        if modality == "video":
+            ids = [tower.video_start_id, tower.video_id, tower.video_end_id]
+        return "".join(token or "" for token in self.tokenizer.convert_ids_to_tokens(ids))
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+        assert not isinstance(content, Sound), "these models do not hear"
+        settings = self.settings[modality].told(arguments)
+        if isinstance(content, Video):
+            return self._video(content, settings)
+        size = settings.size_of(content.height, content.width)
+        pixels = patches_of(resized(content, size, settings.resample)[None], settings)
+        grid = Grid(*pixels.shape[:3])
+        return _with(Processed([self.tower.image_id] * grid.num_vectors(settings.merge)), grid, pixels=pixels)
+
+    def _video(self, video: Video, settings: GridSettings) -> Processed:
+        picked, indices, fps = sampled(video, settings, self.tower.times)
+        frames = video.frames[picked]
+        height, width = frames.shape[1:3]
+        size = settings.size_of(height, width, num_frames=max(len(frames), settings.frames))
+        sized = [resized(Image.fromarray(frame), size, settings.resample) for frame in frames]
+        pixels = patches_of(np.stack(sized), settings)
+        grid = Grid(*pixels.shape[:3])
+        total = video.total_frames or len(video.frames)
+        rate = fps * len(indices) / total if fps else USUAL_FPS
+        times = [index / (fps or USUAL_FPS) for index in indices]
+        return _with(self._spread(grid, times, settings.frames / rate), grid, pixels=pixels)
+
+    def _spread(self, grid: Grid, times: list[float], seconds: float) -> Processed:
+        """The span of a video: one run of tokens, or one for each of its steps, beside its time."""
+        tower, count = self.tower, grid.num_vectors(self.tower.merge)
+        if not tower.times:
+            processed = Processed([tower.video_id] * count)
+            processed.facts["step"] = (tower.pace * seconds) if tower.pace else 1.0
+            return processed
+        processed = Processed([])
+        ids, frames, last = processed.token_ids, tower.frames, len(times) - 1
+        token = tower.video_id if tower.times == "before" else tower.image_id
+        for step in range(grid.steps):
+            first, end = (times[min(step * frames + i, last)] for i in (0, frames - 1))
+            text = f"<{(first + end) / 2:.1f} seconds>" if tower.times == "before" else str(int(first))
+            time = self.tokenizer.encode(text, add_special_tokens=False)
+            ids += [*time, tower.start_id] if tower.times == "before" else [tower.start_id]
+            processed.runs.append((len(ids), count // grid.steps))
+            ids += [token] * (count // grid.steps)
+            ids += [tower.end_id] if tower.times == "before" else [tower.end_id, *time]
+        return processed
+
+    def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
+        vectors, key = embeds["embeds"], f"{modality}_grid_thw"
+        if key not in embeds:
+            raise RequestError(f"{modality}_embeds need {key}: steps, height and width in patches", key)
+        numbers = [int(number) for number in np.asarray(embeds[key]).reshape(-1)]
+        merge = self.tower.merge
+        if len(numbers) != 3 or min(numbers) < 1 or numbers[1] % merge or numbers[2] % merge:
+            raise RequestError(f"{key} is {numbers}, expected steps, and height and width in {merge}s", key)
+        grid = Grid(*numbers)
+        expected = (grid.num_vectors(merge), self.width)
+        if vectors.shape != expected:
+            raise RequestError(
+                f"{modality}_embeds have the shape {vectors.shape}, expected {expected} for {key} {numbers}",
+                f"{modality}_embeds",
+            )
+        if modality == "image":
+            return _with(Processed([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
+        given = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
+        seconds = float(given.reshape(-1)[0])
+        times = [seconds * i / self.tower.frames for i in range(grid.steps * self.tower.frames)]
+        return _with(self._spread(grid, times, seconds), grid, embeds=vectors)
+
+    def most_vectors(self, modality: str) -> int:
+        return self.settings[modality].most_vectors()
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        settings = self.settings[modality]
+        frames = settings.max_frames if modality == "video" else 0
+        steps = -(-frames // settings.frames) or 1
+        if frames and settings.counts_frames:  # all of the pixels in as few of them as there may be
+            frames = max(settings.frames, settings.min_frames)
+            steps = -(-frames // settings.frames)
+        of_step = max(1, settings.most_vectors() // steps)
+        rows = math.isqrt(of_step)
+        size = (of_step // rows * settings.unit, rows * settings.unit)
+        return (frames, *size) if frames else size
+
+    def positions(
+        self, token_ids: Sequence[int], items: Sequence[Item], facts: Sequence[Mapping[str, Any]]
+    ) -> Array | None:
+        if not items:
+            return None
+        return Array.of(positions_of(len(token_ids), items, facts, self.tower.merge))
+
+
+def _with(processed: Processed, grid: Grid, **arrays: NDArray[Any]) -> Processed:
+    processed.facts["grid"] = list(grid)
+    processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}
+    return processed

@@ -1,0 +1,189 @@
+"""What Qwen's and GLM's towers are given, against the processors of transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_qwen import BEGIN, END, IMAGE, VIDEO, made
+
+from quire.config.model import read_checkpoint
+from quire.data.media import Item
+from quire.errors import RequestError
+from quire.multimodal.families import PROCESSORS, Processed, Processor, Video
+from quire.text.tokenizer import load_tokenizer
+
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+CASES = {
+    "Qwen2VL": {"min_pixels": 3136, "max_pixels": 40000, "patch_size": 14, **CLIP},
+    "Qwen3VL": {"size": {"shortest_edge": 4096, "longest_edge": 50000}, "patch_size": 16, **HALF},
+    "Glm4v": {"size": {"shortest_edge": 12544, "longest_edge": 90000}, "patch_size": 14, **CLIP},
+}
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def processor_of(family: str, base: Path, settings: Path | None = None) -> Processor:
+    path, _ = made(family, base)
+    media = read_checkpoint(path).facts.media
+    assert media is not None
+    processor: Processor = PROCESSORS[media.family](settings or path, media, load_tokenizer(path, "hf"))
+    return processor
+
+
+def pixels_of(processed: Processed) -> Any:
+    assert processed.arrays is not None
+    return processed.arrays["pixels"].numbers()
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_pixels_and_grid_equal_those_of_transformers(family: str, base: Path, tmp_path: Path) -> None:
+    """50 sizes: too few pixels, too many, long and narrow, smaller than a patch."""
+    import transformers
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(CASES[family]))
+    kind = "Glm4vImageProcessorPil" if family == "Glm4v" else "Qwen2VLImageProcessorPil"
+    theirs = getattr(transformers, kind).from_pretrained(tmp_path)
+    ours = processor_of(family, base, tmp_path)
+    draw = np.random.default_rng(5)
+    sizes = [(1, 1), (1, 200), (9, 1400), (300, 300), *draw.integers(8, 400, (46, 2)).tolist()]
+    for width, height in sizes:
+        image = Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
+        expected = theirs(image, return_tensors="np")
+        got = ours.process("image", image, {})
+        pixels = pixels_of(got)
+        assert list(pixels.shape[:3]) == got.facts["grid"] == expected["image_grid_thw"][0].tolist()
+        assert len(got.token_ids) == np.prod(pixels.shape[:3]) // 4 <= ours.most_vectors("image")
+        np.testing.assert_allclose(
+            pixels.reshape(expected["pixel_values"].shape), expected["pixel_values"], atol=1e-5
+        )
+    assert len(
+        ours.process("image", Image.new("RGB", ours.largest("image")), {}).token_ids
+    ) <= ours.most_vectors("image")
+
+
+def test_arguments_of_a_request_are_checked(base: Path) -> None:
+    processor, image = processor_of("Qwen2VL", base), Image.new("RGB", (64, 48))
+    assert processor.process("image", image, {}).facts["grid"] == [1, 12, 16]
+    assert processor.process("image", image, {"max_pixels": 1024}).facts["grid"] == [1, 6, 8]
+    size = {"shortest_edge": 256, "longest_edge": 1024}
+    assert processor.process("image", image, {"size": size}).facts["grid"] == [1, 6, 8]
+    for wrong in (
+        {"max_pixels": -1},
+        {"max_pixel": 9},
+        {"size": {"height": 3}},
+        {"min_pixels": 99999},
+        {"fps": "a"},
+    ):
+        with pytest.raises(RequestError, match=next(iter(wrong)) if "min" not in str(wrong) else "99999"):
+            processor.process("image", image, wrong)
+    with pytest.raises(RequestError, match="too narrow"):
+        processor.process("image", Image.new("RGB", (2010, 10)), {})
+
+
+def test_vectors_that_a_user_brings_are_checked(base: Path) -> None:
+    processor, grid = processor_of("Qwen3VL", base), np.array([[1, 4, 6]])
+    vectors = np.zeros((6, 96), np.float32)
+    got = processor.process_embeds("image", {"embeds": vectors, "image_grid_thw": grid})
+    assert (
+        got.token_ids == [IMAGE] * 6
+        and set(got.arrays or ()) == {"embeds"}
+        and got.facts["grid"] == [1, 4, 6]
+    )
+    wrongs: list[Any] = [
+        {"embeds": vectors},
+        {"embeds": vectors[:5], "image_grid_thw": grid},
+        {"embeds": vectors[:, :32], "image_grid_thw": grid},
+        {"embeds": vectors, "image_grid_thw": [1, 3, 6]},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(RequestError, match="image_"):
+            processor.process_embeds("image", wrong)
+
+
+def test_frames_of_a_video_lie_two_by_two(base: Path) -> None:
+    """As transformers lays them out, whose own processor needs torchvision; an odd last one is repeated."""
+    frames = np.random.default_rng(1).integers(0, 256, (5, 16, 24, 3), np.uint8)
+    got = processor_of("Qwen2VL", base).process("video", Video(frames), {})
+    assert got.facts["grid"] == [3, 4, 6] and got.token_ids == [VIDEO] * 18
+    video = torch.from_numpy(frames[[0, 1, 2, 3, 4, 4]]).permute(0, 3, 1, 2)[None] / 255
+    mean, std = (torch.tensor(CLIP[key])[:, None, None] for key in ("image_mean", "image_std"))
+    patches = ((video - mean) / std).view(1, 3, 2, 3, 2, 2, 4, 3, 2, 4)
+    expected = patches.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).reshape(3, 4, 6, 96)
+    np.testing.assert_allclose(pixels_of(got), expected.numpy(), atol=1e-5)
+
+
+def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> None:
+    frames = np.zeros((12, 16, 24, 3), np.uint8)
+    processor = processor_of("Qwen3VL", base)
+    assert processor.marks("video") == [BEGIN, VIDEO, END] and processor.marks("image") == [IMAGE]
+    got = processor.process("video", Video(frames, fps=4.0), {})  # 2 a second: 0, 2, 4, 7, 9, 11
+    words = load_tokenizer(made("Qwen3VL", base)[0], "hf")
+    times = [words.encode(f"<{time} seconds>", add_special_tokens=False) for time in ("0.2", "1.4", "2.5")]
+    assert got.token_ids == [token for time in times for token in (*time, BEGIN, *[VIDEO] * 6, END)]
+    assert got.runs == [(len(times[0]) + 1 + i * (len(times[0]) + 8), 6) for i in range(3)]
+    got = processor_of("Glm4v", base).process("video", Video(frames, fps=4.0), {})  # 8, of 4 seconds
+    expected = [(BEGIN, *[IMAGE] * 6, END, *words.encode(time, add_special_tokens=False)) for time in "0122"]
+    assert got.token_ids == [token for frame in expected for token in frame]
+    seen = Video(frames[:3], indices=(0, 40, 80), source_fps=10.0, total_frames=120)
+    got = processor.process("video", seen, {})
+    assert got.facts["grid"] == [2, 4, 6] and words.decode(got.token_ids[:13]) == "<2.0 seconds>"
+
+
+def _rope_index(model: Any, ids: list[int], items: list[Item], facts: list[Any], steps: list[float]) -> Any:
+    kinds = np.zeros(len(ids), np.int32)
+    for item in items:
+        for first, count in item.places():
+            kinds[first : first + count] = 1 if item.modality == "image" else 2
+    grids = {
+        modality: torch.tensor(
+            [fact["grid"] for item, fact in zip(items, facts, strict=True) if item.modality == modality]
+        )
+        for modality in ("image", "video")
+    }
+    return model.model.get_rope_index(
+        input_ids=torch.tensor([ids]),
+        mm_token_type_ids=torch.from_numpy(kinds)[None],
+        image_grid_thw=grids["image"] if len(grids["image"]) else None,
+        video_grid_thw=grids["video"] if len(grids["video"]) else None,
+        **({"second_per_grid_ts": steps} if hasattr(model.config.vision_config, "tokens_per_second") else {}),
+    )
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_positions_equal_those_of_transformers(family: str, base: Path) -> None:
+    """Random layouts of text, images and videos."""
+    model = made(family, base)[1]
+    processor, draw = processor_of(family, base), np.random.default_rng(2)
+    for _ in range(12):
+        ids: list[int] = []
+        items: list[Item] = []
+        facts: list[Any] = []
+        steps: list[float] = []
+        for _ in range(draw.integers(1, 5)):
+            ids += draw.integers(3, 250, draw.integers(1, 9)).tolist()
+            height, width, count = (int(n) for n in draw.integers(8, 40, 3))
+            frames = draw.integers(0, 256, (count, height, width, 3), np.uint8)
+            modality = "image" if draw.random() < 0.5 else "video"
+            fps = float(draw.integers(1, 30))
+            content = Image.fromarray(frames[0]) if modality == "image" else Video(frames, fps=fps)
+            got = processor.process(modality, content, {})
+            items.append(
+                Item(modality=modality, key=b"", offset=len(ids), length=len(got.token_ids), runs=got.runs)
+            )
+            facts.append(got.facts)
+            steps += [2 / fps] if modality == "video" else []
+            ids += got.token_ids
+        ids += draw.integers(3, 250, draw.integers(1, 9)).tolist()
+        ours = processor.positions(ids, items, facts)
+        expected, _ = _rope_index(model, ids, items, facts, steps)
+        assert ours is not None
+        np.testing.assert_array_equal(ours.numbers(), expected[:, 0].numpy())
+    assert processor.positions(ids, [], []) is None
