@@ -1,0 +1,136 @@
+"""What lies in deploy/: valid manifests, alerts that fire, a dashboard whose queries find something."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from serve_process import ServeProcess, Start, eventually, free_port
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+OVERLAYS = sorted(path.parent.name for path in DEPLOY.glob("kubernetes/overlays/*/kustomization.yaml"))
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def documents(overlay: str) -> dict[str, dict[str, Any]]:
+    words = [tool("kubectl"), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
+    made = subprocess.run(words, capture_output=True, text=True, check=True)
+    return {each["kind"]: each for each in yaml.safe_load_all(made.stdout)}
+
+
+def make() -> Any:
+    spec = importlib.util.spec_from_file_location("make", DEPLOY / "grafana" / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_manifests_are_rendered_and_valid(overlay: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for kind, document in documents(overlay).items():
+        if kind not in ("PodMonitor", "LeaderWorkerSet"):  # of operators, which have schemas of their own
+            validate.validate(document, "1.33", strict=True)
+
+
+def test_a_pod_ends_after_its_requests() -> None:
+    """What the server gives running requests, and the pause before, fit into what the cluster waits."""
+    pod = documents("single-gpu")["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert given + pause < pod["terminationGracePeriodSeconds"]
+    assert {
+        container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")
+    } == {"/health"}
+
+
+def test_replicas_follow_those_who_wait(server: ServeProcess) -> None:
+    """The rule of the adapter renames a metric that the server has to the one that is asked for."""
+    scaler = documents("single-gpu")["HorizontalPodAutoscaler"]["spec"]
+    (metric,) = scaler["metrics"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 10)
+    assert metric["pods"]["target"]["averageValue"] == "10"
+    adapter = yaml.safe_load((DEPLOY / "kubernetes/components/hpa/adapter-rules.yaml").read_text())
+    (rule,) = adapter["rules"]["custom"]
+    theirs = re.search(r'__name__=~"([^"]*)"', rule["seriesQuery"])[1]  # type: ignore[index]
+    names = {line.split("{")[0] for line in server.client.get("/metrics").text.splitlines()}
+    found = [name for name in names if re.fullmatch(theirs, name)]
+    ours = re.compile(rule["name"]["matches"])
+    renamed = {ours.sub(rule["name"]["as"].replace("${1}", r"\1"), name) for name in found}
+    assert metric["pods"]["metric"]["name"] in renamed
+
+
+def test_alerts_fire_when_they_should() -> None:
+    words = [tool("promtool"), "test", "rules", "alerts_test.yml"]
+    subprocess.run(words, cwd=DEPLOY / "prometheus", check=True)
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    tried = (DEPLOY / "prometheus/alerts_test.yml").read_text()
+    assert [rule["alert"] for rule in rules if rule["alert"] not in tried] == ["QuireCacheHigh"]
+
+
+def test_the_dashboard_is_what_its_table_says() -> None:
+    kept = json.loads((DEPLOY / "grafana/dashboards/quire.json").read_text())
+    assert kept == make().dashboard(), "run: python deploy/grafana/make.py"
+
+
+@pytest.mark.slow
+def test_every_query_finds_something(start: Start, tmp_path: Path) -> None:
+    """By a real Prometheus, over a real server with adapters and drafts."""
+    prometheus = tool("prometheus")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    server = start("--enable-lora", "--speculative-config", json.dumps(drafts))
+    server.until_healthy()
+    port = free_port()
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{server.port}"]
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(DEPLOY / "prometheus/alerts.yml")]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    words = [prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    running = subprocess.Popen([*words, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
+    api = httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60)
+    queries = [query for _, _, _, each in make().PANELS for _, query in each]
+    missing = list(queries)
+
+    def ask() -> bool:
+        body = {"model": "tiny", "prompt": "a b c a b c a b c", "max_tokens": 32, "temperature": 0}
+        assert server.client.post("/v1/completions", json=body).status_code == 200
+        time.sleep(1.0)
+        for query in list(missing):
+            plain = query.replace("$__rate_interval", "10s").replace("$model", ".*")
+            found = api.get("/query", params={"query": plain}).json()
+            assert found["status"] == "success", found
+            if found["data"]["result"]:
+                missing.remove(query)
+        return not missing
+
+    try:
+        eventually("Prometheus is there", lambda: _is_up(api))
+        eventually(f"all have values: {missing}", ask)
+        groups = api.get("/rules").json()["data"]["groups"]
+        assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
+    finally:
+        running.kill()
+        running.wait()
+
+
+def _is_up(api: httpx.Client) -> bool:
+    try:
+        return api.get("/query", params={"query": "up"}).status_code == 200
+    except httpx.HTTPError:
+        return False
