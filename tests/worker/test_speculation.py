@@ -27,8 +27,9 @@ from quire.sampling.chance import Asked, sample, uniform
 from quire.sched.drafting import Drafting
 from quire.worker.cuda import Cuda
 from quire.worker.device import Model
+from quire.worker.drafter import check_ahead
 from quire.worker.rows import Rows
-from quire.worker.worker import Worker, check_ahead
+from quire.worker.worker import Worker
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -18,11 +18,14 @@ from quire.config.draft import Draft
 from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
 from quire.data.plan import Ints
+from quire.errors import ConfigError
 from quire.kernels.tape import Tapes
 from quire.loader import load_model
 from quire.models import DRAFTS
 from quire.models.drafting import DraftHead
 
+MOST_LATENT = 7
+"""Drafts of a row: with its own token they make a tile of queries."""
 _MAX_TAPED = 64
 """Tokens: what is computed of more has work enough to hide the calls."""
 
@@ -275,6 +278,20 @@ class HeadDrafter:
                 ahead = self.ahead.behind(batch, ids, place, told.num_slots, number + 1)
                 out, states = self.model(ahead, states)
         return _columns(drafts, told.next_ids)
+
+
+def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
+    """Refuse drafts where attention has to know on the host how long the sequences are."""
+    if backend != "TRITON_ATTN":
+        raise ConfigError(
+            f"speculation on a GPU needs attention_backend TRITON_ATTN, not {backend}: the lengths of "
+            "sequences are known to the device alone"
+        )
+    if latent and num_drafts > MOST_LATENT:
+        raise ConfigError(
+            f"num_speculative_tokens={num_drafts} is above the {MOST_LATENT} that latent attention takes on "
+            "a GPU; lower it"
+        )
 
 
 def load_draft(

@@ -25,7 +25,7 @@ from quire.config.speculation import SpecFacts
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
-from quire.errors import ConfigError, RequestError
+from quire.errors import RequestError
 from quire.kernels import native, sampling
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
@@ -38,7 +38,7 @@ from quire.sampling.sampler import Sampler
 from quire.worker.adapters import Adapters, check_slots
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
-from quire.worker.drafter import Drafter, draft_bytes, load_draft, open_drafter
+from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
@@ -54,8 +54,6 @@ log = get_logger(__name__)
 
 _ALONE = World()
 
-MOST_LATENT = 7
-"""Drafts of a row: with its own token they make a tile of queries."""
 _KEPT_AS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Types of a cache that no model computes in."""
 
@@ -460,20 +458,6 @@ class Worker:
             block_size=self.config.cache.block_size,
             kept_as=self.kept_as,
             device=self.device,
-        )
-
-
-def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
-    """Refuse drafts where attention has to know on the host how long the sequences are."""
-    if backend != "TRITON_ATTN":
-        raise ConfigError(
-            f"speculation on a GPU needs attention_backend TRITON_ATTN, not {backend}: the lengths of "
-            "sequences are known to the device alone"
-        )
-    if latent and num_drafts > MOST_LATENT:
-        raise ConfigError(
-            f"num_speculative_tokens={num_drafts} is above the {MOST_LATENT} that latent attention takes on "
-            "a GPU; lower it"
         )
 
 
