@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.config.args import checked
@@ -79,6 +79,8 @@ class EngineConfig:
     """None for an engine without drafts."""
     draft: Draft | None = None
     """What drafts on the device; None: nothing does."""
+    largest_items: Mapping[str, int] = field(default_factory=dict)
+    """By modality: the vectors of the largest item that there can be."""
 
     @property
     def quant(self) -> QuantFacts | None:
@@ -86,6 +88,19 @@ class EngineConfig:
         if self.checkpoint.format == "gguf":
             return None
         return choose_quant(self.model.quantization, self.checkpoint.quant)
+
+    @property
+    def max_vectors(self) -> int:
+        """Of media: the most that one step makes, and the most that are kept."""
+        return max([self.scheduler.max_num_batched_tokens, *self.largest_items.values()])
+
+    @property
+    def max_span(self) -> int | None:
+        """The most tokens that one image, video or sound can stand for; None: any number, since steps divide
+        them."""
+        media = self.checkpoint.facts.media
+        is_whole = media is not None and (media.is_whole or self.multimodal.disable_chunked_mm_input)
+        return self.scheduler.max_chunk if is_whole else None
 
     @property
     def own_facts(self) -> ArchFacts:

@@ -1,5 +1,7 @@
 """A core out of a configuration."""
 
+from dataclasses import replace
+
 from quire.capacity import MAX_DRAWS, CacheSize
 from quire.config.engine import EngineConfig
 from quire.core.engine_core import EngineCore
@@ -7,12 +9,13 @@ from quire.core.lockstep import open_lockstep
 from quire.dist.process import calm_threads
 from quire.executor import EXECUTORS, Executor
 from quire.grammar import Grammars
-from quire.prepare import open_grammars
+from quire.prepare import open_grammars, open_tokenizer
 from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import Drafting
 from quire.sched.drafts import proposer_of
 from quire.sched.drafts.pace import Pace
 from quire.sched.kv_manager import KVManager
+from quire.sched.media import EncoderCache
 from quire.sched.scheduler import Scheduler
 
 
@@ -20,6 +23,7 @@ def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[
     """Start the executor, then a scheduler over the blocks that it found room for. Grammars may be shared
     with whoever checks the requests."""
     calm_threads()
+    config = with_largest(config)
     executor: Executor = EXECUTORS[config.parallel.distributed_executor_backend](config)
     cache = executor.start()
     depth = max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
@@ -32,6 +36,21 @@ def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[
         adapters = AdapterGate(executor, max_slots=lora.max_loras, max_read=lora.max_cpu_loras)
     scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
+
+
+def with_largest(config: EngineConfig) -> EngineConfig:
+    """Knowing how large the items of its model can be."""
+    media = config.checkpoint.facts.media
+    if media is None:
+        return config
+    from quire.multimodal.families import PROCESSORS
+
+    longest, most = config.model.max_model_len, config.multimodal.limit_mm_per_prompt
+    largest = {name: longest for name in media.modalities if most.get(name) != 0}
+    if (tokenizer := open_tokenizer(config)) is not None:
+        processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
+        largest = {name: min(processor.most_vectors(name), longest) for name in largest}
+    return replace(config, largest_items=largest)
 
 
 def build_scheduler(
@@ -64,6 +83,7 @@ def build_scheduler(
         fair=limits.share_by_key,
         drafting=_drafting(config),
         adapters=adapters,
+        media=EncoderCache(size=config.max_vectors, whole=config.max_span is not None),
     )
 
 

@@ -62,6 +62,7 @@ class Desk:
         self._open: list[tuple[bytes, int, Work]] = []
         self._answers: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
+            "reset_encoder_cache": core.scheduler.media.reset,
             "reset_running": self.operator.reset_running,
             "block_map": core.block_map,
             "sleep_level": lambda: core.gate.level,

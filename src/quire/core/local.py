@@ -125,6 +125,10 @@ class LocalEngine:
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> bool:
+        """Forget the vectors of images, videos and sounds that no request needs; whether that is all."""
+        return self.core.scheduler.media.reset()
+
     # ---- operation
 
     @property

@@ -101,6 +101,7 @@ class Operator:
         if level == 0 or (gate.level == level and gate.asleep == set(MEMORY)):
             return
         core.scheduler.send_back()
+        core.scheduler.media.forget_all()
         core.reset_prefix_cache()
         if level > 1:
             core.scheduler.adapters.forget_all()

@@ -1,5 +1,7 @@
 """Media: the images, videos and sounds of a prompt, as the numbers that a tower reads."""
 
+import struct
+from bisect import bisect_right
 from typing import Any
 
 import msgspec
@@ -7,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODALITIES = ("image", "video", "audio")
+_PLACE = struct.Struct("<iI")
+"""Where a block begins in an item, and how long the item's key is."""
 
 
 class Array(msgspec.Struct, frozen=True, eq=False):
@@ -69,3 +73,13 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     positions: Array | None = None
     """[3, prompt] int32, for models that turn by time, height and width: those of each token. What follows
     the prompt goes on behind the largest."""
+
+    def keys_of(self, start: int, end: int) -> bytes:
+        """What these tokens stand for: the same for the same items at the same places."""
+        items, found = self.items, b""
+        for number in range(bisect_right(items, start, key=lambda item: item.end), len(items)):
+            item = items[number]
+            if item.offset >= end:
+                break
+            found += _PLACE.pack(start - item.offset, len(item.key)) + item.key
+        return found

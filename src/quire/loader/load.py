@@ -6,6 +6,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from quire.attention.backend import AttentionBackend
 from quire.comm.dispatch import Dispatch
+from quire.comm.group import Group
 from quire.comm.world import World
 from quire.config.facts import ArchFacts
 from quire.config.model import Checkpoint
@@ -30,6 +32,7 @@ from quire.loader.sharded import Kept, ShardedSource, equip
 from quire.loader.source import FORMATS, Source, detect
 from quire.logs import get_logger
 from quire.models import MODELS
+from quire.models.towers import TOWERS
 from quire.quant.formats import SchemeFormat
 from quire.quant.plain import PlainFormat
 
@@ -75,13 +78,15 @@ def load_model(
     ep: Dispatch | None = None,
     adapters: AdapterSlots | None = None,
     partly: bool = False,
+    tower_group: Group | None = None,
 ) -> Any:
     """The model of `checkpoint` with its weights on `device`, ready for `bind` and `forward`: a CausalLM, or
     what `build` makes; in a `world` of several workers what this one has of the layers of its stage.
 
     `packed` keeps the weights of a GGUF file as they are stored where the device can compute with them;
     `quant` is how those of other files are stored, or are to be kept. How much is there is told to `tell`.
-    With `ep` each worker has some experts; `partly`: most of the checkpoint is another model's.
+    With `ep` each worker has some experts; `partly`: most of the checkpoint is another model's. What the
+    first stage sees or hears with is its `tower`, whose layers `tower_group` shares; None: there is none.
     """
     source: Source = FORMATS[detect(checkpoint, load_format)](checkpoint, seed)
     if isinstance(source, ShardedSource):
@@ -107,6 +112,10 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
+    media = checkpoint.facts.media
+    if media is not None and tower_group is not None and stage.is_first:
+        own = replace(scope, adapters=None, group=tower_group)
+        model.tower = TOWERS[media.family](checkpoint.facts, own)
     with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)

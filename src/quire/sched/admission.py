@@ -12,6 +12,7 @@ from quire.sched.gates import GatedLine, Gates
 from quire.sched.in_flight import Notes
 from quire.sched.kv_manager import Growth, Hit, KVManager
 from quire.sched.limits import Claim, Limits
+from quire.sched.media import EncoderCache, stripped
 from quire.sched.queues import LINES, FairLine
 from quire.sched.running import RowIds, Running
 from quire.sched.shares import Room, Shares
@@ -30,6 +31,7 @@ class Admitter:
         trial: Trial,
         gates: Gates,
         adapters: AdapterGate,
+        media: EncoderCache,
         policy: str,
         chunked_prefill: bool,
         reserve_full_prompt: bool,
@@ -45,6 +47,7 @@ class Admitter:
         self.trial = trial
         self.gates = gates
         self.adapters = adapters
+        self.media = media
         self.chunked_prefill = chunked_prefill
         self.reserve_full_prompt = reserve_full_prompt
         self.num_watermark_blocks = int(watermark * kv.pool.num_usable)
@@ -54,10 +57,13 @@ class Admitter:
 
     def divide(self, pending: Ints) -> Ints:
         """The tokens of a step, to the running rows in order."""
+        pending = self.media.allow(self.running, pending, self.limits)
         if self.shares is None:
-            return self.limits.divide(pending)
-        levels = self.shares.levels[self.running.tenant[self.running.order]]
-        return self.limits.divide(pending, levels, self._claim(int(pending.sum())))
+            chunks = self.limits.divide(pending)
+        else:
+            levels = self.shares.levels[self.running.tenant[self.running.order]]
+            chunks = self.limits.divide(pending, levels, self._claim(int(pending.sum())))
+        return self.media.undivided(self.running, chunks, self.limits)
 
     def _claim(self, num_pending: int) -> Claim | None:
         """What the running leave to the next in line, if it could come in."""
@@ -69,6 +75,8 @@ class Admitter:
         num_tokens = min(len(request.tokens), self.limits.max_chunk)
         if num_pending + num_tokens <= self.limits.max_tokens or not self._fits(request):
             return None
+        if not self.media.cut(request, self.kv.lookup(request).num_tokens, num_tokens, self.limits):
+            return None  # those who hold what it waits for go on
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
@@ -145,7 +153,8 @@ class Admitter:
             hit = self.kv.lookup(request)
             pending = len(request.tokens) - hit.num_tokens
             chunk = min(pending, self.limits.max_chunk, budget)
-            if chunk < pending and not self._may_split(pending):
+            chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
+            if not chunk or (chunk < pending and not self._may_split(pending)):
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
             if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):
@@ -170,6 +179,7 @@ class Admitter:
         self.waiting.remove(request)
         hit = self.kv.lookup(request)
         chunk = min(len(request.tokens) - hit.num_tokens, self.limits.max_chunk)
+        chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
         return [(self._admit(request, hit, chunk, notes), chunk)]
 
     def _admit(self, request: Request, hit: Hit, chunk: int, notes: Notes) -> Admission:
@@ -186,6 +196,7 @@ class Admitter:
         row = self.running.admit(request, num_computed)
         block_ids = self.kv.admit(row, hit, num_computed + chunk)
         self.kv.index(self.running, np.array([row]), np.array([num_computed + chunk]))
+        self.media.enter(row, request, num_computed, num_computed + chunk)
         return Admission(
             row=row,
             request_id=request.id,
@@ -197,6 +208,7 @@ class Admitter:
             seed=request.seed,
             stop_ids=request.held_ids,
             embeds=request.embeds,
+            media=stripped(request.media),
             pooling=request.pooling,
             adapter=self.adapters.slot_of(request),
         )

@@ -280,10 +280,12 @@ class KVManager:
         life."""
         keys, size = request.block_keys, self.block_size
         parent = keys[-1] if keys else _root_key(request)
-        embeds = request.embeds
+        embeds, media = request.embeds, request.media
         for start in range(len(keys) * size, num_full * size, size):
             content = tokens[start : start + size].tobytes()
             if embeds is not None:
                 content += embeds.keys_of(start, start + size)
+            if media is not None:
+                content += media.keys_of(start, start + size)
             parent = hashlib.sha256(parent + content).digest()
             keys.append(parent)

@@ -35,6 +35,8 @@ class Limits:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.longest_chunk = longest_chunk or max_tokens
+        self.least_chunk = 1
+        """Tokens of one request that any step must be able to hold."""
         self._settings = (max_rows, max_tokens)
         self._proven_rows = self._proven_tokens = 0
         """The largest step that went well."""
@@ -46,6 +48,11 @@ class Limits:
     def max_chunk(self) -> int:
         """The most tokens of one request that any step can hold."""
         return min(self.longest_chunk, self.max_tokens)
+
+    def require(self, num_tokens: int) -> None:
+        """So many tokens of a request cannot be divided: steps hold them, as far as settings allow."""
+        self.least_chunk = max(self.least_chunk, min(num_tokens, self._settings[1]))
+        self.max_tokens = max(self.max_tokens, self.least_chunk)
 
     def divide(
         self, pending: Ints, levels: NDArray[np.float64] | None = None, claim: Claim | None = None
@@ -85,14 +92,14 @@ class Limits:
         if rows:
             self.max_rows = max(1, num_rows // 2)
         if tokens:
-            self.max_tokens = min(self.max_tokens, max(1, num_tokens // 2))
+            self.max_tokens = min(self.max_tokens, max(self.least_chunk, num_tokens // 2))
         self._lowered(f"A step of {num_rows} requests and {num_tokens} tokens failed, and none of them alone")
 
     def try_fewer_tokens(self, num_tokens: int) -> bool:
         """A request failed alone with so many tokens in its step: half of them are next, unless that would
         be too few."""
         fewer = num_tokens // 2
-        if fewer < max(1, self._settings[1] // SMALLEST_SHARE):
+        if fewer < max(self.least_chunk, self._settings[1] // SMALLEST_SHARE):
             return False
         if self._tokens_before is None:
             self._tokens_before = self.max_tokens

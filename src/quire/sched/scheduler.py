@@ -15,14 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.data.plan import (
-    Admission,
-    Finish,
-    Ints,
-    StepOutput,
-    StepPlan,
-    StepResult,
-)
+from quire.data.plan import Admission, Finish, Ints, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
 from quire.sched.adapters import AdapterGate
 from quire.sched.admission import Admitter
@@ -32,6 +25,7 @@ from quire.sched.gates import Gates
 from quire.sched.in_flight import Flight, Notes
 from quire.sched.kv_manager import Growth, KVManager
 from quire.sched.limits import Limits
+from quire.sched.media import EncoderCache
 from quire.sched.running import Running
 from quire.sched.trial import Trial
 from quire.sched.victims import PreemptionWarning, choose_victim
@@ -57,6 +51,7 @@ class Scheduler:
         fair: bool = False,
         drafting: Drafting | None = None,
         adapters: AdapterGate | None = None,
+        media: EncoderCache | None = None,
     ) -> None:
         """`num_stages` of a pipeline: with more than one no row is planned before its last token is known,
         and plans carry those tokens; with one they stay on the device. A `fair` one shares tokens between
@@ -80,6 +75,7 @@ class Scheduler:
             trial=self.trial,
             gates=self.gates,
             adapters=self.adapters,
+            media=media or EncoderCache(),
             policy=policy,
             chunked_prefill=chunked_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -96,6 +92,10 @@ class Scheduler:
         self._step = 0
         self._warn = PreemptionWarning()
 
+    @property
+    def media(self) -> EncoderCache:
+        return self.admitter.media
+
     # ---- requests come and go
 
     @property
@@ -107,6 +107,7 @@ class Scheduler:
         request.queued_at = request.queued_at or time.monotonic()
         self.requests[request.id] = request
         self.gates.add(request)
+        self.media.add(request, self.limits)
         self.admitter.waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Finish]:
@@ -125,6 +126,7 @@ class Scheduler:
             self.admitter.waiting.remove(request)
         del self.requests[request.id]
         self.gates.drop(request)
+        self.media.drop(request)
         for notes in (self._notes, *(flight.notes for flight in self.in_flight)):
             notes.admitted.pop(request.id, None)
         self.trial.leave(request, reason)
@@ -132,6 +134,7 @@ class Scheduler:
 
     def _vacate(self, row: int) -> Request:
         self.kv.free(row)
+        self.media.leave(row)
         if self.admitter.drafting is not None:
             self.admitter.drafting.release(self.running, row)
         self._notes.released.append(row)
@@ -150,6 +153,7 @@ class Scheduler:
         if continued is None:
             return None
         chunks, growth, drafts = continued
+        self.media.take(self.running, chunks)
         block_rows, block_ids = self.kv.grow(growth)
         self.kv.index(self.running, self.running.order, growth.reach)
         admitted: list[tuple[Admission, int]] = []
@@ -165,6 +169,7 @@ class Scheduler:
             return None
         self._step += 1
         notes, self._notes = self._notes, Notes()
+        forgotten, encodes = self.media.tell()
         starts, admissions = self.running.num_computed[rows], self.running.admission[rows]
         plan = StepPlan(
             step=self._step,
@@ -178,6 +183,8 @@ class Scheduler:
             num_drafts=drafts.counts,
             drafts=drafts.token_ids,
             adapters=self.adapters.take_filled(),
+            forgotten=forgotten,
+            encodes=encodes,
         )
         if self.running.num_stages > 1:
             plan.values = self.running.tell(rows)
@@ -294,6 +301,7 @@ class Scheduler:
             self._notes.admitted |= flight.notes.admitted
             self._notes.resumed |= flight.notes.resumed
         self.kv.forget(self.kv.take_fresh())
+        self.media.forget_all(key for flight in self.in_flight for key in flight.plan.forgotten)
         self.in_flight.clear()
         self.adapters.empty_slots()
 

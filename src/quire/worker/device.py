@@ -21,6 +21,7 @@ from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.drafter import Drafter
 from quire.worker.embeds import take_embeds
+from quire.worker.media import Encoder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
@@ -157,6 +158,8 @@ class Model:
     """The way to experts on other devices, if some are there."""
     adapters: AdapterSlots | None = None
     """Those that requests may ask for."""
+    encoder: Encoder | None = None
+    """What it sees or hears with."""
 
     @property
     def draws(self) -> bool:
@@ -168,10 +171,13 @@ class Model:
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)
 
     def embeds(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """See `Batch.embeds`; None, too, in a stage that reads no tokens."""
+        """See `Batch.embeds`; None, too, in a stage that reads no tokens. What the plan has encoded is."""
         if self.link is not None and not self.link.is_first:
             return None
-        return take_embeds(plan, all_rows, device)
+        found = take_embeds(plan, all_rows, device)
+        if self.encoder is None:
+            return found
+        return self.encoder.joined(found, self.encoder.step(plan, all_rows))
 
     def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether some row of a step has an adapter."""

@@ -32,6 +32,8 @@ class Needs:
     """Of tokens, for penalties."""
     adapters: int = 0
     """Their slots."""
+    vectors: int = 0
+    """Of images, videos and sounds, while they are kept."""
     other: int = 0
     """Taken by the device's own libraries, and by others on it."""
 
@@ -41,7 +43,8 @@ class Needs:
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.graphs + self.counts + self.adapters + self.other
+        named = self.weights + self.activations + self.graphs + self.counts + self.adapters + self.vectors
+        return named + self.other
 
     def with_slots(self, num_bytes: int, device: str) -> "Needs":
         """With the slots that a GPU counts among what others take."""
@@ -57,6 +60,7 @@ def table(needs: Needs, cache: CacheSize) -> str:
         "graphs or tapes": needs.graphs,
         "penalty counts": needs.counts,
         "slots for adapters": needs.adapters,
+        "vectors of media": needs.vectors,
         "libraries and others": needs.other,
         "KV cache": cache.num_bytes,
     }

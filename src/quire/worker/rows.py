@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.data.embeds import Embeds
+from quire.data.media import Item
 from quire.data.plan import Admission, Ints, StepPlan, spread
 from quire.sampling.rows import SamplingRows
 from quire.worker.turns import Turns
@@ -57,6 +58,8 @@ class Rows:
         """By row: prompts that came as vectors, and are not computed yet."""
         self.turns = Turns(max_rows, max_len) if turns else None
         """Of models whose heads do not always turn by the place of a token."""
+        self.items: dict[int, list[Item]] = {}
+        """By row: images, videos and sounds of a prompt, unless all of them are computed."""
         self.version = 0
         """Counts the plans by which a row got a request."""
 
@@ -66,6 +69,7 @@ class Rows:
         for row in plan.released:
             self.sampling.release(row)
             self.embeds.pop(row, None)
+            self.items.pop(row, None)
         self.version += bool(plan.admitted)
         for admission in plan.admitted:
             self._admit(admission, plan.step)
@@ -83,6 +87,8 @@ class Rows:
             self.embeds[row] = new.embeds
         if self.turns is not None:
             self.turns.admit(row, new.media)
+        if new.media is not None and new.media.items:
+            self.items[row] = new.media.items
         self.num_tokens[row] = self.num_known[row] = length
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed

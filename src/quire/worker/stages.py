@@ -81,9 +81,8 @@ class StageRunner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Pending:
         self.all_rows.apply(plan)
-        step = self.device.prepare(plan, self.all_rows)
         try:
-            passed = step.forward()
+            passed = self.device.prepare(plan, self.all_rows).forward()
         except Exception:
             self.link.fail(max(plan.total_tokens, 1))
             raise

@@ -41,6 +41,7 @@ from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
+from quire.worker.media import Encoder, open_encoder, tower_group
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
@@ -95,6 +96,8 @@ class Worker:
         self.balancer: Balancer | None = None
         self.backend = self._backend(facts)
         self.model: Any = None
+        self.encoder: Encoder | None = None
+        """None of a model that takes in text alone, and in stages that read no tokens."""
         self.adapters: Adapters | None = None
         """None: requests cannot ask for any."""
         self.draft: Any = None
@@ -160,6 +163,7 @@ class Worker:
             stage=self.stage,
             ep=self.ep,
             adapters=slots,
+            tower_group=tower_group(config, self.world.tp),
         )
         if slots is not None:
             self._open_slots(slots)
@@ -212,6 +216,8 @@ class Worker:
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
             if self._own_draft is not None:
                 self._needs = self._needs.beside(draft_bytes(config, self._own_draft))
+            if self.encoder is not None and not config.multimodal.skip_mm_profiling:
+                self._needs = self.encoder.counted_in(self._needs, config)
         if self.adapters is not None:
             self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
         return self._cache_size(self._needs)
@@ -263,7 +269,7 @@ class Worker:
 
     def close(self) -> None:
         """Let go of model and cache."""
-        self.model = self.draft = self.drafter = self._runner = None
+        self.model = self.draft = self.drafter = self.encoder = self._runner = None
 
     # ---- adapters
 
@@ -316,7 +322,7 @@ class Worker:
         if level > 1:
             if self._stowed is not None:
                 self._stowed.drop()
-            self.model = self.draft = self.drafter = None
+            self.model = self.draft = self.drafter = self.encoder = None
             self._runner = self.balancer = self._stowed = None
             self._release_slots()
         elif self.model is not None and self._stowed is None and self.device.type == "cuda":
@@ -375,6 +381,8 @@ class Worker:
     def _drop_cache(self) -> None:
         """What knows where it lies, too."""
         self._forget_steps()
+        if self.encoder is not None:
+            self.encoder.clear()
         if self._needs is not None and self.model is not None and self._stowed is None:
             self._bind(num_blocks=1, num_rows=0)
 
@@ -412,7 +420,8 @@ class Worker:
         if self.stage.count > 1:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
-        own = Model(model, model.logits, self.backend, link, self.ep, slots)
+        self.encoder = open_encoder(config, getattr(model, "tower", None), self.world.tp, self.device)
+        own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             asked = config.speculation

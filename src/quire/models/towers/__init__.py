@@ -5,11 +5,19 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.config.facts import MediaFacts
+from quire.logs import get_logger, warn_once
 from quire.registry import LazyTable
+
+log = get_logger(__name__)
 
 
 class Tower(Protocol):
-    """All that a model has to see or to hear with; made as `TOWERS[family](facts, scope)`."""
+    """All that a model has to see or to hear with; made as `TOWERS[family](facts, scope)`.
+
+    One whose layers the devices of `scope.group` share has a static method `divides(media, count)`: whether
+    so many can.
+    """
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """The vectors of each item, [num_vectors, hidden * (1 + levels)], of all in one batch: `items` are
@@ -23,3 +31,19 @@ class Tower(Protocol):
 
 
 TOWERS = LazyTable("tower", {})
+
+
+def is_divided(media: MediaFacts, mode: str, count: int) -> bool:
+    """Whether so many devices share each layer of a tower, by mm_encoder_tp_mode and as far as it can be;
+    else each has all of them, and encodes some of the items."""
+    divides = getattr(TOWERS[media.family], "divides", None)
+    if count == 1 or mode == "data":
+        return False
+    if divides is None or not divides(media, count):
+        warn_once(
+            log,
+            f"towers of {media.family} cannot be divided over {count} devices: each has a whole one, as with"
+            " mm_encoder_tp_mode=data",
+        )
+        return False
+    return True

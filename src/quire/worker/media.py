@@ -1,0 +1,226 @@
+"""Media on the device: items go through the tower, and their vectors among those of tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.comm.group import ALONE, Group
+from quire.config.engine import EngineConfig
+from quire.data.media import Array, Item
+from quire.data.plan import StepPlan
+from quire.errors import EngineError
+from quire.models.towers import Tower, is_divided
+from quire.sampling.transfer import to_device
+from quire.worker.memory import Needs
+from quire.worker.rows import Rows
+
+_EMBEDS = "embeds"
+"""What arrays are called that are vectors already."""
+_PLACES_PER_VECTOR = 4
+"""Towers work on patches, or on frames, of which about so many become a vector;"""
+_COPIES = 4
+"""as many as this of their widest layer are there at once. For where nothing can be measured."""
+
+
+class Encoder:
+    """A tower, and the vectors that it has made, by the keys of items."""
+
+    def __init__(
+        self, tower: Tower, *, width: int, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+    ) -> None:
+        """Vectors have `width` numbers. Each of a `group` encodes some of the items."""
+        self.tower = tower
+        self.width = width
+        self.dtype = dtype
+        self.device = device
+        self.group = group
+        self.kept: dict[bytes, Tensor] = {}
+
+    # ---- steps
+
+    def step(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """[K] the tokens of a step that stand for media, and [K, width] the vectors that take their place;
+        None if there are none. All that the step needs is encoded first."""
+        for key in plan.forgotten:
+            self.kept.pop(key, None)
+        if plan.encodes:
+            self._encode(plan.encodes)
+        return self._take(plan, all_rows) if all_rows.items else None
+
+    def _encode(self, items: list[Item]) -> None:
+        """All of a modality in one batch."""
+        made: dict[bytes, Tensor] = {}
+        seen: dict[str, list[Item]] = {}
+        for item in items:
+            if item.arrays is None:
+                raise EngineError(f"nobody has brought {_name(item)}")
+            if _EMBEDS in item.arrays:
+                made[item.key] = self._widened(self._on_device(item.arrays[_EMBEDS]))
+            else:
+                seen.setdefault(item.modality, []).append(item)
+        for modality, those in seen.items():
+            vectors = self._run(modality, those) if self.group.size == 1 else self._spread(modality, those)
+            made |= {item.key: part for item, part in zip(those, vectors, strict=True)}
+        for item in items:
+            if made[item.key].shape != (item.num_vectors, self.width):
+                shape = tuple(made[item.key].shape)
+                raise EngineError(f"{_name(item)} became {shape}, not {item.num_vectors} x {self.width}")
+        self.kept |= made
+
+    def _run(self, modality: str, items: Sequence[Item]) -> list[Tensor]:
+        given = [
+            {name: self._on_device(array) for name, array in (item.arrays or {}).items()} for item in items
+        ]
+        return [part.to(self.dtype) for part in self.tower.encode(modality, given)]
+
+    def _on_device(self, array: Array) -> Tensor:
+        numbers = array.numbers()
+        dtype: torch.dtype = getattr(torch, array.dtype)
+        found = torch.empty(array.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        found.numpy()[...] = numbers
+        found = found.to(self.device, non_blocking=True)
+        return found.view(torch.bfloat16) if dtype == torch.uint16 else found
+
+    def _widened(self, vectors: Tensor) -> Tensor:
+        """With zeros where later layers would be given more."""
+        missing = self.width - vectors.shape[-1]
+        return torch.nn.functional.pad(vectors.to(self.dtype), (0, max(missing, 0)))
+
+    def _take(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """What a row has computed of its items it does not need again."""
+        ends = np.cumsum(plan.num_tokens)
+        tokens, vectors = [], []
+        for place in np.flatnonzero(np.isin(plan.rows, list(all_rows.items))).tolist():
+            row, count = int(plan.rows[place]), int(plan.num_tokens[place])
+            items, first = all_rows.items[row], int(all_rows.num_computed[row])
+            at = int(ends[place]) - count - first
+            for item in items:
+                for start, end, begin in _within(item, first, first + count):
+                    tokens.append(np.arange(at + start, at + end))
+                    vectors.append(self.kept[item.key][begin : begin + end - start])
+            if items[-1].end <= first + count:
+                del all_rows.items[row]
+        if not vectors:
+            return None
+        return to_device(np.concatenate(tokens), self.device), torch.cat(vectors)
+
+    def joined(
+        self, given: tuple[Tensor, Tensor] | None, own: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """With the vectors that prompts came as."""
+        if given is None or own is None:
+            return given or own
+        return torch.cat([given[0], own[0]]), torch.cat([self._widened(given[1]), own[1]])
+
+    def clear(self) -> None:
+        self.kept.clear()
+
+    # ---- over devices
+
+    def _spread(self, modality: str, items: list[Item]) -> list[Tensor]:
+        """Each device has some of the items, by what they take, and all get all vectors. Where one fails all
+        do: the step is the same everywhere."""
+        shapes = [{name: array.shape for name, array in (item.arrays or {}).items()} for item in items]
+        owners = shares([self.tower.cost(modality, each) for each in shapes], self.group.size)
+        counts = [sum(items[n].num_vectors for n in share) for share in owners]
+        own, failed = torch.zeros(max(counts) + 1, self.width, dtype=self.dtype, device=self.device), None
+        share = [items[number] for number in owners[self.group.rank]]
+        try:
+            if share:
+                torch.cat(self._run(modality, share), out=own[: counts[self.group.rank]])
+        except Exception as error:
+            failed = error
+            own[-1, 0] = 1
+        found = self.group.gather(own, 0).view(self.group.size, -1, self.width)
+        if failed is not None:
+            raise failed
+        if bool(found[:, -1, 0].any()):
+            raise EngineError("another device could not encode its items")
+        parts: dict[int, Tensor] = {}
+        for rank, numbers in enumerate(owners):
+            sizes = [items[number].num_vectors for number in numbers]
+            parts |= zip(numbers, found[rank, : counts[rank]].split(sizes), strict=True)
+        return [parts[number].clone() for number in range(len(items))]
+
+    # ---- memory
+
+    def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
+        """With what it takes to encode as many as a step may, to keep as many, and to have a copy of those
+        that a step reads."""
+        largest, most = config.largest_items, config.max_vectors
+        peak = max((self._peak(modality, each, most) for modality, each in largest.items()), default=0)
+        row_bytes = self.width * self.dtype.itemsize
+        copied = config.scheduler.max_num_batched_tokens * row_bytes
+        vectors, activations = most * row_bytes, needs.activations + copied
+        return replace(needs, vectors=vectors, activations=activations).beside(peak)
+
+    def _peak(self, modality: str, largest: int, num_vectors: int) -> int:
+        """Bytes of so many vectors, the most of one item being the `largest`. On a GPU it is tried, else
+        reckoned."""
+        if self.device.type != "cuda":
+            widest = max((max(each.shape) for each in _weights(self.tower)), default=self.width)
+            return num_vectors * _PLACES_PER_VECTOR * _COPIES * widest * self.dtype.itemsize
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        count = max(num_vectors // max(largest, 1), 1)
+        with torch.inference_mode():
+            self.tower.encode(modality, [self.tower.blank(modality, largest) for _ in range(count)])
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def tower_group(config: EngineConfig, group: Group) -> Group:
+    """The devices that share the layers of a tower; alone, each has all of them."""
+    media, mode = config.checkpoint.facts.media, config.multimodal.mm_encoder_tp_mode
+    return group if media is not None and is_divided(media, mode, group.size) else ALONE
+
+
+def open_encoder(
+    config: EngineConfig, tower: Tower | None, group: Group, device: torch.device
+) -> Encoder | None:
+    media = config.checkpoint.facts.media
+    if media is None or tower is None:
+        return None
+    return Encoder(
+        tower,
+        width=config.checkpoint.facts.hidden * (1 + media.levels),
+        dtype=getattr(torch, config.model.dtype),
+        device=device,
+        group=ALONE if tower_group(config, group) is group else group,
+    )
+
+
+def shares(costs: Sequence[int], count: int) -> list[list[int]]:
+    """Which of the items each of so many devices has: the dearest first, to whom has least."""
+    owners: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        least = loads.index(min(loads))
+        owners[least].append(number)
+        loads[least] += costs[number]
+    return owners
+
+
+def _within(item: Item, first: int, last: int) -> list[tuple[int, int, int]]:
+    """The runs of an item between two positions: where they start and end, and at which of its vectors."""
+    found, begin = [], 0
+    if item.offset < last and item.end > first:
+        for at, count in item.places():
+            start, end = max(at, first), min(at + count, last)
+            if start < end:
+                found.append((start, end, begin + start - at))
+            begin += count
+    return found
+
+
+def _weights(tower: Tower) -> list[Tensor]:
+    """Matrices."""
+    found = tower.parameters() if isinstance(tower, torch.nn.Module) else ()
+    return [each for each in found if each.ndim > 1]
+
+
+def _name(item: Item) -> str:
+    return f"the {item.modality} {item.key.hex()[:16]}"

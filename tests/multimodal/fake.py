@@ -1,0 +1,166 @@
+"""A family that sees, for tests: a tiny Llama behind a tower of two linear layers over patches.
+
+Each vector of an image depends on all of its patches, so that one which was not encoded whole shows.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from oracle import make_tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts, MediaFacts
+from quire.config.keys import Keys
+from quire.config.media import MEDIA_FAMILIES
+from quire.data.media import Array, Item, Media
+from quire.layers.linear import ColumnLinear, RowLinear
+from quire.layers.scope import Scope
+from quire.models.towers import TOWERS
+from quire.multimodal.families import PROCESSORS
+
+ARCHITECTURE = "FakeForConditionalGeneration"
+PATCH, WIDTH, MOST = 6, 8, 24
+"""Numbers of a patch and of the layer between, and the patches of the largest image."""
+MARK = 2
+"""The token that stands for a patch."""
+
+
+@dataclass(frozen=True)
+class FakeFacts:
+    patch: int
+    width: int
+
+
+def read(keys: Keys) -> tuple[Keys, MediaFacts]:
+    facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH), is_whole=bool(keys.get("whole")))
+    return keys.but(architectures=["LlamaForCausalLM"]), facts
+
+
+class FakeTower(nn.Module):
+    """up(patch) + down(gelu) + the mean of them all."""
+
+    batches: list[int] = []
+    """How many items each call had."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        self.up = ColumnLinear(PATCH, WIDTH, scope / "eye.up", bias=True)
+        self.down = RowLinear(WIDTH, facts.hidden, scope / "eye.down", bias=True)
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        return WIDTH % count == 0
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        self.batches.append(len(items))
+        pixels = [item["pixels"] for item in items]
+        if any(bool((each > 1e6).any()) for each in pixels):
+            raise ValueError("too bright")
+        out = self.down(torch.nn.functional.gelu(self.up(torch.cat(pixels))))
+        return [part + part.mean(0) for part in out.split([len(each) for each in pixels])]
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        return {"pixels": torch.zeros(num_vectors, PATCH)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        return item["pixels"][0] ** 2
+
+
+class FakeProcessor:
+    """What the engine asks of one."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Any) -> None:
+        pass
+
+    def most_vectors(self, modality: str) -> int:
+        return MOST
+
+
+def register(monkeypatch: Any) -> None:
+    monkeypatch.setitem(MEDIA_FAMILIES, ARCHITECTURE, read)
+    monkeypatch.setitem(TOWERS.entries, "fake", "fake:FakeTower")
+    monkeypatch.setitem(PROCESSORS.entries, "fake", "fake:FakeProcessor")
+    monkeypatch.setattr(FakeTower, "batches", [])
+
+
+class Fake(NamedTuple):
+    """A checkpoint, and what it says without an engine."""
+
+    path: Path
+    hf: Any
+    weights: dict[str, Tensor]
+
+    def vectors(self, pixels: NDArray[Any]) -> Tensor:
+        w = self.weights
+        up = torch.nn.functional.gelu(torch.from_numpy(pixels) @ w["eye.up.weight"].T + w["eye.up.bias"])
+        out = up @ w["eye.down.weight"].T + w["eye.down.bias"]
+        return out + out.mean(0)
+
+    @torch.inference_mode()
+    def greedy(self, prompt: "Seen", count: int) -> tuple[list[int], Tensor]:
+        """What is said, and the logits of each token."""
+        embed, logits = self.hf.get_input_embeddings(), []
+        x, said = embed(torch.tensor(prompt.tokens)), list[int]()
+        for item, pixels in zip(prompt.media.items, prompt.pixels, strict=True):
+            places = [at for first, size in item.places() for at in range(first, first + size)]
+            x[places] = self.vectors(pixels)
+        for _ in range(count):
+            logits.append(self.hf(inputs_embeds=x[None]).logits[0, -1])
+            said.append(int(logits[-1].argmax()))
+            x = torch.cat([x, embed(torch.tensor(said[-1:]))])
+        return said, torch.stack(logits)
+
+
+class Seen(NamedTuple):
+    """A prompt with images."""
+
+    tokens: list[int]
+    media: Media
+    pixels: list[NDArray[Any]]
+
+
+def make_fake(path: Path, **config: Any) -> Fake:
+    made, hf = make_tiny("llama", path)
+    weights = {
+        "eye.up.weight": torch.randn(WIDTH, PATCH),
+        "eye.up.bias": torch.randn(WIDTH),
+        "eye.down.weight": torch.randn(hf.config.hidden_size, WIDTH),
+        "eye.down.bias": torch.randn(hf.config.hidden_size),
+    }
+    file = made / "model.safetensors"
+    save_file(load_file(file) | weights, file)
+    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE]} | config
+    (made / "config.json").write_text(json.dumps(said))
+    return Fake(made, hf, weights)
+
+
+def image(num_patches: int, seed: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=(num_patches, PATCH)).astype(np.float32)
+
+
+def see(*parts: list[int] | NDArray[Any], split: bool = False) -> Seen:
+    """Texts and images, one after the other. With `split` there is a token between the halves of each."""
+    tokens, items, given = list[int](), list[Item](), list[NDArray[Any]]()
+    for part in parts:
+        if isinstance(part, list):
+            tokens += part
+            continue
+        count, half = len(part), len(part) // 2
+        runs = [(0, half), (half + 1, count - half)] if split else []
+        span = [MARK] * half + [1] * split + [MARK] * (count - half)
+        arrays = {"pixels": Array.of(part)}
+        key = hashlib.sha256(part.tobytes()).digest()
+        items.append(
+            Item(modality="image", key=key, offset=len(tokens), length=len(span), runs=runs, arrays=arrays)
+        )
+        tokens += span
+        given.append(part)
+    return Seen(tokens, Media(items), given)
