@@ -30,7 +30,15 @@ class Tower(Protocol):
         """What an item takes, by the shapes of its arrays: items are spread over devices by it."""
 
 
-TOWERS = LazyTable("tower", {})
+TOWERS = LazyTable(
+    "tower",
+    {
+        "glm4v": "quire.models.towers.glm4v:Glm4v",
+        "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
+        "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
+        "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
+    },
+)
 
 
 def is_divided(media: MediaFacts, mode: str, count: int) -> bool:

@@ -40,7 +40,8 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
     shape = (len(order) // depth, depth, 3, rows // merge, merge, size, columns // merge, merge, size)
     # [steps, squares down, squares across, down and across in the square, colour, frame, down, across]
     patches = settings.finish(frames)[order].reshape(shape).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return patches.reshape(shape[0], rows, columns, -1)
+    out: NDArray[np.float32] = patches.reshape(shape[0], rows, columns, -1)
+    return out
 
 
 def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:

@@ -1,0 +1,88 @@
+"""GLM-4.1V's tower, and 4.5V's: Qwen2.5-VL's layers, learned positions, and a convolution behind."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.config.facts import ArchFacts
+from quire.config.media.qwen import GridFacts
+from quire.layers.norm import LayerNorm, RMSNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
+from quire.models.towers import qwen2_5_vl
+from quire.models.towers.grid import Grid, GridTower
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Layer(qwen2_5_vl.Layer):
+    """Almost without biases; the feed-forward half is as wide as the decoder."""
+
+    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
+        return VisionAttention(
+            facts.hidden,
+            facts.heads,
+            scope,
+            names=("qkv",),
+            out="proj",
+            bias=facts.qkv_bias,
+            out_bias=False,
+        )
+
+    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+        inner, activation = facts.size_out, facts.activation
+        return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=False)
+
+
+class Merger(nn.Module):
+    """Squares of patches, already one vector each, on their way to the decoder."""
+
+    def __init__(self, facts: GridFacts, scope: Scope) -> None:
+        super().__init__()
+        size = facts.size_out
+        self.first = PatchEmbedding((size,), size, scope / "proj", bias=False)
+        self.norm = LayerNorm(size, 1e-5, scope / "post_projection_norm")
+        self.mlp = VisionMLP(
+            size, facts.intermediate, scope, names=_MLP, activation=facts.activation, bias=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(F.gelu(self.norm.alone(self.first(x))))
+        return out
+
+
+class Glm4v(GridTower):
+    """The tower."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope, patch_bias=True)
+        tower, scope = self.facts, self.scope
+        self.first_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_conv_layernorm")
+        places = scope / "embeddings" / "position_embedding" / "weight"
+        self.learned = Learned(places, tower.positions**2, tower.hidden)
+        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        self.last_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_layernorm")
+        kernel = (tower.hidden, tower.merge, tower.merge)
+        self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
+        self.merger = Merger(tower, scope / "merger")
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        images, places = self.images(grids), self.places(grids)
+        x, angles = self.placed(self.first_norm.alone(x), places, grids), self.angles(places)
+        for layer in self.layers:
+            x = layer(x, images, angles)
+        x = self.last_norm.alone(x).view(-1, self.facts.merge**2, self.facts.hidden)
+        out: Tensor = self.merger(self.squares(x.transpose(1, 2).flatten(1)))
+        return out
+
+    def placed(self, x: Tensor, places: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Each patch with the learned position where its middle falls on their square; bicubic."""
+        side = self.facts.positions
+        at = (places + 0.5) / self.sizes(grids) * 2 - 1
+        table = self.learned.vectors.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+        found = F.grid_sample(
+            table, at.flip(1)[None, :, None], mode="bicubic", padding_mode="border", align_corners=False
+        )
+        return x + found[0, :, :, 0].t().to(x.dtype)

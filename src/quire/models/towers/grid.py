@@ -1,0 +1,92 @@
+"""Towers over grids of patches: what Qwen's and GLM's share."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts, MediaFacts
+from quire.config.media.qwen import GridFacts
+from quire.kernels.encoder import Spans, spans_of
+from quire.layers.scope import Scope
+from quire.layers.vision import Angles, PatchEmbedding
+
+_THETA = 10000.0
+
+
+class Grid(NamedTuple):
+    """Patches in time, height and width."""
+
+    steps: int
+    height: int
+    width: int
+
+
+def places_of(grid: Grid, merge: int) -> NDArray[np.int64]:
+    """[patches, 2]: the row and the column of each, square by square of those that become one vector."""
+    rows, columns = np.meshgrid(np.arange(grid.height), np.arange(grid.width), indexing="ij")
+    shape = (grid.height // merge, merge, grid.width // merge, merge)
+    squares = [axis.reshape(shape).swapaxes(1, 2).reshape(-1) for axis in (rows, columns)]
+    return np.tile(np.stack(squares, 1), (grid.steps, 1))
+
+
+class GridTower(nn.Module):
+    """Patches become vectors; `merge` x `merge` of them one for the decoder. Each step of a video is seen for
+    itself."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope, *, patch_bias: bool) -> None:
+        super().__init__()
+        assert facts.media is not None
+        self.facts: GridFacts = facts.media.tower
+        self.device = scope.device
+        self.scope = scope / "model" / "visual"
+        kernel = (self.facts.channels, self.facts.frames, self.facts.patch, self.facts.patch)
+        embed = self.scope / "patch_embed" / "proj"
+        self.patches = PatchEmbedding(kernel, self.facts.hidden, embed, bias=patch_bias)
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        """Whether so many devices can share its layers."""
+        return bool(media.tower.heads % count == 0)
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        pixels = [item["pixels"] for item in items]
+        grids = [Grid(*each.shape[:3]) for each in pixels]
+        vectors = self(self.patches(torch.cat([each.flatten(0, 2) for each in pixels])), grids)
+        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        rows, merge = math.isqrt(num_vectors), self.facts.merge
+        shape = (1, rows * merge, num_vectors // rows * merge, self.patches.weight.shape[1])
+        return {"pixels": torch.zeros(shape, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        steps, height, width, _ = item["pixels"]
+        return steps * height * width * (6 * self.facts.hidden + height * width)
+
+    def places(self, grids: Sequence[Grid]) -> Tensor:
+        """[T, 2]: the row and the column of each patch."""
+        places = np.concatenate([places_of(grid, self.facts.merge) for grid in grids])
+        return torch.from_numpy(places).to(self.device, non_blocking=True)
+
+    def sizes(self, grids: Sequence[Grid]) -> Tensor:
+        """[T, 2]: height and width of the grid of each patch."""
+        counts = [grid.steps * grid.height * grid.width for grid in grids]
+        sizes = np.repeat([grid[1:] for grid in grids], counts, axis=0)
+        return torch.from_numpy(sizes).to(self.device, non_blocking=True)
+
+    def angles(self, places: Tensor) -> Angles:
+        """Half of each head turns by the row, half by the column."""
+        half = self.facts.hidden // self.facts.heads // 2
+        speeds = _THETA ** -(torch.arange(0, half, 2, device=self.device, dtype=torch.float32) / half)
+        turns = (places[:, :, None] * speeds).flatten(1)
+        return turns.cos(), turns.sin()
+
+    def images(self, grids: Sequence[Grid]) -> Spans:
+        """Which patches see each other."""
+        lens = [grid.height * grid.width for grid in grids for _ in range(grid.steps)]
+        return spans_of(np.array(lens, np.int32), self.device)

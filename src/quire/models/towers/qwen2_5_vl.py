@@ -1,0 +1,67 @@
+"""Qwen2.5-VL's tower: most layers look within windows, which lie one after the other."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts
+from quire.config.media.qwen import GridFacts
+from quire.kernels.encoder import spans_of
+from quire.layers.norm import Norm, RMSNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import VisionMLP
+from quire.models.towers import qwen2_vl
+from quire.models.towers.grid import Grid, GridTower
+from quire.models.towers.qwen2_vl import Merger
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Layer(qwen2_vl.Layer):
+    """RMS norms, and a gated feed-forward half."""
+
+    def norm(self, facts: GridFacts, scope: Scope) -> Norm:
+        return RMSNorm(facts.hidden, facts.norm_eps, scope)
+
+    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+        return VisionMLP(facts.hidden, facts.intermediate, scope, names=_MLP, activation=facts.activation)
+
+
+def windows_of(grid: Grid, merge: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The squares of a grid, window by window of so many a side, and how many each window has."""
+    rows, columns = grid.height // merge, grid.width // merge
+    step, row, column = np.indices((grid.steps, rows, columns)).reshape(3, -1)
+    down, across = -(-rows // side), -(-columns // side)
+    window = (step * down + row // side) * across + column // side
+    return np.argsort(window, kind="stable"), np.bincount(window)
+
+
+class Qwen2_5VL(GridTower):
+    """The tower."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope, patch_bias=False)
+        tower, scope = self.facts, self.scope
+        self.side = tower.window // tower.merge // tower.patch
+        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        merger = scope / "merger"
+        self.merger = Merger(tower, RMSNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        square = self.facts.merge**2
+        parts = [windows_of(grid, self.facts.merge, self.side) for grid in grids]
+        starts = np.cumsum([0, *(len(order) for order, _ in parts[:-1])])
+        by_window = np.concatenate([order + start for (order, _), start in zip(parts, starts, strict=True)])
+        order = torch.from_numpy(by_window).to(self.device)
+        near = spans_of(np.concatenate([lens for _, lens in parts]).astype(np.int32) * square, self.device)
+        far = self.images(grids)
+        angles = self.angles(self.places(grids).view(-1, square, 2)[order].view(-1, 2))
+        x = x.view(-1, square, x.shape[1])[order].view(x.shape)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, far if number in self.facts.far else near, angles)
+        vectors = self.merger(x)
+        return torch.empty_like(vectors).index_copy_(0, order, vectors)

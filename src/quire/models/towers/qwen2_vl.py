@@ -1,0 +1,71 @@
+"""Qwen2-VL's tower: patches that turn by row and column, and see all others of their image."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts
+from quire.config.media.qwen import GridFacts
+from quire.kernels.encoder import Spans
+from quire.layers.norm import LayerNorm, Norm
+from quire.layers.scope import Scope
+from quire.layers.vision import Angles, VisionAttention, VisionMLP
+from quire.models.towers.grid import Grid, GridTower
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm."""
+
+    def __init__(self, facts: GridFacts, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = self.norm(facts, scope / "norm1")
+        self.attention = self.mixer(facts, scope / "attn")
+        self.mlp_norm = self.norm(facts, scope / "norm2")
+        self.mlp = self.feed(facts, scope / "mlp")
+
+    def norm(self, facts: GridFacts, scope: Scope) -> Norm:
+        return LayerNorm(facts.hidden, facts.norm_eps, scope)
+
+    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
+        return VisionAttention(facts.hidden, facts.heads, scope, names=("qkv",), out="proj")
+
+    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+        return VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
+
+    def forward(self, x: Tensor, images: Spans, angles: Angles) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), images, angles)
+        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class Merger(nn.Module):
+    """Squares of patches become vectors of the decoder's size."""
+
+    def __init__(self, facts: GridFacts, norm: Norm, scope: Scope) -> None:
+        super().__init__()
+        self.norm = norm
+        self.size = facts.hidden * facts.merge**2
+        self.mlp = VisionMLP(self.size, self.size, scope / "mlp", size_out=facts.size_out, names=("0", "2"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.norm.alone(x).view(-1, self.size))
+        return out
+
+
+class Qwen2VL(GridTower):
+    """The tower."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope, patch_bias=False)
+        tower, scope = self.facts, self.scope
+        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        merger = scope / "merger"
+        self.merger = Merger(tower, LayerNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        images, angles = self.images(grids), self.angles(self.places(grids))
+        for layer in self.layers:
+            x = layer(x, images, angles)
+        out: Tensor = self.merger(x)
+        return out

@@ -1,0 +1,80 @@
+"""Qwen3-VL's tower, and Qwen3.5's: learned positions stretched over the grid, vectors of several depths."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts
+from quire.config.media.qwen import GridFacts
+from quire.layers.norm import LayerNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, VisionMLP
+from quire.models.towers import qwen2_vl
+from quire.models.towers.grid import Grid, GridTower
+
+_MLP = ("linear_fc1", "linear_fc2")
+
+
+class Layer(qwen2_vl.Layer):
+    """Qwen2-VL's, under other names."""
+
+    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+        return VisionMLP(facts.hidden, facts.intermediate, scope, names=_MLP, activation=facts.activation)
+
+
+class Merger(nn.Module):
+    """Squares of patches become vectors of the decoder's size; the norm is of patches, or of `squares`."""
+
+    def __init__(self, facts: GridFacts, scope: Scope, *, squares: bool = False) -> None:
+        super().__init__()
+        self.size = facts.hidden * facts.merge**2
+        self.normed = self.size if squares else facts.hidden
+        self.norm = LayerNorm(self.normed, facts.norm_eps, scope / "norm")
+        self.mlp = VisionMLP(self.size, self.size, scope, size_out=facts.size_out, names=_MLP)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.norm.alone(x.view(-1, self.normed)).view(-1, self.size))
+        return out
+
+
+class Qwen3VL(GridTower):
+    """The tower."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope, patch_bias=True)
+        tower, scope = self.facts, self.scope
+        self.learned = Learned(scope / "pos_embed" / "weight", tower.positions**2, tower.hidden)
+        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        self.merger = Merger(tower, scope / "merger")
+        taps = range(len(tower.taps))
+        self.deep = nn.ModuleList(
+            Merger(tower, scope / "deepstack_merger_list" / i, squares=True) for i in taps
+        )
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out * (1 + taps)]."""
+        images, places = self.images(grids), self.places(grids)
+        x, angles = self.placed(x, places, grids), self.angles(places)
+        deep = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, images, angles)
+            deep += [self.deep[i](x) for i, tap in enumerate(self.facts.taps) if tap == number]
+        return torch.cat([self.merger(x), *deep], 1)
+
+    def placed(self, x: Tensor, places: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Each patch with the mean of the four learned positions around its own, weighed by nearness: corners
+        of the grid are those of the square."""
+        side = self.facts.positions
+        at = places.float() * (side - 1) / (self.sizes(grids) - 1).clamp(min=1)
+        first = at.floor()
+        part = at - first
+        first = first.long()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=self.device)
+        for down in (0, 1):
+            for across in (0, 1):
+                near = (first + first.new_tensor([down, across])).clamp(max=side - 1)
+                row, column = (part if step else 1 - part for step in (down, across))
+                weights = row[:, :1] * column[:, 1:]
+                out += self.learned.vectors[near[:, 0] * side + near[:, 1]] * weights
+        return x + out.to(x.dtype)

@@ -1,0 +1,90 @@
+"""The towers of Qwen and GLM against transformers' in float32: layers, and vectors of several items."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_qwen import FAMILIES, made
+
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.model import read_checkpoint
+from quire.errors import ConfigError
+from quire.loader import load_model
+from quire.models.towers import TOWERS
+
+GRIDS = [(1, 4, 6), (3, 10, 8), (1, 2, 2), (2, 14, 6)]
+
+
+def tower_of(path: Path) -> Any:
+    """Ours, of the checkpoint at `path`."""
+    checkpoint = read_checkpoint(path)
+    media = checkpoint.facts.media
+    assert media is not None
+    return load_model(
+        checkpoint,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=TorchSDPA(),
+        max_model_len=64,
+        show_progress=False,
+        build=TOWERS[media.family],
+        partly=True,
+    )
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_layers_and_vectors_equal_those_of_transformers(family: str, base: Path) -> None:
+    path, model = made(family, base)
+    theirs, ours = model.model.visual, tower_of(path)
+    items = [torch.randn(*grid, 96) for grid in GRIDS]
+    states: dict[str, list[Any]] = {"theirs": [], "ours": []}
+    for name, layers in (("theirs", theirs.blocks), ("ours", ours.layers)):
+        for layer in layers:
+            layer.register_forward_hook(lambda _, given, out, name=name: states[name].append(out))
+    vectors = torch.cat(ours.encode("image", [{"pixels": item} for item in items]))
+    grids = torch.tensor(GRIDS)
+    if family == "Glm4v":  # its videos come to the tower as so many images
+        grids = torch.tensor([(1, *grid[1:]) for grid in GRIDS for _ in range(grid[0])])
+    expected = theirs(torch.cat([item.flatten(0, 2) for item in items]), grid_thw=grids)
+    for mine, other in zip(states["ours"], states["theirs"], strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    deep = getattr(expected, "deepstack_features", None) or []
+    torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
+    for layer in [*theirs.blocks, *ours.layers]:
+        layer._forward_hooks.clear()
+
+
+@torch.inference_mode()
+def test_blank_items_are_about_as_large_as_asked_for(base: Path) -> None:
+    tower = tower_of(made("Qwen2_5_VL", base)[0])
+    for count in (1, 7, 100):
+        blank = tower.blank("image", count)
+        assert 0.8 * count <= len(tower.encode("image", [blank])[0]) <= count
+    small, large = (tower.cost("image", {"pixels": (1, side, side, 96)}) for side in (4, 16))
+    assert large > 16 * small
+
+
+def test_names_of_the_first_checkpoints_are_found_and_missing_ones_are_named(
+    base: Path, tmp_path: Path
+) -> None:
+    """`visual.` alone in front, as Qwen2-VL's on the hub have it."""
+    path, _ = made("Qwen2VL", base)
+    tensors = load_file(path / "model.safetensors")
+    first = {name.replace("model.visual.", "visual."): tensor for name, tensor in tensors.items()}
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    save_file(first, tmp_path / "model.safetensors")
+    item = {"pixels": torch.randn(1, 4, 4, 96)}
+    (ours,), (same,) = tower_of(tmp_path).encode("image", [item]), tower_of(path).encode("image", [item])
+    torch.testing.assert_close(ours, same)
+    del first["visual.blocks.1.attn.qkv.bias"]
+    save_file(first, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 1 .*visual\.blocks\.1\.attn\.qkv\.bias"):
+        tower_of(tmp_path)
