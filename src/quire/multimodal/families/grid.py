@@ -35,25 +35,28 @@ def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.
     """
     count, height, width, _ = frames.shape
     size, merge, depth = settings.patch, settings.merge, settings.frames
-    order = np.minimum(np.arange(-(-count // depth) * depth), count - 1)
-    rows, columns = height // size, width // size
-    shape = (len(order) // depth, depth, 3, rows // merge, merge, size, columns // merge, merge, size)
+    rows, columns, steps = height // size, width // size, -(-count // depth)
+    pixels = settings.finish(frames)
+    pixels = pixels.reshape(count, 3, rows // merge, merge, size, columns // merge, merge, size)
     # [steps, squares down, squares across, down and across in the square, colour, frame, down, across]
-    patches = settings.finish(frames)[order].reshape(shape).transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    out: NDArray[np.float32] = patches.reshape(shape[0], rows, columns, -1)
-    return out
+    out = np.empty(
+        (steps, rows // merge, columns // merge, merge, merge, 3, depth, size, size), dtype=np.float32
+    )
+    for at in range(steps * depth):
+        frame = pixels[min(at, count - 1)]
+        out[at // depth, ..., at % depth, :, :] = frame.transpose(1, 4, 2, 5, 0, 3, 6)
+    return out.reshape(steps, rows, columns, -1)
 
 
 def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:
     """Which of the frames are taken; which of the whole video these are; how many of those a second has."""
     count = len(video.frames)
-    if not count:
-        raise RequestError("a video has no frames")
-    indices = list(video.indices) or list(range(count))
-    fps = video.source_fps or (None if video.indices else video.fps)
-    if len(indices) != count:
-        raise RequestError(f"a video has {count} frames, but {len(indices)} are numbered")
-    if not settings.samples or (video.indices and times):
+    total = max(video.total_frames, count)
+    indices = list(video.indices) or [int(i) for i in np.linspace(0, total - 1, count).round()]
+    if len(indices) != count or not count:
+        raise RequestError(f"a video has {count} frames, of which {len(indices)} are numbered")
+    fps = video.source_fps or (video.fps and video.fps * total / count)
+    if not settings.samples or (video.indices and not settings.asked):
         return list(range(count)), indices, fps
     picked = _PICKS[times](count, video.fps or USUAL_FPS, settings)
     return picked, [indices[i] for i in picked], fps

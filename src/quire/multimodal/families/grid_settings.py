@@ -34,7 +34,9 @@ class GridSettings:
     finish: Finish
     resample: Image.Resampling
     samples: bool = False
-    """Whether some frames are picked of a video that has all of its own."""
+    """Whether some frames are picked of a video that has all of its own;"""
+    asked: bool = False
+    """also of one from which some have been picked."""
     fps: float | None = None
     """So many in a second are picked."""
     num_frames: int | None = None
@@ -123,17 +125,17 @@ def _whole(field: str) -> Reads:
 def _rate(name: str, value: Any) -> dict[str, Any]:
     if not _is_number(value):
         raise RequestError(f"{name} is {value!r}, expected a positive number", f"mm_processor_kwargs.{name}")
-    return {"fps": float(value), "num_frames": None, "samples": True}
+    return {"fps": float(value), "num_frames": None, "samples": True, "asked": True}
 
 
 def _count(name: str, value: Any) -> dict[str, Any]:
-    return _whole("num_frames")(name, value) | {"fps": None, "samples": True}
+    return _whole("num_frames")(name, value) | {"fps": None, "samples": True, "asked": True}
 
 
 def _flag(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {value!r}, expected true or false", f"mm_processor_kwargs.{name}")
-    return {"samples": value}
+    return {"samples": value, "asked": value}
 
 
 def _size(name: str, value: Any) -> dict[str, Any]:
