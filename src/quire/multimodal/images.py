@@ -1,4 +1,4 @@
-"""Images as numbers: what the processors of all families do to them, to the bit as transformers with Pillow."""
+"""Images as numbers: what the processors of all families do to them, as transformers with Pillow."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -23,6 +23,18 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGE_ARGUMENTS = (
+    "do_resize",
+    "size",
+    "resample",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+    "do_convert_rgb",
+)
+"""What a request may say of images to every processor."""
 
 
 def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) -> Keys:

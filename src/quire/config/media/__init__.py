@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media import qwen
+from quire.config.media import gemma, intern, llava, qwen
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm4vForConditionalGeneration": qwen.glm4v("Glm4ForCausalLM", partial_rotary_factor=1.0),
@@ -17,6 +17,10 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
+    "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "InternVLChatModel": intern.internvl_chat,
+    "InternVLForConditionalGeneration": intern.internvl,
+    "LlavaForConditionalGeneration": llava.llava,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
 one of the families of decoders), and what it says of the rest."""

@@ -33,6 +33,9 @@ class Tower(Protocol):
 TOWERS = LazyTable(
     "tower",
     {
+        "gemma3": "quire.models.towers.gemma:Gemma3",
+        "internvl": "quire.models.towers.intern:InternVL",
+        "llava": "quire.models.towers.llava:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",
         "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",

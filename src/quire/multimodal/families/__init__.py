@@ -99,5 +99,8 @@ PROCESSORS: LazyTable = LazyTable(
         "qwen2_5_vl": "quire.multimodal.families.qwen:GridProcessor",
         "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
+        "internvl": "quire.multimodal.families.intern:InternVLProcessor",
+        "llava": "quire.multimodal.families.llava:LlavaProcessor",
     },
 )

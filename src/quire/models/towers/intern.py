@@ -1,0 +1,172 @@
+"""InternVL's tower: InternViT over tiles, whose patches are gathered four by four."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.config.facts import MediaFacts
+from quire.config.media.intern import InternFacts
+from quire.kernels.encoder import Spans, spans_of
+from quire.layers.norm import LayerNorm, Norm, RMSNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+
+
+class Names(NamedTuple):
+    """What a checkpoint calls the parts."""
+
+    tower: str
+    patches: str
+    first: str
+    places: str
+    layers: str
+    norms: tuple[str, str]
+    attention: str
+    qkv: tuple[str, ...]
+    out: str
+    scales: tuple[str, str]
+    last_norm: str
+    projector: str
+    products: tuple[str, str, str]
+
+
+OURS = Names(
+    tower="vision_model",
+    patches="embeddings.patch_embedding",
+    first="embeddings.class_embedding",
+    places="embeddings.position_embedding",
+    layers="encoder.layers",
+    norms=("norm1", "norm2"),
+    attention="attn",
+    qkv=("qkv",),
+    out="proj",
+    scales=("ls1", "ls2"),
+    last_norm="layernorm",
+    projector="mlp1",
+    products=("0", "1", "3"),
+)
+"""Those of its makers."""
+THEIRS = Names(
+    tower="model.vision_tower",
+    patches="embeddings.patch_embeddings.projection",
+    first="embeddings.cls_token",
+    places="embeddings.position_embeddings",
+    layers="encoder.layer",
+    norms=("layernorm_before", "layernorm_after"),
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    out="projection_layer",
+    scales=("lambda_1", "lambda_2"),
+    last_norm="layernorm",
+    projector="model.multi_modal_projector",
+    products=("layer_norm", "linear_1", "linear_2"),
+)
+"""Those of transformers."""
+
+
+def _norm(facts: InternFacts, scope: Scope) -> Norm:
+    kind = RMSNorm if facts.is_rms else LayerNorm
+    return kind(facts.vit.hidden, facts.vit.norm_eps, scope)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm and scaled number by number."""
+
+    def __init__(self, facts: InternFacts, names: Names, scope: Scope) -> None:
+        super().__init__()
+        vit = facts.vit
+        self.attention_norm, self.mlp_norm = (_norm(facts, scope / name) for name in names.norms)
+        self.attention_scale, self.mlp_scale = (Learned(scope / name, vit.hidden) for name in names.scales)
+        self.attention = VisionAttention(
+            vit.hidden,
+            vit.heads,
+            scope / names.attention,
+            names=names.qkv,
+            out=names.out,
+            bias=facts.qkv_bias,
+            norms=("q_norm", "k_norm") if facts.qk_norm else (),
+            eps=facts.qk_eps,
+        )
+        self.mlp = VisionMLP(vit.hidden, vit.intermediate, scope / "mlp", activation=vit.activation)
+
+    def forward(self, x: Tensor, tiles: Spans) -> Tensor:
+        x = x + self.attention_scale.vectors * self.attention(self.attention_norm.alone(x), tiles)
+        out: Tensor = x + self.mlp_scale.vectors * self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class InternViT(nn.Module):
+    """Patches, their places, and layers."""
+
+    def __init__(self, facts: InternFacts, names: Names, scope: Scope) -> None:
+        super().__init__()
+        vit, scope = facts.vit, scope / names.tower
+        self.patch = vit.patch
+        self.patches = PatchEmbedding((3, vit.patch, vit.patch), vit.hidden, scope / names.patches)
+        self.first = Learned(scope / names.first, 1, 1, vit.hidden)
+        self.places = Learned(scope / names.places, 1, vit.tokens, vit.hidden)
+        layers = scope / names.layers
+        self.layers = nn.ModuleList(Layer(facts, names, layers / i) for i in range(facts.depth))
+        self.last_norm = None
+        if facts.is_normed:
+            self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / names.last_norm)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[N, 3, side, side] -> [N, tokens, hidden]"""
+        patches = self.patches(patches_of(pixels, self.patch))
+        whole = torch.cat((self.first.vectors.expand(len(patches), 1, -1), patches), 1) + self.places.vectors
+        x, count = whole.flatten(0, 1), whole.shape[1]
+        tiles = spans_of(np.full(len(pixels), count, np.int32), x.device)
+        for layer in self.layers:
+            x = layer(x, tiles)
+        x = x if self.last_norm is None else self.last_norm.alone(x)
+        return x.view(len(pixels), count, -1)
+
+
+def gathered(x: Tensor, square: int) -> Tensor:
+    """[N, patches, hidden] of square images -> [N, fewer, hidden * square * square]: those of each square of
+    patches side by side."""
+    side = round(x.shape[1] ** 0.5) // square
+    grid = x.view(len(x), side, square, side, square, -1)
+    return grid.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
+class InternVL(nn.Module):
+    """The tiles of an image or the frames of a video, one after the other."""
+
+    def __init__(self, facts: MediaFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts: InternFacts = facts.tower
+        self.device = scope.device
+        is_theirs = scope.is_stored(f"{THEIRS.tower}.{THEIRS.patches}.weight")
+        names = THEIRS if is_theirs else OURS
+        self.vit = InternViT(self.facts, names, scope)
+        size_in = self.facts.vit.hidden * self.facts.gather**2
+        norm, *products = names.products
+        projector = scope / names.projector
+        self.norm = LayerNorm(size_in, 1e-5, projector / norm)
+        self.projector = VisionMLP(
+            size_in,
+            self.facts.size_out,
+            projector,
+            names=tuple(products),
+            size_out=self.facts.size_out,
+            activation=self.facts.activation,
+        )
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        pixels = [item["pixels"] for item in items]
+        states = self.vit(torch.cat(pixels))[:, self.facts.first :]
+        x = gathered(states, self.facts.gather)
+        vectors = self.projector(self.norm.alone(x.flatten(0, 1)))
+        return list(vectors.split([len(tiles) * x.shape[1] for tiles in pixels]))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        side, count = self.facts.vit.image, max(1, num_vectors // self.facts.tokens)
+        return {"pixels": torch.zeros(count, 3, side, side, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        return item["pixels"][0] * self.facts.vit.tokens

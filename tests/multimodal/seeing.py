@@ -1,0 +1,211 @@
+"""Tiny models that see, each with a transformers twin, a tokenizer and a processor."""
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, models
+
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.model import read_checkpoint
+from quire.loader import load_model
+from quire.models.towers import TOWERS
+from quire.multimodal.families import PROCESSORS
+from quire.text.tokenizer import load_tokenizer
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def make_tokenizer(marks: Sequence[str]) -> Any:
+    """Characters are tokens, so are runs of newlines, and the marks have the ids that come behind."""
+    from transformers import PreTrainedTokenizerFast
+
+    runs = ["\n" * count for count in range(2, 7)]
+    vocab = {token: i for i, token in enumerate(["<unk>", *string.printable, *runs])}
+    merges = [("\n" * (count - 1), "\n") for count in range(2, 7)]
+    merges += [("\n\n", "\n\n"), ("\n\n", "\n\n\n"), ("\n\n\n", "\n\n\n")]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def save_tiny(path: Path, architecture: str, config: Any, processor: Any) -> Any:
+    """A seeded random float32 model, saved with its processor: the twin."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).float().eval()
+    for tensor in model.state_dict().values():  # ones and zeros would hide a layer that ignores them
+        if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
+            tensor.add_(torch.randn_like(tensor) * 0.2)
+    model.save_pretrained(path)
+    parts = [processor]
+    if getattr(processor, "video_processor", ()) is None:
+        parts = [processor.image_processor, processor.tokenizer]
+    for part in parts:
+        part.save_pretrained(path)
+    return model
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth colours and noise, so that filters differ."""
+    random = np.random.default_rng([width, height, seed])
+    noise = random.integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+def sizes(count: int = 50, least: int = 5, most: int = 150) -> list[tuple[int, int]]:
+    random = np.random.default_rng(17)
+    return [tuple(map(int, each)) for each in random.integers(least, most, (count, 2))]
+
+
+def close(ours: NDArray[Any], theirs: Any, within: float = 1e-5) -> None:
+    theirs = np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=within)
+
+
+class Twin:
+    """A family's tiny checkpoint, transformers' model and processor of it, and our processor and tower."""
+
+    def __init__(self, path: Path, family: str) -> None:
+        self.path = path
+        self.architecture, config, self.processor, self.mark = FAMILIES[family]()
+        self.model = save_tiny(path, self.architecture, config, self.processor)
+        self.reread()
+
+    def reread(self) -> None:
+        """What is on disk."""
+        self.checkpoint = read_checkpoint(self.path)
+        media = self.checkpoint.facts.media
+        assert media is not None
+        self.media = media
+        self.tokenizer = load_tokenizer(self.path, "hf")
+        self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
+
+    def tower(self) -> Any:
+        return load_model(
+            self.checkpoint,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            backend=TorchSDPA(),
+            max_model_len=64,
+            show_progress=False,
+            build=lambda facts, scope: TOWERS[self.media.family](facts.media, scope),
+            partly=True,
+        )
+
+    def inputs(self, text: str, images: list[Image.Image]) -> Any:
+        """What transformers makes of a prompt."""
+        return self.processor(images=images, text=text, return_tensors="pt")
+
+    def token_ids(self, text: str, images: list[Image.Image]) -> list[int]:
+        """The same prompt, as we make it."""
+        out: list[int] = []
+        left = iter(images)
+        for token in self.tokenizer.encode(self.ours.spelled(text)):
+            span = [token]
+            if [token] == self.ours.marks("image"):
+                span = self.ours.process("image", next(left), {}).token_ids
+            joint = self.ours.joined(out[-1], span[0]) if out else None
+            if joint is not None:
+                out[-1], span = joint, span[1:]
+            out += span
+        return out
+
+
+def _llava() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["<image>"])
+    images = hf.models.llava.image_processing_pil_llava.LlavaImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    )
+    processor = hf.LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION, image_size=28, patch_size=14),
+        text_config=hf.LlamaConfig(**TEXT),
+        image_token_index=processor.image_token_id,
+    )
+    return "LlavaForConditionalGeneration", config, processor, "<image>"
+
+
+def _gemma3() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    marks = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    tokenizer = make_tokenizer(marks)
+    for name, mark in zip(("boi_token", "image_token", "eoi_token"), marks, strict=True):
+        tokenizer._set_model_specific_special_tokens({name: mark})
+    images = hf.models.gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil(
+        size={"height": 56, "width": 56}
+    )
+    processor = hf.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    begin, image, end = tokenizer.convert_tokens_to_ids(list(marks))
+    config = hf.Gemma3Config(
+        vision_config=hf.SiglipVisionConfig(**VISION, image_size=56, patch_size=14, vision_use_head=False),
+        text_config=hf.Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=16),
+        mm_tokens_per_image=4,
+        image_token_index=image,
+        boi_token_index=begin,
+        eoi_token_index=end,
+    )
+    return "Gemma3ForConditionalGeneration", config, processor, marks[0]
+
+
+def _internvl() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    marks = {
+        "start_image_token": "<img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "end_image_token": "</img>",
+        "video_token": "<video>",
+    }
+    tokenizer = make_tokenizer(list(marks.values()))
+    tokenizer._set_model_specific_special_tokens(marks)
+    images = hf.models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
+        size={"height": 28, "width": 28}, max_patches=6
+    )
+
+    class Processor(hf.InternVLProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None:
+            """That of videos needs torchvision."""
+
+    Processor.__name__ = "InternVLProcessor"
+    processor = Processor(images, tokenizer, image_seq_length=4)
+    config = hf.InternVLConfig(
+        vision_config=hf.InternVLVisionConfig(
+            **VISION, image_size=[28, 28], patch_size=[7, 7], use_qk_norm=True, attention_bias=True
+        ),
+        text_config=hf.Qwen2Config(**TEXT),
+        image_token_id=processor.image_token_id,
+        image_seq_length=4,
+    )
+    return "InternVLForConditionalGeneration", config, processor, "<IMG_CONTEXT>"
+
+
+FAMILIES = {"llava": _llava, "gemma3": _gemma3, "internvl": _internvl}

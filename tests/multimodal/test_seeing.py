@@ -1,0 +1,61 @@
+"""Families that see, against transformers: pixels, spans, vectors."""
+
+import numpy as np
+import pytest
+import torch
+from seeing import FAMILIES, Twin, close, picture, sizes
+
+PAIRS = [(40, 20), (28, 28), (90, 61)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def test_pixels_are_those_of_transformers(twin: Twin) -> None:
+    """Images of 50 sizes: another filter, another rounding, another crop."""
+    for width, height in sizes():
+        image = picture(width, height)
+        ours = twin.ours.process("image", image, {})
+        assert ours.arrays is not None
+        theirs = twin.inputs(twin.mark, [image])["pixel_values"]
+        pixels = ours.arrays["pixels"].numbers()
+        close(pixels.reshape(-1, *pixels.shape[-3:]), np.asarray(theirs).reshape(-1, *pixels.shape[-3:]))
+
+
+def test_spans_are_those_of_transformers(twin: Twin) -> None:
+    """Marks at both ends, next to each other, and beside what their spans begin and end with."""
+    images = [picture(*size) for size in PAIRS]
+    mark = twin.mark
+    for text in (f"{mark}ab\n{mark}\n\ncd {mark}", f"user\n{mark}{mark}x{mark}\n"):
+        theirs = twin.inputs(text, images)["input_ids"][0].tolist()
+        assert twin.token_ids(text, images) == theirs
+
+
+@torch.no_grad()
+def test_vectors_are_those_of_transformers(twin: Twin) -> None:
+    """A layer left out, a norm forgotten, items mixed up in a batch."""
+    images = [picture(*size) for size in PAIRS]
+    inputs = twin.inputs(twin.mark * len(images), images)
+    ids = inputs.pop("input_ids")
+    for name in ("attention_mask", "token_type_ids"):
+        inputs.pop(name, None)
+    found = twin.model.model.get_image_features(**inputs).pooler_output
+    theirs = torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+    items = [twin.ours.process("image", image, {}) for image in images]
+    arrays = [
+        {name: torch.from_numpy(array.numbers().copy()) for name, array in item.arrays.items()}
+        for item in items
+        if item.arrays is not None
+    ]
+    tower = twin.tower()
+    vectors = tower.encode("image", arrays)
+    torch.testing.assert_close(torch.cat(vectors), theirs, atol=1e-4, rtol=1e-4)
+    assert int((ids == twin.ours.image_id).sum()) == len(theirs)
+    for item, each in zip(items, vectors, strict=True):
+        assert len(each) == sum(count for _, count in item.runs or [(0, len(item.token_ids))])
+    costs = [tower.cost("image", {name: tuple(each.shape) for name, each in item.items()}) for item in arrays]
+    assert all(cost > 0 for cost in costs)
+    (blank,) = tower.encode("image", [tower.blank("image", twin.ours.most_vectors("image"))])
+    assert len(blank) == twin.ours.most_vectors("image")

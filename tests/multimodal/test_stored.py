@@ -1,0 +1,197 @@
+"""Checkpoints of models that see as they lie on the hub: other names, other files, sparse configurations."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from seeing import Twin, picture
+
+from quire.config.keys import Keys
+from quire.config.media import MEDIA_FAMILIES
+from quire.config.model import read_checkpoint
+from quire.data.media import Array
+from quire.errors import RequestError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _vectors(twin: Twin) -> torch.Tensor:
+    arrays = twin.ours.process("image", picture(60, 28), {}).arrays
+    assert arrays is not None
+    (vectors,) = twin.tower().encode(
+        "image", [{name: torch.from_numpy(each.numbers().copy()) for name, each in arrays.items()}]
+    )
+    return torch.as_tensor(vectors)
+
+
+def _older_llava(tensors: Tensors) -> Tensors:
+    """As llava-hf's checkpoints on the hub."""
+    return {
+        name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()
+    }
+
+
+def _inner_llava(tensors: Tensors) -> Tensors:
+    """As transformers' modules are called, the body in front."""
+    moved = {name.removeprefix("language_model."): each for name, each in tensors.items()}
+    return {
+        name.replace("model.", "model.language_model.", 1)
+        if name.startswith("model.")
+        else name
+        if name.startswith("lm_head")
+        else f"model.{name}": each
+        for name, each in moved.items()
+    }
+
+
+_INTERN = {
+    "vision_tower.": "vision_model.",
+    "patch_embeddings.projection": "patch_embedding",
+    "cls_token": "class_embedding",
+    "position_embeddings": "position_embedding",
+    "encoder.layer.": "encoder.layers.",
+    "attention.": "attn.",
+    "projection_layer": "proj",
+    "lambda_": "ls",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "multi_modal_projector.layer_norm": "mlp1.0",
+    "multi_modal_projector.linear_1": "mlp1.1",
+    "multi_modal_projector.linear_2": "mlp1.3",
+}
+
+
+def _intern_chat(tensors: Tensors) -> Tensors:
+    """As InternVL's makers save it."""
+    out = {}
+    for name, each in tensors.items():
+        if not name.startswith("language_model."):
+            for old, new in _INTERN.items():
+                name = name.replace(old, new)
+        out[name] = each
+    for name in [name for name in out if ".attn.q_proj." in name]:
+        parts = [out.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        out[name.replace("q_proj", "qkv")] = torch.cat(parts)
+    return out
+
+
+def _intern_config(config: dict[str, Any]) -> dict[str, Any]:
+    vision = config["vision_config"]
+    return {
+        "architectures": ["InternVLChatModel"],
+        "model_type": "internvl_chat",
+        "llm_config": config["text_config"],
+        "vision_config": vision
+        | {"model_type": "intern_vit_6b", "qkv_bias": True, "qk_normalization": True, "image_size": 448},
+        "force_image_size": 28,
+        "dynamic_image_size": True,
+        "max_dynamic_patch": 6,
+        "select_layer": -1,
+        "tie_word_embeddings": True,
+        "use_thumbnail": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "rename", "change"),
+    [
+        ("llava", _older_llava, dict),
+        ("llava", _inner_llava, dict),
+        ("internvl", _intern_chat, _intern_config),
+    ],
+)
+def test_the_same_tower_under_other_names(
+    family: str, rename: Callable[[Tensors], Tensors], change: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """A checkpoint of the hub that lacks a weight by our names, or whose fused weights are cut wrongly."""
+    twin = Twin(tmp_path, family)
+    expected = _vectors(twin)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    save_file(rename(load_file(weights)), weights)
+    config.write_text(json.dumps(change(json.loads(config.read_text()))))
+    twin.reread()
+    torch.testing.assert_close(_vectors(twin), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_pan_and_scan_is_asked_for(tmp_path: Path) -> None:
+    """Crops of long and tall images, and the words between them."""
+    twin = Twin(tmp_path, "gemma3")
+    scan = {
+        "do_pan_and_scan": True,
+        "pan_and_scan_min_crop_size": 10,
+        "pan_and_scan_max_num_crops": 3,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    }
+    for size in ((100, 31), (25, 90), (40, 40), (30, 12)):
+        image = picture(*size)
+        theirs = twin.processor(images=[image], text=twin.mark, return_tensors="np", **scan)
+        ours = twin.ours.process("image", image, scan)
+        assert ours.arrays is not None and ours.token_ids == theirs["input_ids"][0].tolist()
+        assert abs(ours.arrays["pixels"].numbers() - theirs["pixel_values"]).max() < 1e-5
+        assert all(count == 4 for _, count in ours.runs)
+        assert len(ours.runs) == len(theirs["pixel_values"])
+
+
+def test_wrong_arguments_and_vectors_are_named(tmp_path: Path) -> None:
+    twin = Twin(tmp_path, "llava")
+    image = picture(30, 30)
+    with pytest.raises(RequestError, match="do_pan_and_scan"):
+        twin.ours.process("image", image, {"do_pan_and_scan": True})
+    with pytest.raises(RequestError, match="the tower sees 28 x 28"):
+        twin.ours.process("image", image, {"crop_size": {"height": 14, "width": 14}})
+    rows = torch.zeros(3, 32).numpy()
+    brought = twin.ours.process_embeds("image", {"embeds": rows})
+    assert len(brought.token_ids) == 3 and isinstance((brought.arrays or {})["embeds"], Array)
+    with pytest.raises(RequestError, match=r"\(3, 16\), expected \(vectors, 32\)"):
+        twin.ours.process_embeds("image", {"embeds": rows[:, :16]})
+
+
+def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
+    """llava-1.5-7b and gemma-3-4b name a few sizes of their decoders alone."""
+    llava = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+        "torch_dtype": "float16",
+        "vision_config": {
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(llava))
+    facts = read_checkpoint(tmp_path).facts
+    assert (facts.hidden, len(facts.layers), facts.vocab, facts.max_len) == (4096, 32, 32064, 4096)
+    assert facts.media is not None and facts.media.tower.tokens == 576
+    assert facts.media.tower.depths == (23,)
+    gemma = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+    }
+    text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](Keys("config.json", gemma))
+    assert (text.get("vocab_size"), text.get("rope_theta"), media.tower.tokens) == (262208, 1e6, 256)
