@@ -1,0 +1,197 @@
+"""`quire doctor`: what is wrong with this machine for this model, and what to do about it."""
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from quire.capacity import human
+from quire.config.cli import FlagParser
+from quire.config.env import Env
+from quire.config.machine import Machine
+from quire.dist.platform import detect, hardware_threads, thread_advice
+from quire.errors import ConfigError, QuireError
+from quire.plan.reckon import PRECISIONS, STORED, Wanted, fits
+from quire.plan.subject import subject
+
+_TORCH = ((2, 11), (2, 14))
+"""From which version on, and below which."""
+_CONTEXT = 4096
+_CACHE_BYTES = 2 << 30
+"""Free room below which the cache folder is too small for even a small model."""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    state: Literal["ok", "warning", "broken"]
+    what: str
+    remedy: str = ""
+
+
+def add_flags(parser: FlagParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default=None, help="as for `quire serve`; without it, the machine"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="that the server will listen on")
+    parser.add_argument("--max-model-len", type=int, default=None)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--api-server-count", type=int, default=1)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = list(examine(args))
+    for state, what, remedy in found:
+        print(f"{state:<8} {what}" + (f"\n         -> {remedy}" if remedy else ""))
+    return 1 if any(each.state == "broken" for each in found) else 0
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """All of it; a look that fails is a finding, too."""
+    env = Env.read(os.environ)
+    try:
+        machine = detect()
+    except QuireError as error:
+        yield Finding("broken", "the device cannot be used", str(error))
+        return
+    looks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        lambda: _device(machine),
+        _compiler,
+        lambda: _threads(machine, args),
+        lambda: _folder(env.cache_root),
+        _shared_memory,
+        lambda: _port(args.port),
+        lambda: _model(machine, args, env),
+    ]
+    for look in looks:
+        try:
+            yield from look()
+        except OSError as error:
+            yield Finding("broken", str(error))
+
+
+def _python() -> Iterator[Finding]:
+    version = sys.version.split()[0]
+    yield Finding("ok", f"Python {version}")
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Finding("broken", "torch is not installed", "pip install 'torch>=2.11,<2.14'")
+        return
+    numbers = tuple(int(part) for part in torch.split("+")[0].split(".")[:2])
+    if _TORCH[0] <= numbers < _TORCH[1]:
+        yield Finding("ok", f"torch {torch}")
+    else:
+        yield Finding("broken", f"torch {torch}", "pip install 'torch>=2.11,<2.14'")
+
+
+def _device(machine: Machine) -> Iterator[Finding]:
+    count = f"{machine.num_devices} x " if machine.num_devices > 1 else ""
+    memory = f"{human(machine.free_bytes)} of {human(machine.total_bytes)} free"
+    name = f"{count}{machine.name} ({machine.device}), {memory}"
+    if machine.device == "cuda" and machine.capability < (8, 0):
+        at = ".".join(map(str, machine.capability))
+        yield Finding("warning", f"{name}: capability {at}", "bfloat16 needs 8.0: use --dtype float16")
+    elif machine.free_bytes < machine.total_bytes / 2:
+        yield Finding("warning", f"{name}: others use it, too", "end them, or lower --gpu-memory-utilization")
+    else:
+        yield Finding("ok", name)
+    if machine.device == "cpu" and Path("/proc/driver/nvidia/version").exists():
+        yield Finding(
+            "broken", "there is an NVIDIA driver, but no GPU can be used", "install torch built for CUDA"
+        )
+
+
+def _compiler() -> Iterator[Finding]:
+    asked = os.environ.get("CC", "").split()
+    names = asked[:1] or ["cc", "gcc", "clang"]
+    found = next((name for name in names if shutil.which(name)), None)
+    if found is None:
+        yield Finding(
+            "warning",
+            f"no C compiler ({', '.join(names)})",
+            "install gcc: without it a CPU computes much slower",
+        )
+    else:
+        yield Finding("ok", f"C compiler: {shutil.which(found)}")
+
+
+def _threads(machine: Machine, args: argparse.Namespace) -> Iterator[Finding]:
+    advice = thread_advice(
+        machine.device,
+        num_threads=hardware_threads(),
+        num_api=args.api_server_count,
+        num_workers=args.tensor_parallel_size,
+    )
+    if advice is None:
+        yield Finding("ok", f"{machine.num_cores} CPU cores")
+    else:
+        yield Finding("warning", advice, "give the process more cores: 2 x (2 + number of GPUs)")
+
+
+def _folder(root: Path) -> Iterator[Finding]:
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root):
+        pass
+    free = shutil.disk_usage(root).free
+    name = f"cache folder {root}: {human(free)} free"
+    if free < _CACHE_BYTES:
+        yield Finding("warning", name, "make room, or set QUIRE_CACHE_ROOT and HF_HOME to a larger disk")
+    else:
+        yield Finding("ok", name)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return
+    free = shutil.disk_usage(shm).free
+    if free < 128 << 20:
+        remedy = "start the container with --shm-size 2g: ranks and media pass through it"
+        yield Finding("warning", f"/dev/shm has {human(free)} free", remedy)
+    else:
+        yield Finding("ok", f"/dev/shm: {human(free)} free")
+
+
+def _port(port: int) -> Iterator[Finding]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError as error:
+            yield Finding("broken", f"port {port}: {error.strerror}", "end who listens there, or give --port")
+            return
+    yield Finding("ok", f"port {port} is free")
+
+
+def _model(machine: Machine, args: argparse.Namespace, env: Env) -> Iterator[Finding]:
+    if args.model is None:
+        return
+    try:
+        checkpoint, note = subject(args.model, env)
+    except ConfigError as error:
+        yield Finding("broken", f"model {args.model}", str(error))
+        return
+    if note:
+        yield Finding("warning", f"model {args.model}", note)
+    context = args.max_model_len or min(_CONTEXT, checkpoint.derived_max_len)
+    precisions = (STORED,) if checkpoint.format == "gguf" else ("bf16", *PRECISIONS)
+    for precision in dict.fromkeys(precisions):
+        wanted = Wanted(context, 1, {})
+        fit = fits(checkpoint, machine, precision, wanted, tp=args.tensor_parallel_size, pp=1)
+        if not fit.why_not and fit.cache is not None:
+            held = f"{fit.cache.num_tokens:,} tokens of cache"
+            state: Literal["ok", "warning"] = "ok" if precision in ("bf16", STORED) else "warning"
+            said = f"{args.model} fits in {precision} with {held}"
+            yield Finding(state, said, "" if state == "ok" else f"bf16 does not fit: use {precision}")
+            return
+    yield Finding(
+        "broken", f"{args.model} does not fit: {fit.why_not}", f"quire plan {args.model} says where"
+    )

@@ -1,0 +1,56 @@
+"""`quire doctor`: what it finds on machines that lack something."""
+
+import socket
+from argparse import Namespace
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from quire.cli import main
+from quire.plan import doctor
+
+ARGS = {"model": None, "port": 0, "max_model_len": None, "tensor_parallel_size": 1, "api_server_count": 1}
+SIZES = "layers=80,hidden=8192,heads=64,kv_heads=8,intermediate=28672,vocab=128256"
+
+
+def found(**given: object) -> dict[str, doctor.Finding]:
+    return {each.what: each for each in doctor.examine(Namespace(**ARGS | given))}
+
+
+def only(findings: dict[str, doctor.Finding], text: str) -> doctor.Finding:
+    (one,) = (finding for what, finding in findings.items() if text in what)
+    return one
+
+
+def test_a_machine_that_runs_these_tests_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "layers=2,hidden=64,heads=4,intermediate=96,vocab=128", "--port", "0"]) == 0
+    assert "fits in" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finding = only(found(port=port), f"port {port}")
+    assert finding.state == "broken" and "--port" in finding.remedy
+
+
+def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(1, 1, 1 << 20))
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.4.0")
+    findings = found()
+    assert only(findings, "compiler").state == "warning" and "gcc" in only(findings, "compiler").remedy
+    assert "QUIRE_CACHE_ROOT" in only(findings, "cache folder").remedy
+    assert "--shm-size" in only(findings, "/dev/shm").remedy
+    assert only(findings, "torch").state == "broken"
+
+
+def test_a_model_that_does_not_fit_is_sent_to_the_plan() -> None:
+    finding = only(found(model=SIZES), "does not fit")
+    assert finding.state == "broken" and "quire plan" in finding.remedy
+    assert only(found(model="layers=1"), "model").state == "broken"
