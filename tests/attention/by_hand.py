@@ -23,8 +23,17 @@ CHUNKS: dict[str, Chunks] = {
 }
 
 
+Runs = list[list[tuple[int, int]]]
+"""(first, how many) tokens of each sequence that see each other in both directions."""
+
+
 def by_hand(
-    q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+    reach: Tensor | None = None,
 ) -> Tensor:
     """[Q, heads, d] queries, the last of which sees the last of the [L, kv_heads, d] keys."""
     if not len(keys):
@@ -36,7 +45,7 @@ def by_hand(
         scores = (scores / spec.softcap).tanh() * spec.softcap
     key = torch.arange(len(k), device=q.device)
     place = key[-len(q) :, None]
-    hidden = key > place
+    hidden = key > (place if reach is None else reach[:, None])
     if spec.window is not None:
         hidden |= key <= place - spec.window
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -60,11 +69,13 @@ class Case:
     sinks: Tensor | None
 
     def expected(self) -> Tensor:
-        pieces = self.q.split(self.batch.query_lens_host.tolist())
+        lens = self.batch.query_lens_host.tolist()
+        pieces, reach = self.q.split(lens), self.batch.reach
+        reaches = [None] * len(lens) if reach is None else reach.split(lens)
         return torch.cat(
             [
-                by_hand(q, k, v, self.spec, self.sinks)
-                for q, k, v in zip(pieces, self.keys, self.values, strict=True)
+                by_hand(q, k, v, self.spec, self.sinks, seen)
+                for q, k, v, seen in zip(pieces, self.keys, self.values, reaches, strict=True)
             ]
         )
 
@@ -77,6 +88,7 @@ def make_case(
     kept_as: torch.dtype | None = None,
     sinks: bool = False,
     device: str = "cpu",
+    runs: Runs | None = None,
     seed: int = 0,
 ) -> Case:
     rng = np.random.default_rng(seed)
@@ -101,6 +113,10 @@ def make_case(
             cache.view(-1, spec.kv_heads, spec.head_dim)[slots] = stored
             seen.append((stored * scale).to(device))
     places = [np.arange(n - new, n) for (new, _), n in zip(chunks, seq_lens, strict=True)]
+    reach = [own.astype(np.int32) for own in places]
+    for own, seen in zip(reach, runs or [], strict=runs is not None):
+        for first, count in seen:
+            own[(own >= first) & (own < first + count)] = first + count - 1
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = Batch(
@@ -114,6 +130,7 @@ def make_case(
         logit_tokens=nothing,
         query_lens_host=query_lens,
         seq_lens_host=seq_lens,
+        reach=None if runs is None else torch.from_numpy(np.concatenate(reach)).to(device),
     )
     return Case(
         spec,
@@ -141,7 +158,8 @@ def check(
     kept_as: torch.dtype | None = None,
     sinks: bool = False,
     device: str = "cpu",
+    runs: Runs | None = None,
 ) -> None:
-    case = make_case(chunks, spec, block=block, kept_as=kept_as, sinks=sinks, device=device)
+    case = make_case(chunks, spec, block=block, kept_as=kept_as, sinks=sinks, device=device, runs=runs)
     tolerance = TOLERANCE[spec.dtype]
     torch.testing.assert_close(attend(backend, case), case.expected(), atol=tolerance, rtol=tolerance)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import stand_ins
 import torch
-from by_hand import CHUNKS, Case, Chunks, attend, check, make_case
+from by_hand import CHUNKS, Case, Chunks, Runs, attend, check, make_case
 
 from quire.attention import flash_attn
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
@@ -113,6 +113,27 @@ def test_8_bit_caches(full: AttentionBackend, kept_as: torch.dtype, window: int 
     """Scales left out, swapped or applied twice; a kind taken for the other."""
     spec = replace(SPEC, dtype=torch.float16, k_scale=0.5, v_scale=2.0, window=window)
     check(full, MIXED, spec, kept_as=kept_as, sinks=window is not None, block=16)
+
+
+REACHING: Chunks = [(50, 3), (1, 50), (5, 60), (36, 20), (1, 0), (7, 0)]
+RUNS: Runs = [[(5, 40), (48, 3)], [], [(61, 4)], [(10, 46)], [], [(0, 7)]]
+"""Of whole tiles and of few tokens; one that began before the step; all of a sequence."""
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 2), None), ((6, 1), 9), ((4, 2), 33)])
+def test_tokens_that_see_what_follows_them(
+    full: AttentionBackend, heads: tuple[int, int], window: int | None
+) -> None:
+    """A tile that ends at its last query; a window that moves with the reach; few queries cut by keys."""
+    spec = AttentionSpec(*heads, 16, torch.float32, window)
+    check(full, REACHING, spec, block=16, runs=RUNS)
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])
+@pytest.mark.usefixtures("packages")
+def test_packages_without_reach_say_so(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: lets no token see what follows it"):
+        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

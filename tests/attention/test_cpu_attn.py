@@ -67,6 +67,16 @@ def test_sinks(dtype: torch.dtype, window: int | None) -> None:
     check(CPUAttention(), chunks, AttentionSpec(6, 2, 16, dtype, window), sinks=True)
 
 
+@pytest.mark.parametrize("window", [None, 9, 70])
+@pytest.mark.parametrize("heads", [(6, 2), (3, 1), (4, 4)])
+@pytest.mark.usefixtures("threads")
+def test_tokens_that_see_what_follows_them(heads: tuple[int, int], window: int | None) -> None:
+    """Keys behind the last query of a block of rows left out; a row that sees as far as another one does."""
+    chunks = [(150, 101), (1, 300), (3, 62), (66, 0), (1, 0)]
+    runs = [[(90, 30), (140, 100)], [], [(62, 3)], [(0, 66)], []]
+    check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window), runs=runs)
+
+
 def test_scores_far_below_the_largest_weigh_nothing() -> None:
     """An exponent that wraps around below the least number: a huge weight, or a negative one."""
     check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=20.0))

@@ -44,6 +44,8 @@ class AttentionSpec:
     """Scores s become softcap * tanh(s / softcap); None: as they are."""
     sinks: bool = False
     """Whether each head has a logit that takes part in its softmax and has no value."""
+    reaches: bool = False
+    """Whether tokens may see some that follow them (`Batch.reach`)."""
     k_scale: float = 1.0
     """An 8-bit cache holds keys divided by this."""
     v_scale: float = 1.0

@@ -41,6 +41,8 @@ class Batch:
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
     embeds: tuple[Tensor, Tensor] | None = None
     """[K] int64, tokens of which there are vectors in place of ids, and [K, hidden] those vectors"""
+    reach: Tensor | None = None
+    """[T] int32, the last place of its sequence that each token sees; falls in none. None: its own"""
     adapters: Tensor | None = None
     """[T] int32, the slot of each token's adapter, -1 without; None: no token has one"""
     logit_adapters: Tensor | None = None

@@ -52,5 +52,6 @@ class CPUAttention:
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
+            reach=batch.reach,
             scales=spec.scales,
         )

@@ -47,6 +47,8 @@ class FlashAttention:
             return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"needs a head size up to 256 in steps of 8, not {spec.head_dim}"
+        if spec.reaches:
+            return "lets no token see what follows it, as those of this model's images do"
         if spec.sinks:
             return "is used without sinks"
         if spec.kept_as not in (None, spec.dtype):

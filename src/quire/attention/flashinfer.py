@@ -43,6 +43,8 @@ class FlashInfer:
             return f"computes float16 and bfloat16, not {str(spec.dtype).removeprefix('torch.')}"
         if spec.head_dim not in (64, 128, 256):
             return f"needs a head size of 64, 128 or 256, not {spec.head_dim}"
+        if spec.reaches:
+            return "lets no token see what follows it, as those of this model's images do"
         if spec.sinks:
             return "is used without sinks"
         if spec.kept_as not in (None, spec.dtype, torch.float8_e4m3fn):

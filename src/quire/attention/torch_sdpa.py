@@ -174,7 +174,7 @@ def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Spa
     for row in np.flatnonzero(batch.query_lens_host > 1):
         start, num_queries = int(starts[row]), int(batch.query_lens_host[row])
         first_query = int(batch.seq_lens_host[row]) - num_queries
-        whole = first_query == 0 and (window is None or num_queries <= window)
+        whole = first_query == 0 and (window is None or num_queries <= window) and batch.reach is None
         step = num_queries if whole else max(1, _MAX_MASK // (first_query + num_queries))
         for at in range(0, num_queries, step):
             size = min(step, num_queries - at)
@@ -189,13 +189,14 @@ def _chunk_span(
     """Queries at `first_query` and after it; `whole` means that the sequence starts with them."""
     device = batch.slots.device
     end = first_query + tokens.stop - tokens.start
+    num_keys = end if batch.reach is None else int(batch.seq_lens_host[row])
     first_key = 0 if window is None else max(0, first_query - window + 1)
-    keys = torch.arange(first_key, end, device=device)
+    keys = torch.arange(first_key, num_keys, device=device)
     slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
     if whole:
         return _Span(tokens, slots, None, causal=True)
     queries = torch.arange(first_query, end, device=device)[:, None]
-    mask = keys <= queries
+    mask = keys <= (queries if batch.reach is None else batch.reach[tokens][:, None])
     if window is not None:
         mask &= keys > queries - window
     return _Span(tokens, slots, mask)

@@ -105,7 +105,7 @@ class TritonAttention:
         from quire.kernels.triton.attention import Seqs
 
         layer = _layer(spec)
-        few, most = layer.few, batch.max_query_len
+        few, most = 1 if batch.reach is not None else layer.few, batch.max_query_len
         if batch.are_decodes and layer.few < most <= MOST_ROWS // layer.group:
             few = most
         if q.stride()[1:] != (spec.head_dim, 1):
@@ -117,7 +117,7 @@ class TritonAttention:
         shape = launch.tile_shape(layer, q.dtype, most)
         cut: _Cut = batch.attention.cut(few, shape.block_m // layer.group)
         if cut.tiles is not None:
-            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, shape)
+            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, batch.reach, shape)
         if cut.num_few:
             each = few if few > layer.few else 1
             launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, most_queries=each)

@@ -189,6 +189,7 @@ class Model:
     def hidden(self, batch: Batch) -> Any:
         """[T, hidden], or what is to be passed on."""
         for group in batch.groups:
+            group.reach = batch.reach
             self.attention.plan(group)
         if batch.embeds is not None:
             batch.token_ids = batch.token_ids.clamp(min=0)

@@ -184,6 +184,7 @@ class _Ahead:
 _NOTHING: dict[str, Any] = {
     "turns": None,
     "embeds": None,
+    "reach": None,
     "before": None,
     "taps": (),
     "num_real": None,

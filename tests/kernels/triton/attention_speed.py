@@ -82,7 +82,7 @@ class Load:
         launch.attend_shares(self.out, self.q, cache, self.seqs, None, self.layer, None, shape, shares)
 
     def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:
-        launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, shape)
+        launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, None, shape)
 
     def tiles(self, shape: Shape) -> Tensor:
         firsts = np.arange(0, self.num_queries, shape.block_m // self.layer.group)[::-1]

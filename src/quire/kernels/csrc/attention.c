@@ -29,7 +29,8 @@ typedef struct {
     const int32_t *block_tables; /* [rows, table_width] */
     const int32_t *query_starts;
     const int32_t *seq_lens;
-    const void *sinks; /* [heads]: logits without a value; or NULL */
+    const void *sinks;    /* [heads]: logits without a value; or NULL */
+    const int32_t *reach; /* [tokens]: the last position that each sees, falling in no sequence; or NULL: its own */
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
     int64_t window;               /* 0: all */
@@ -139,15 +140,22 @@ static long place_of(const Job *job, const Task *task)
     return job->seq_lens[task->seq] - query_len + task->first_query;
 }
 
-/* Scores of one row, whose query stands at `place`, to weights, among the keys [first, end) of a tile. */
-static void soften_row(const Job *job, long tile, long first, long end, long place, long row, Scratch *scratch)
+/* Behind the last position that a query of a task sees. */
+static long seen_by(const Job *job, const Task *task, long query)
 {
+    return 1 + (job->reach ? job->reach[job->query_starts[task->seq] + task->first_query + query] : place_of(job, task) + query);
+}
+
+/* Scores of one row, of this query of a task, to weights, among the keys [first, end) of a tile. */
+static void soften_row(const Job *job, const Task *task, long tile, long first, long end, long query, long row, Scratch *scratch)
+{
+    long place = place_of(job, task) + query;
     float *scores = scratch->weights + row * TILE;
     long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP);
     long seen_first = at_least(first, job->window ? place - job->window + 1 : 0) - tile;
     for (long k = 0; k < at_most(seen_first, count); k++)
         scores[k] = -INFINITY;
-    for (long k = at_least(at_most(end, place + 1) - tile, 0); k < count; k++)
+    for (long k = at_least(at_most(end, seen_by(job, task, query)) - tile, 0); k < count; k++)
         scores[k] = -INFINITY;
     soften(scores, count, (float)(job->softcap * LOG2_E), scratch->part.most + row, scratch->part.sum + row);
 }
@@ -164,7 +172,7 @@ static void attend_few(const Job *job, const Task *task, long tile, long first, 
                 score_some(at_most(each - r, ROWS), scratch->q + row * dim, keys, head * dim, k, at_most(k + FEW_KEYS, fours), dim,
                            scratch->weights + row * TILE);
     for (long row = 0; row < heads * each; row++)
-        soften_row(job, tile, first, end, place_of(job, task) + row % each / group, row, scratch);
+        soften_row(job, task, tile, first, end, row % each / group, row, scratch);
     for (long k = begin; k < until; k += FEW_KEYS)
         for (long head = 0; head < heads; head++)
             for (long r = 0, row = head * each; r < each; r += ROWS, row += ROWS)
@@ -214,7 +222,6 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
                         const float *const *values, Scratch *scratch)
 {
     long dim = dim_of(job), group = job->heads / job->kv_heads, all = task->num_queries * group, begin = first - tile;
-    long place = place_of(job, task);
     const float *turned = NULL;
 #ifdef HAS_AVX512
     float columns[MAX_TURNED * TILE];
@@ -224,13 +231,13 @@ static void attend_many(const Job *job, const Task *task, long tile, long first,
     }
 #endif
     for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, (row + rows - 1) / group));
         score_packed(rows, scratch->q + row * dim, keys, turned, begin, seen_end - tile, dim, scratch->weights + row * TILE);
         for (long r = row; r < row + rows; r++)
-            soften_row(job, tile, first, seen_end, place + r / group, r, scratch);
+            soften_row(job, task, tile, first, seen_end, r / group, r, scratch);
     }
     for (long row = 0; row < all; row += ROWS) {
-        long rows = at_most(all - row, ROWS), seen_end = at_most(end, place + (row + rows - 1) / group + 1);
+        long rows = at_most(all - row, ROWS), seen_end = at_most(end, seen_by(job, task, (row + rows - 1) / group));
         mix_packed(rows, scratch->weights + row * TILE, values, begin, seen_end - tile, dim, scratch->part.out + row * dim);
     }
 }
@@ -272,7 +279,7 @@ static void seen(const Job *job, const Task *task, long *first, long *end)
     long query_len = job->query_starts[task->seq + 1] - job->query_starts[task->seq];
     long place = job->seq_lens[task->seq] - query_len + task->first_query;
     *first = job->window ? at_least(place - job->window + 1, 0) : 0;
-    *end = place + task->num_queries;
+    *end = seen_by(job, task, task->num_queries - 1);
 }
 
 static long rows_of(const Job *job, const Task *task)

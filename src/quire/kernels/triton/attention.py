@@ -70,6 +70,7 @@ def _fold(
     q: tl.tensor,
     low: tl.tensor,
     places: tl.tensor,
+    sees: tl.tensor,
     cache: tl.tuple,
     kv_head: tl.tensor,
     table: tl.tensor,
@@ -84,7 +85,7 @@ def _fold(
 ) -> Any:
     """Take the keys first..end into each row's sum of values, greatest score and sum of weights.
 
-    The rows' queries stand at `places`, from `low` on.
+    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`.
     """
     key = tl.arange(0, BLOCK_N)
     # 8 bits become float16 in one instruction. Those of two dimensions are loaded as one number: turning them
@@ -105,7 +106,7 @@ def _fold(
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, scores_by, WINDOW, CAPPED, BLOCK_N
+            scores, most, total, at, end, low, places, sees, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -158,6 +159,7 @@ def soften(
     end: tl.tensor,
     low: tl.tensor,
     places: tl.tensor,
+    sees: tl.tensor,
     scores_by: tl.tuple,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -170,10 +172,10 @@ def soften(
         scores = scores_by.cap - 2 * scores_by.cap / (tl.exp2(scores * factor) + 1)
         factor = 1.0
     if WINDOW:
-        seen = (keys[None, :] <= places[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
+        seen = (keys[None, :] <= sees[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
         scores = tl.where(seen & (keys < end)[None, :], scores, float("-inf"))
     elif at + BLOCK_N > tl.minimum(low + 1, end):
-        seen = (keys[None, :] <= places[:, None]) & (keys < end)[None, :]
+        seen = (keys[None, :] <= sees[:, None]) & (keys < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - higher[:, None])
@@ -237,6 +239,7 @@ def tiles(
     seqs: tl.tuple,
     work: tl.tensor,
     sinks: tl.tensor,
+    reach: tl.tensor,
     scores_by: tl.tuple,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -258,11 +261,14 @@ def tiles(
     )
     table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
     acc, most, total = _start(sinks, heads, tile >= 0, BLOCK_D)
-    first = 0
+    sees, end, first = places, high, 0
+    if reach is not None:
+        sees = tl.load(reach + start + skipped + (places - low))
+        end = tl.max(sees, 0) + 1
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, cache, kv_head, table, first, high, scores_by,
+        acc, most, total, rows, low, places, sees, cache, kv_head, table, first, end, scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     _finish(out, acc, total, scores_by.v_scale, at, valid)
@@ -349,7 +355,7 @@ def _take(
     )
     acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, cache, kv_head, table, first + at * BLOCK_N,
+        acc, most, total, rows, low, places, places, cache, kv_head, table, first + at * BLOCK_N,
         tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip

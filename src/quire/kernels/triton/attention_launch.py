@@ -106,6 +106,7 @@ def attend_tiles(
     work: Tensor,
     layer: Layer,
     sinks: Tensor | None,
+    reach: Tensor | None,
     shape: Shape,
 ) -> None:
     launch(kernels.tiles, len(work), layer.kv_heads)(
@@ -116,6 +117,7 @@ def attend_tiles(
         seqs,
         work,
         sinks,
+        reach,
         _scores(layer),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,

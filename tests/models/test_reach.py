@@ -1,0 +1,70 @@
+"""Tokens of an image that see each other in both directions, through windows too, against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import BLOCK_SIZE, load_tiny, make_batch, make_tiny, random_prompts
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.attention.cpu_attn import CPUAttention
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.data.params import SamplingParams
+from quire.data.plan import Admission, StepPlan
+from quire.kernels import native
+from quire.sampling.rows import SamplingRows
+from quire.worker.reach import reach_of
+from quire.worker.rows import Rows
+
+RUNS = [(3, 9), (15, 2)]
+"""Longer than the window, and shorter."""
+NATIVE = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
+
+
+@torch.inference_mode()
+def expected_of(hf: Any, ids: list[int]) -> Tensor:
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    blocks = torch.full((1, len(ids)), -1)
+    for number, (first, count) in enumerate(RUNS):
+        blocks[0, first : first + count] = number
+    masks = create_masks_for_vision_model(
+        hf.config, hf.get_input_embeddings()(torch.tensor([ids])), None, None, None, blocks
+    )
+    logits: Tensor = hf(torch.tensor([ids]), attention_mask=masks).logits[0]
+    return logits
+
+
+def step(first: int, ids: list[int], admitted: list[Admission]) -> StepPlan:
+    none, one = np.empty(0, np.int32), np.array([2], np.int32)
+    lens, samples = np.array([len(ids)], np.int32), np.ones(1, np.bool_)
+    return StepPlan(first, [], admitted, none, none.reshape(1, 0), one, lens, samples)
+
+
+@pytest.mark.parametrize("backend", [TorchSDPA, pytest.param(CPUAttention, marks=NATIVE)])
+@torch.inference_mode()
+def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> None:
+    """A window that is lifted for an image, or is not looked through ahead; the tokens behind an image, which
+    come in a step of their own, taken for a part of it."""
+    path, hf = make_tiny("gemma3_text", tmp_path, sliding_window=5, attn_implementation="eager")
+    ids = random_prompts(23)[0]
+    model = load_tiny(path, backend=backend())
+    all_rows = Rows(max_rows=4, max_len=32, block_size=4, sampling=SamplingRows(4, 128, torch.device("cpu")))
+    admission = Admission(2, "", ids, len(ids), 0, [list(range(1, 9))], SamplingParams(), seed=0)
+    found = []
+    for first, end in ((0, 14), (14, 23)):
+        plan = step(first, ids[first:end], [admission] if not first else [])
+        all_rows.apply(plan)
+        batch = make_batch([(ids[first:end], first)], [list(range(1, 9))], BLOCK_SIZE)
+        reach = reach_of(plan, all_rows, {2: RUNS})
+        assert reach is not None
+        batch.reach = torch.from_numpy(reach)
+        model_backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
+        model_backend.plan(batch)
+        found.append(model.logits(model(batch)))
+        all_rows.advance(plan)
+    assert reach_of(step(23, ids[:1], []), all_rows, {2: RUNS}) is None
+    torch.testing.assert_close(torch.cat(found), expected_of(hf, ids), atol=3e-4, rtol=1e-3)
