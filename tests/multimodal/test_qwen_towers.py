@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from threads import run_threads, tp_worlds
 from tiny_qwen import FAMILIES, made
 
 from quire.attention.torch_sdpa import TorchSDPA
+from quire.comm.world import World
 from quire.config.model import read_checkpoint
 from quire.errors import ConfigError
 from quire.loader import load_model
@@ -17,7 +19,7 @@ from quire.models.towers import TOWERS
 GRIDS = [(1, 4, 6), (3, 10, 8), (1, 2, 2), (2, 14, 6)]
 
 
-def tower_of(path: Path) -> Any:
+def tower_of(path: Path, **options: Any) -> Any:
     """Ours, of the checkpoint at `path`."""
     checkpoint = read_checkpoint(path)
     media = checkpoint.facts.media
@@ -31,6 +33,7 @@ def tower_of(path: Path) -> Any:
         show_progress=False,
         build=TOWERS[media.family],
         partly=True,
+        **options,
     )
 
 
@@ -60,6 +63,27 @@ def test_layers_and_vectors_equal_those_of_transformers(family: str, base: Path)
     torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
     for layer in [*theirs.blocks, *ours.layers]:
         layer._forward_hooks.clear()
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_two_devices_that_share_a_tower_see_the_same(family: str, base: Path) -> None:
+    path, _ = made(family, base)
+    items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]
+    with torch.inference_mode():
+        expected = torch.cat(tower_of(path).encode("image", items))
+    worlds = tp_worlds(2)
+    towers = [tower_of(path, world=world) for world in worlds]
+
+    @torch.inference_mode()
+    def run(world: World) -> Any:
+        return torch.cat(towers[world.tp.rank].encode("image", items))
+
+    for vectors in run_threads(2, run, worlds=lambda _: worlds):
+        torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-4)
+    media = read_checkpoint(path).facts.media
+    assert media is not None
+    divides = TOWERS[media.family].divides
+    assert divides(media, 2) and not divides(media, 4)
 
 
 @torch.inference_mode()

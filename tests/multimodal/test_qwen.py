@@ -1,0 +1,142 @@
+"""Whole engines of Qwen's and GLM's kinds that see, against what transformers says of the same."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_qwen import FAMILIES, made
+
+from quire import LLM, SamplingParams
+from quire.config.model import read_checkpoint
+from quire.multimodal.families import PROCESSORS, Video
+from quire.text.tokenizer import load_tokenizer
+
+COUNT = 5
+_DRAW = np.random.default_rng(11)
+
+
+def _image(width: int, height: int) -> Image.Image:
+    return Image.fromarray(_DRAW.integers(0, 256, (height, width, 3), np.uint8))
+
+
+SMALL, WIDE, TALL, LARGE = _image(17, 19), _image(64, 24), _image(20, 60), _image(120, 90)
+FILM = _DRAW.integers(0, 256, (6, 24, 32, 3), np.uint8)
+SEES = "<begin><image><end>"
+WATCHES = {True: "<video begin><video><video end>", False: "<begin><video><end>"}
+Content = tuple[str, list[Image.Image], list[Any]]
+
+
+def prompts(is_glm: bool) -> list[Content]:
+    """Texts, and the images and videos of each."""
+    film = WATCHES[is_glm]
+    return [
+        (f"what is {SEES} this", [LARGE], []),
+        ("nothing to see here, only words", [], []),
+        (f"{SEES}one {SEES}and then {SEES}?", [SMALL, WIDE, TALL], []),
+        (f"a film: {film} and {SEES}", [TALL], [FILM]),
+        (f"{SEES} again", [SMALL], []),
+    ]
+
+
+class Twin:
+    """transformers' model, with what our processors make of media."""
+
+    def __init__(self, family: str, base: Path) -> None:
+        self.path, self.model = made(family, base)
+        self.media = read_checkpoint(self.path).facts.media
+        assert self.media is not None
+        self.tokenizer = load_tokenizer(self.path, "hf")
+        self.processor = PROCESSORS[self.media.family](self.path, self.media, self.tokenizer)
+
+    def inputs(self, content: Content) -> dict[str, Any]:
+        text, images, videos = content
+        ids = self.tokenizer.encode(text)
+        left = {
+            "image": [self.processor.process("image", image, {}) for image in images],
+            "video": [self.processor.process("video", Video(video, fps=4.0), {}) for video in videos],
+        }
+        given: dict[str, Any] = {"pixel_values": [], "image_grid_thw": []}
+        given |= {"pixel_values_videos": [], "video_grid_thw": []}
+        out: list[int] = []
+        kinds: list[int] = []
+        while ids:
+            for modality in ("image", "video"):
+                mark = self.processor.marks(modality)
+                if left[modality] and ids[: len(mark)] == mark:
+                    processed = left[modality].pop(0)
+                    ids = ids[len(mark) :]
+                    of_run = {
+                        at
+                        for first, n in processed.runs or [(0, len(processed.token_ids))]
+                        for at in range(first, first + n)
+                    }
+                    kind = 1 + (modality == "video")
+                    kinds += [kind if at in of_run else 0 for at in range(len(processed.token_ids))]
+                    out += processed.token_ids
+                    pixels = torch.from_numpy(processed.arrays["pixels"].numbers().copy()).flatten(0, 2)
+                    given["pixel_values" + ("_videos" if modality == "video" else "")].append(pixels)
+                    given[f"{modality}_grid_thw"].append(torch.tensor([processed.facts["grid"]]))
+                    break
+            else:
+                out.append(ids.pop(0))
+                kinds.append(0)
+        found = {name: torch.cat(parts) for name, parts in given.items() if parts}
+        found |= {"input_ids": torch.tensor([out]), "mm_token_type_ids": torch.tensor([kinds])}
+        if videos and hasattr(self.model.config.vision_config, "tokens_per_second"):
+            found["second_per_grid_ts"] = torch.tensor([2 / 4.0] * len(videos))
+        return found
+
+    @torch.inference_mode()
+    def says(self, content: Content) -> list[int]:
+        inputs = self.inputs(content)
+        self.model.generation_config.eos_token_id = None
+        out = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
+        said: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+        return said
+
+
+def open_llm(path: Path, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 400,
+        "use_tqdm_on_load": False,
+    }
+    return LLM(str(path), **(defaults | settings))
+
+
+def asked(content: Content) -> Any:
+    text, images, videos = content
+    data: dict[str, Any] = {"image": images} if images else {}
+    data |= {"video": [(video, {"fps": 4.0}) for video in videos]} if videos else {}
+    return {"prompt": text, "multi_modal_data": data} if data else text
+
+
+def generate(llm: LLM, contents: list[Content]) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    return llm.generate([asked(content) for content in contents], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_said_of_media_is_what_transformers_says(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One image, several of mixed sizes with text between, a video, none; all at once, in chunks that end in
+    the middle of items; then again, when their beginnings are kept."""
+    twin = Twin(family, tmp_path_factory.getbasetemp())
+    contents = prompts(family == "Glm4v")
+    llm = open_llm(twin.path, max_num_batched_tokens=24)
+    expected = [twin.says(content) for content in contents]
+    first = generate(llm, contents)
+    for content, output, said in zip(contents, first, expected, strict=True):
+        assert output.prompt_token_ids == twin.inputs(content)["input_ids"][0].tolist()
+        assert output.outputs[0].token_ids == said, content[0]
+    again = generate(llm, contents)
+    assert [output.outputs[0].token_ids for output in again] == expected
+    if family != "Qwen3_5":
+        assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
