@@ -16,9 +16,7 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "n
 _VISION = _SIZES | {"image_size": 28, "patch_size": 14}
 _LLAMA = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", _VISION),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", _VISION | _LLAMA),
-    "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", _VISION),
 }
 
 

@@ -1,6 +1,8 @@
 """Tiny models that see, each with a transformers twin, a tokenizer and a processor."""
 
+import importlib
 import string
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -208,4 +210,51 @@ def _internvl() -> tuple[str, Any, Any, str]:
     return "InternVLForConditionalGeneration", config, processor, "<IMG_CONTEXT>"
 
 
-FAMILIES = {"llava": _llava, "gemma3": _gemma3, "internvl": _internvl}
+def _pixtral_parts(merge: int) -> tuple[Any, Any]:
+    import transformers as hf
+    from transformers.models.pixtral import image_processing_pil_pixtral as with_pillow
+
+    # The processor imports the other module, which needs torchvision, for a function that both have.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", with_pillow)
+    tokenizer = make_tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    images = with_pillow.PixtralImageProcessorPil(
+        size={"longest_edge": 84}, patch_size={"height": 7, "width": 7}
+    )
+    module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
+    processor = module.PixtralProcessor(images, tokenizer, patch_size=7, spatial_merge_size=merge)
+    return processor, hf.PixtralVisionConfig(**VISION, image_size=84, patch_size=7)
+
+
+def _pixtral() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    processor, vision = _pixtral_parts(1)
+    config = hf.LlavaConfig(
+        vision_config=vision,
+        text_config=hf.MistralConfig(**TEXT, head_dim=16),
+        image_token_index=processor.image_token_id,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return "LlavaForConditionalGeneration", config, processor, "[IMG]"
+
+
+def _mistral3() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    processor, vision = _pixtral_parts(2)
+    config = hf.Mistral3Config(
+        vision_config=vision,
+        text_config=hf.MistralConfig(**TEXT, head_dim=16),
+        image_token_index=processor.image_token_id,
+    )
+    return "Mistral3ForConditionalGeneration", config, processor, "[IMG]"
+
+
+FAMILIES = {
+    "llava": _llava,
+    "gemma3": _gemma3,
+    "internvl": _internvl,
+    "pixtral": _pixtral,
+    "mistral3": _mistral3,
+}

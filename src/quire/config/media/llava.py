@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.parts import ViTFacts, part, text_part, token_id, vit
+from quire.config.media.pixtral import pixtral
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class LlavaFacts:
 
 
 def llava(keys: Keys) -> tuple[Keys, MediaFacts]:
+    if part(keys, "vision_config").get("model_type") == "pixtral":
+        return pixtral(keys)
     text = text_part(keys)
     return text, MediaFacts("llava", ("image",), projected(keys, text))
 

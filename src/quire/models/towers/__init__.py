@@ -40,6 +40,7 @@ TOWERS = LazyTable(
         "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
         "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
+        "pixtral": "quire.models.towers.pixtral:Pixtral",
     },
 )
 

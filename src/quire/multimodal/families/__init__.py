@@ -102,5 +102,6 @@ PROCESSORS: LazyTable = LazyTable(
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",
         "llava": "quire.multimodal.families.llava:LlavaProcessor",
+        "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
     },
 )

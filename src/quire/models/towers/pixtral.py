@@ -1,0 +1,145 @@
+"""Pixtral's tower, and Mistral 3's: images of any size, whose patches turn by row and column."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.config.facts import MediaFacts
+from quire.config.media.pixtral import PixtralFacts
+from quire.kernels.encoder import Spans, spans_of
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import RMSNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Angles, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+
+_EPS = 1e-5
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+class Layer(nn.Module):
+    """Attention, then a gated feed-forward half, each behind a norm."""
+
+    def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(facts.hidden, _EPS, scope / "attention_norm")
+        self.attention = VisionAttention(
+            facts.hidden, facts.heads, scope / "attention", out="o_proj", bias=False, out_bias=False
+        )
+        self.mlp_norm = RMSNorm(facts.hidden, _EPS, scope / "ffn_norm")
+        self.mlp = VisionMLP(
+            facts.hidden,
+            facts.intermediate,
+            scope / "feed_forward",
+            names=("gate_proj", "up_proj", "down_proj"),
+            activation=facts.activation,
+            bias=False,
+        )
+
+    def forward(self, x: Tensor, images: Spans, angles: Angles) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), images, angles)
+        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class PixtralViT(nn.Module):
+    """Patches, a norm, and layers."""
+
+    def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts = facts
+        kernel = (3, facts.patch, facts.patch)
+        self.patches = PatchEmbedding(kernel, facts.hidden, scope / "patch_conv", bias=False)
+        self.norm = RMSNorm(facts.hidden, _EPS, scope / "ln_pre")
+        layers = scope / "transformer" / "layers"
+        self.layers = nn.ModuleList(Layer(facts, layers / i) for i in range(facts.layers))
+        dim = facts.head_dim
+        powers = torch.arange(0, dim, 2, device=scope.device, dtype=torch.float32) / dim
+        self.steps = 1 / facts.theta**powers
+        """How far a row or column turns each pair: rows the even ones, columns the odd ones."""
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """[3, height, width] each -> [patches of all, hidden]"""
+        grids = [(each.shape[1] // self.facts.patch, each.shape[2] // self.facts.patch) for each in images]
+        flat = torch.cat([patches_of(each[None], self.facts.patch)[0] for each in images])
+        x = self.norm.alone(self.patches(flat))
+        spans = spans_of(np.array([rows * columns for rows, columns in grids], np.int32), x.device)
+        angles = self.angles(grids)
+        for layer in self.layers:
+            x = layer(x, spans, angles)
+        return x
+
+    def angles(self, grids: Sequence[Grid]) -> Angles:
+        turns = []
+        for rows, columns in grids:
+            down, along = (torch.arange(size, device=self.steps.device) for size in (rows, columns))
+            by_row = (down[:, None] * self.steps[0::2])[:, None].expand(-1, columns, -1)
+            by_column = (along[:, None] * self.steps[1::2])[None].expand(rows, -1, -1)
+            turns.append(torch.cat((by_row, by_column), -1).flatten(0, 1))
+        turned = torch.cat(turns)
+        return turned.cos(), turned.sin()
+
+
+class Merger(nn.Module):
+    """Mistral 3's: each square of patches becomes one, number by number side by side."""
+
+    def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
+        super().__init__()
+        self.square = facts.merge
+        self.norm = RMSNorm(facts.hidden, facts.norm_eps, scope / "norm")
+        merging = scope / "patch_merger" / "merging_layer"
+        self.product = WholeLinear(facts.hidden * facts.merge**2, facts.hidden, merging)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        parts = self.norm.alone(x).split([rows * columns for rows, columns in grids])
+        square = self.square
+        merged = [
+            part.view(rows // square, square, columns // square, square, -1)
+            .permute(0, 2, 4, 1, 3)
+            .reshape(rows * columns // square**2, -1)
+            for part, (rows, columns) in zip(parts, grids, strict=True)
+        ]
+        out: Tensor = self.product(torch.cat(merged))
+        return out
+
+
+class Pixtral(nn.Module):
+    """One image of any size an item."""
+
+    def __init__(self, facts: MediaFacts, scope: Scope) -> None:
+        super().__init__()
+        self.facts: PixtralFacts = facts.tower
+        self.device = scope.device
+        self.vit = PixtralViT(self.facts, scope / "model" / "vision_tower")
+        projector = scope / "model" / "multi_modal_projector"
+        self.merger = Merger(self.facts, projector) if self.facts.is_merged else None
+        self.projector = VisionMLP(
+            self.facts.hidden,
+            self.facts.size_out,
+            projector,
+            names=("linear_1", "linear_2"),
+            size_out=self.facts.size_out,
+            activation=self.facts.projector_activation,
+            bias=self.facts.bias,
+        )
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        images = [item["pixels"] for item in items]
+        patch, merge = self.facts.patch, self.facts.merge
+        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
+        x = self.vit(images)
+        x = x if self.merger is None else self.merger(x, grids)
+        return list(self.projector(x).split([rows * columns // merge**2 for rows, columns in grids]))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        each = self.facts.patch * self.facts.merge
+        rows = max(1, int(num_vectors**0.5))
+        columns = -(-num_vectors // rows)
+        return {"pixels": torch.zeros(3, rows * each, columns * each, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        _, height, width = item["pixels"]
+        patches = height * width // self.facts.patch**2
+        return patches * (12 * self.facts.hidden + patches)

@@ -1,0 +1,79 @@
+"""Pixtral and Mistral 3: an image in its own shape, row by row."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from quire.config.facts import MediaFacts
+from quire.config.keys import Keys
+from quire.config.media.pixtral import PixtralFacts
+from quire.data.media import Array
+from quire.errors import ConfigError
+from quire.multimodal.families import Content, Processed
+from quire.multimodal.families.pictures import Pictures, token_of
+from quire.multimodal.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGE_ARGUMENTS,
+    Finish,
+    Size,
+    asked,
+    resample_of,
+    resized,
+    size_of,
+    stored_settings,
+    whole_settings,
+    wrong_argument,
+)
+from quire.text.tokenizer import Tokenizer
+
+
+class PixtralProcessor(Pictures):
+    """As large as it is, unless that is too large; a token behind each row, another behind the last."""
+
+    def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.facts: PixtralFacts = facts.tower
+        super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
+        said = whole_settings(path)
+        self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
+        self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
+        self.side = self.facts.patch * self.facts.merge
+        self.settings = stored_settings(path, size={"longest_edge": self.facts.image})
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+        assert isinstance(content, Image.Image)
+        try:
+            keys = asked(self.settings, arguments, IMAGE_ARGUMENTS)
+            finish = Finish.read(keys, CLIP_MEAN, CLIP_STD)
+            size = self._size(keys, content.size[::-1])
+            pixels = resized(content, size, resample_of(keys, Image.Resampling.BICUBIC))
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        rows, columns = size[0] // self.side, size[1] // self.side
+        row = [*[self.image_id] * columns, self.break_id]
+        token_ids = [*(row * rows)[:-1], self.end_id]
+        return self.spread(token_ids, arrays={"pixels": Array.of(finish(pixels))})
+
+    def _size(self, keys: Keys, image: Size) -> Size:
+        """Whole patches; larger than the image by less than one, or as large as an image may be."""
+        most = size_of(keys)
+        highest, widest = (most.get("longest_edge") or most.get(edge) for edge in ("height", "width"))
+        if not highest or not widest:
+            raise keys.wrong("size", "longest_edge, or height and width")
+        height, width = image
+        too_large = max(height / highest, width / widest)
+        if too_large > 1:
+            height, width = int(height / too_large), int(width / too_large)
+        return -(-height // self.side) * self.side, -(-width // self.side) * self.side
+
+    def most_vectors(self, modality: str) -> int:
+        width, height = self.largest(modality)
+        return (height // self.side) * (width // self.side)
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        most = size_of(self.settings)
+        longest = most.get("longest_edge") or max(most.values())
+        height, width = self._size(self.settings, (longest, longest))
+        return width, height
