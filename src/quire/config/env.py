@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,19 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPlaces:
-    """Where adapters are looked for by their names."""
+class AdapterEnv:
+    """Where adapters are looked for by their names, and who may change them."""
 
-    cache_dir: str | None = None
-    hf_repo_list: str = ""
+    allow_runtime_lora_updating: bool = False
+    """Let clients load and unload adapters."""
+    lora_resolver_cache_dir: str | None = None
+    lora_resolver_hf_repo_list: str = ""
     """Hub ids, with commas between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; those of a group begin with the
-    name of its field."""
+    """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; so is each of a group."""
 
     cache_root: Path
     logging_level: str = "INFO"
@@ -74,9 +75,7 @@ class Env:
     enable_responses_api_store: bool = False
     """Keep responses of /v1/responses in memory, so that they can be asked for again."""
     responses_store: StoreLimits = StoreLimits()
-    allow_runtime_lora_updating: bool = False
-    """Let clients load and unload adapters."""
-    lora_resolver: AdapterPlaces = AdapterPlaces()
+    adapters: AdapterEnv = AdapterEnv()
     engine_ready_timeout_s: float = 600.0
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
@@ -101,9 +100,9 @@ class Env:
                 ) from None
         cache_home = environ.get("XDG_CACHE_HOME") or "~/.cache"
         found.setdefault("cache_root", Path(cache_home).expanduser() / "quire")
-        for group, kind in _GROUPS.items():
-            members = [name for name in found if name.startswith(f"{group}_")]
-            found[group] = kind(**{name.removeprefix(f"{group}_"): found.pop(name) for name in members})
+        for group, (kind, prefix) in _GROUPS.items():
+            names = {prefix + each.name: each.name for each in fields(kind)}
+            found[group] = kind(**{names[name]: found.pop(name) for name in names.keys() & found.keys()})
         return cls(**found)
 
 
@@ -136,8 +135,11 @@ _ENV_KINDS: dict[str, Any] = {
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,
 }
-_GROUPS: dict[str, type] = {"responses_store": StoreLimits, "lora_resolver": AdapterPlaces}
-"""Fields that are made of several variables."""
+_GROUPS: dict[str, tuple[type, str]] = {
+    "responses_store": (StoreLimits, "responses_store_"),
+    "adapters": (AdapterEnv, ""),
+}
+"""Fields that are made of several variables, and what their names have in front of those of the class."""
 
 
 def warn_unknown(environ: Mapping[str, str]) -> None:

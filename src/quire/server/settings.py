@@ -258,7 +258,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
     settings = ServerSettings(
         keys=read_keys(values.get("api_key", ())),
         modules=read_modules(values.get("lora_modules", ())),
-        changes_adapters=env is not None and env.allow_runtime_lora_updating,
+        changes_adapters=env is not None and env.adapters.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
         dev_mode=env is not None and env.server_dev_mode,
         responses=env.responses_store if env is not None and env.enable_responses_api_store else None,
@@ -277,8 +277,8 @@ def _from_env(env: Env | None) -> dict[str, Any]:
         return {}
     found = {
         "api_key": (env.api_key,) if env.api_key else (),
-        "lora_resolver_dir": env.lora_resolver.cache_dir,
-        "lora_resolver_hub": tuple(sorted(paths(env.lora_resolver.hf_repo_list))),
+        "lora_resolver_dir": env.adapters.lora_resolver_cache_dir,
+        "lora_resolver_hub": tuple(sorted(paths(env.adapters.lora_resolver_hf_repo_list))),
     }
     return {name: value for name, value in found.items() if value}
 
