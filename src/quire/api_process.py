@@ -20,6 +20,7 @@ from quire.frontend.chat import read_template
 from quire.frontend.embeds import embeds_reader
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
+from quire.frontend.media import media_reader
 from quire.frontend.prefixes import PrefixMap
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
@@ -64,6 +65,7 @@ def make_engine(
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
         embeds=embeds_reader(config),
+        media=media_reader(config, tokenizer),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
     )

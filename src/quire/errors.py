@@ -22,6 +22,12 @@ class RequestError(QuireError, ValueError):
         self.param = param
 
 
+class Unreachable(RequestError):
+    """What one request points to cannot be had from there."""
+
+    status = 422
+
+
 class EngineError(QuireError, RuntimeError):
     """The engine failed while working on a request."""
 

@@ -119,10 +119,10 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 add_special_tokens=bool((tokenization_kwargs or {}).get("add_special_tokens", False)),
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation in with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
         ]
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         ids = self._queue(prompts, sampling_params, None, loras=lora_request)
         return cast(list[RequestOutput], self._run(ids, use_tqdm))
 
@@ -138,17 +138,20 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for a later `wait_for_completion`; their request ids."""
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
-        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm)
+        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm, mm_processor_kwargs)
         return self._queue(parsed, sampling_params, priority, loras=lora_request)
 
     def _parsed(
-        self, prompts: Any, tokenization: Mapping[str, Any] | None, use_tqdm: Progress
+        self,
+        prompts: Any,
+        tokenization: Mapping[str, Any] | None,
+        use_tqdm: Progress,
+        mm_processor: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
         special = bool((tokenization or {}).get("add_special_tokens", True))
         parse = self.llm_engine.inputs.parse
         bar = with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
-        return [parse(each, add_special_tokens=special) for each in bar]
+        return [parse(each, add_special_tokens=special, mm_processor_kwargs=mm_processor) for each in bar]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
         """Run everything queued; outputs in the order of queueing."""

@@ -13,6 +13,7 @@ from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.experts import steps_together
 from quire.config.keys import read_json
+from quire.config.media.limits import limits_of, without_unused
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
 from quire.config.shares import check_shares
@@ -36,6 +37,9 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     env = Env.read(os.environ)
     warn_unknown(os.environ)
     values = checked(given)
+    limits = limits_of(
+        values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
+    )
     drafts = asked(values)  # says what is wrong with it
     if ids := values.get("device_ids"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is
@@ -48,6 +52,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
             model_impl=values.get("model_impl", "auto"),
             trust_remote_code=values.get("trust_remote_code", False),
         )
+        checkpoint = replace(checkpoint, facts=without_unused(checkpoint.facts, limits))
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
         said = _said_of_draft(drafts, draft or path)

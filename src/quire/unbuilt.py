@@ -68,8 +68,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "functions": (),
         "kv_transfer_params": (),
         "lora_request": (),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "return_assistant_tokens_mask": (False,),
         "return_token_offsets": (False,),
@@ -78,9 +76,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
     },
     "prompt key": {
         "encoder_prompt": (),
-        "mm_processor_kwargs": ({},),
-        "multi_modal_data": ({},),
-        "multi_modal_uuids": ({},),
     },
     "sampling field": {
         "routed_experts_prompt_start": (0,),
@@ -91,7 +86,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "step_tag_id": (),
     },
     "call argument": {
-        "mm_processor_kwargs": ({},),
         "structured_outputs": (),
     },
 }

@@ -389,7 +389,7 @@ def test_errors_have_this_apis_words() -> None:
     refused(send(dead), 503, "overloaded_error")
 
 
-@pytest.mark.parametrize("kind", ["image", "document", "server_tool_use", ""])
+@pytest.mark.parametrize("kind", ["audio", "document", "server_tool_use", ""])
 def test_blocks_that_cannot_be_read_are_refused(kind: str) -> None:
     block = {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     assert repr(kind) in refused(send(messages=[{"role": "user", "content": [block]}]))

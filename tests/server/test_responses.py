@@ -234,7 +234,10 @@ def test_long_bodies_are_translated_off_the_loop(monkeypatch: pytest.MonkeyPatch
         ({"input": [{"role": "bishop", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": {"a": 1}}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "not a multimodal model",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 7}]}]}, "content[0].text"),
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
         ({"input": [{"type": ["message"]}]}, "not supported"),

@@ -17,14 +17,14 @@ NO_EFFECT = frozenset(
     for name in re.findall(
         r"\w+",
         """
-    AUDIO_FETCH_TIMEOUT BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
+    BATCH_INVARIANT CONFIGURE_LOGGING CONFIG_ROOT
     CPU_OMP_THREADS_BIND DEBUG_LOG_API_SERVER_RESPONSE DISABLE_COMPILE_CACHE
     DISABLE_REQUEST_ID_RANDOMIZATION DO_NOT_TRACK DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE
-    ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE IMAGE_FETCH_TIMEOUT
+    ENABLE_V1_MULTIPROCESSING HTTP_TIMEOUT_KEEP_ALIVE
     KEEP_ALIVE_ON_ENGINE_DEATH LOGGING_COLOR LOGGING_CONFIG_PATH LOGGING_PREFIX MAX_COMPLETION_PROMPTS
-    MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEDIA_LOADING_THREAD_COUNT MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+    MAX_NUM_BAD_WORDS MAX_STOP_STRINGS MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
     NO_USAGE_STATS PLUGINS RAY_DP_PACK_STRATEGY SKIP_MODEL_NAME_VALIDATION USE_DEEP_GEMM
-    USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER VIDEO_FETCH_TIMEOUT
+    USE_FLASHINFER_SAMPLER USE_MODELSCOPE USE_RUST_FRONTEND USE_V1 USE_V2_MODEL_RUNNER
     WORKER_MULTIPROC_METHOD XGRAMMAR_CACHE_MB
     """,
     )
@@ -54,6 +54,24 @@ class AdapterEnv:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaEnv:
+    """How media are fetched and decoded."""
+
+    image_fetch_timeout: float = 5.0
+    """Seconds for one image, from its name to its last byte, whatever is tried again."""
+    video_fetch_timeout: float = 30.0
+    audio_fetch_timeout: float = 10.0
+    media_fetch_max_retries: int = 3
+    media_url_allow_redirects: bool = True
+    media_loading_thread_count: int = 8
+    """Threads of each API process that decode and process."""
+    media_max_mb: float = 256.0
+    """MiB of one item, as it is sent or fetched."""
+    max_image_pixels: int = 178956970
+    """Of an image, and of all frames of a video together twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
 class Env:
     """What the deployer sets. Each is read as QUIRE_NAME, then as VLLM_NAME; so is each of a group."""
 
@@ -76,6 +94,7 @@ class Env:
     """Keep responses of /v1/responses in memory, so that they can be asked for again."""
     responses_store: StoreLimits = StoreLimits()
     adapters: AdapterEnv = AdapterEnv()
+    media: MediaEnv = MediaEnv()
     engine_ready_timeout_s: float = 600.0
     """For all workers of an engine to be there and ready."""
     execute_model_timeout_seconds: float = 300.0
@@ -112,6 +131,12 @@ def _switch(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 _ENV_KINDS: dict[str, Any] = {
     "cache_root": lambda text: Path(text).expanduser(),
     "logging_level": str,
@@ -131,6 +156,14 @@ _ENV_KINDS: dict[str, Any] = {
     "allow_runtime_lora_updating": _switch,
     "lora_resolver_cache_dir": str,
     "lora_resolver_hf_repo_list": str,
+    "image_fetch_timeout": float,
+    "video_fetch_timeout": float,
+    "audio_fetch_timeout": float,
+    "media_fetch_max_retries": int,
+    "media_url_allow_redirects": _switch,
+    "media_loading_thread_count": _count,
+    "media_max_mb": float,
+    "max_image_pixels": _count,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,
@@ -138,6 +171,7 @@ _ENV_KINDS: dict[str, Any] = {
 _GROUPS: dict[str, tuple[type, str]] = {
     "responses_store": (StoreLimits, "responses_store_"),
     "adapters": (AdapterEnv, ""),
+    "media": (MediaEnv, ""),
 }
 """Fields that are made of several variables, and what their names have in front of those of the class."""
 

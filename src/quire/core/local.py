@@ -18,6 +18,7 @@ from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
 from quire.frontend.embeds import embeds_reader
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.media import media_reader
 from quire.frontend.outputs import AnyOutput, OutputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.prepare import cache_info, eos_ids, open_grammars, open_tokenizer
@@ -44,6 +45,7 @@ class LocalEngine:
             max_prompt_len=config.scheduler.max_prompt_len,
             pooling=config.pooling,
             embeds=embeds_reader(config),
+            media=media_reader(config, self.tokenizer),
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
         )

@@ -24,6 +24,8 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
 
 def start_of(prompt: Prompt) -> list[int]:
     """Where the beams begin: each round sends token ids."""
+    if prompt.media is not None:
+        raise RequestError("beam search with media is not supported yet", param="use_beam_search")
     if prompt.embeds is not None:
         raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
     return prompt.token_ids

@@ -6,8 +6,10 @@ from typing import Any
 
 from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.parts import part_media
 from quire.frontend.patience import limited
-from quire.text.chat_template import choose_template, content_format, normalise, shipped_templates
+from quire.multimodal.kitchen import Prepared
+from quire.text.chat_template import Marks, choose_template, content_format, normalise, shipped_templates
 
 _OWN = ("self", "messages", "tokenize", "chat_template")
 """What `chat_template_kwargs` may not replace."""
@@ -43,9 +45,12 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+    prepared: Sequence[Prepared] | None = None,
     render_s: float | None = None,
 ) -> Prompt:
-    """Rendered in at most `render_s` seconds; what takes longer is refused."""
+    """Rendered in at most `render_s` seconds; what takes longer is refused. With `prepared` the messages are
+    those of `part_media`; else their media are made ready here."""
     tokenizer = inputs.tokenizer
     if tokenizer is None:
         raise RequestError("a chat needs a tokenizer, and skip_tokenizer_init is set: use token ids")
@@ -63,11 +68,15 @@ def chat_prompt(
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"each message is a dict with a `role`; got {message!r:.80}", param="messages")
+    if prepared is None:
+        messages, items = part_media(messages)
+        prepared = inputs.media.prepare_now(items, mm_processor_kwargs)
+    marks = Marks(inputs.media.mark, inputs.media.interleaves) if prepared else None
     template = choose_template(tokenizer.chat_template, chat_template, with_tools=tools is not None)
     wanted: Any = chat_template_content_format
     with limited(render_s, "rendering the chat template"):
         text = tokenizer.apply_chat_template(
-            normalise(messages, content_format(template) if wanted == "auto" else wanted),
+            normalise(messages, content_format(template) if wanted == "auto" else wanted, marks),
             tokenize=False,
             chat_template=template,
             **{
@@ -77,7 +86,7 @@ def chat_prompt(
                 **(chat_template_kwargs or {}),
             },
         )
-    return inputs.parse(str(text), add_special_tokens=add_special_tokens)
+    return inputs.parse(str(text), add_special_tokens=add_special_tokens, prepared=prepared)
 
 
 def pair_prompt(inputs: InputProcessor, query: str, document: str, template: str | None) -> Prompt:

@@ -2,11 +2,13 @@
 
 import base64
 import binascii
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 from numpy.typing import NDArray
 
 from quire.config.engine import EngineConfig
@@ -16,6 +18,7 @@ from quire.frontend.saved_tensor import open_saved
 
 _LARGEST = {"float16": 65504.0}
 """The largest number of a type, where a wider one may bring more."""
+_NUMPY = b"\x93NUMPY"
 _TYPES = ("float32", "float16", "bfloat16")
 
 
@@ -62,17 +65,53 @@ def embeds_reader(config: EngineConfig) -> EmbedsReader | None:
     return EmbedsReader(config.checkpoint.facts.hidden, config.model.dtype)
 
 
+def tensor_of(given: Any, name: str) -> NDArray[Any]:
+    """A tensor of torch or numpy, or base64 of a file that torch.save or numpy.save has written. bfloat16 is
+    widened, and whole numbers stay so."""
+    try:
+        if isinstance(given, str | bytes):
+            return _stored(given)
+        if not hasattr(given, "dtype"):
+            return np.asarray(given)
+        dtype, _, rows_of = _live(given)
+        return _widened(dtype, rows_of()) if dtype == "bfloat16" else rows_of()
+    except RequestError as error:
+        raise RequestError(str(error).replace("prompt_embeds", name), param=name) from None
+
+
+def _stored(given: str | bytes) -> NDArray[Any]:
+    data = _decoded(given)
+    if not data.startswith(_NUMPY):
+        tensor = open_saved(data)
+        return _widened(tensor.dtype, tensor.rows()).reshape(tensor.shape)
+    try:
+        file = io.BytesIO(data)
+        head = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
+        shape, by_columns, dtype = head(file)
+        if dtype.kind not in "uif":
+            raise _refused(f"is an array of {dtype}")
+        numbers: NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell())
+        return numbers.reshape(shape, order="F" if by_columns else "C")
+    except (KeyError, ValueError, EOFError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise _refused(f"is not a file of numpy: {error}") from None
+
+
 _Found = tuple[str, tuple[int, ...], Callable[[], Rows]]
 """Type, shape, and the way to the numbers."""
 
 
 def _saved(given: str | bytes) -> _Found:
+    tensor = open_saved(_decoded(given))
+    return tensor.dtype, tensor.shape, tensor.rows
+
+
+def _decoded(given: str | bytes) -> bytes:
     try:
-        data = base64.b64decode(given, validate=True)
+        return base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(f"is not base64: {error}") from None
-    tensor = open_saved(data)
-    return tensor.dtype, tensor.shape, tensor.rows
 
 
 def _live(given: Any) -> _Found:

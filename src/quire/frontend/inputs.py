@@ -12,14 +12,17 @@ import msgspec
 from quire.config.pooling import PoolingFacts
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
+from quire.data.media import Media
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
 from quire.frontend.embeds import EmbedsReader
+from quire.frontend.media import TEXT_ALONE, MediaReader, items_of
 from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.grammar import Grammars
+from quire.multimodal.kitchen import Prepared
 from quire.text.tokenizer import Tokenizer
 from quire.unbuilt import UNBUILT, refuse
 
@@ -40,6 +43,9 @@ class TextPrompt(TypedDict, total=False):
     """A prompt as text, in a dict."""
 
     prompt: str
+    multi_modal_data: dict[str, Any]
+    multi_modal_uuids: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
     cache_salt: str
 
 
@@ -49,6 +55,9 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     token_type_ids: list[int]
+    multi_modal_data: dict[str, Any]
+    multi_modal_uuids: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
     cache_salt: str
 
 
@@ -75,6 +84,8 @@ class Prompt:
     """Where the second of two texts begins, for models that tell them apart."""
     embeds: Embeds | None = None
     """In place of token ids, which are zeros then."""
+    media: Media | None = None
+    """Images, videos and sounds, whose spans the token ids have."""
 
 
 class InputProcessor:
@@ -94,6 +105,7 @@ class InputProcessor:
         pooling: PoolingFacts | None = None,
         grammars: Grammars | None = None,
         embeds: EmbedsReader | None = None,
+        media: MediaReader = TEXT_ALONE,
         enable_lora: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
@@ -106,6 +118,7 @@ class InputProcessor:
         self.grammars = grammars
         self.embeds = embeds
         """None where prompts may not be vectors."""
+        self.media = media
         self.enable_lora = enable_lora
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
@@ -113,12 +126,23 @@ class InputProcessor:
 
     # ---- prompts
 
-    def parse(self, prompt: Any, *, add_special_tokens: bool = True) -> Prompt:
-        """Text or ids, bare or in a dict, as token ids. Strings are tokenized here."""
+    def parse(
+        self,
+        prompt: Any,
+        *,
+        add_special_tokens: bool = True,
+        prepared: Sequence[Prepared] = (),
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Text or ids, bare or in a dict, as token ids. Strings are tokenized here. The media of a dict are
+        made ready here, unless they are given: `prepared`."""
         if isinstance(prompt, str):
-            return self._from_text(prompt, None, add_special_tokens)
+            return self._placed(self._from_text(prompt, None, add_special_tokens), prepared)
         if isinstance(prompt, Mapping):
-            return self._from_mapping(prompt, add_special_tokens)
+            told = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
+            given = items_of(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
+            ready = prepared or self.media.prepare_now(given, told)
+            return self._placed(self._from_mapping(prompt, add_special_tokens), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return self._checked(Prompt(list(prompt)))
         raise RequestError(
@@ -126,6 +150,15 @@ class InputProcessor:
             f"got {type(prompt).__name__}",
             param="prompt",
         )
+
+    def _placed(self, prompt: Prompt, prepared: Sequence[Prepared]) -> Prompt:
+        """The same with the spans of its media."""
+        if not prepared:
+            return prompt
+        if prompt.embeds is not None:
+            raise RequestError("prompt_embeds cannot have media beside them", param="multi_modal_data")
+        prompt.token_ids, prompt.media = self.media.place(prompt.token_ids, prepared)
+        return self._checked(prompt)
 
     def _from_mapping(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt:
         for key in UNBUILT["prompt key"]:
@@ -282,6 +315,7 @@ class InputProcessor:
                     arrived_at=arrived_at,
                     cache_salt=prompt.cache_salt,
                     embeds=prompt.embeds,
+                    media=prompt.media,
                     timed=timed,
                     lora=lora,
                 )
@@ -311,6 +345,7 @@ class InputProcessor:
             priority=priority,
             arrived_at=time.time() if arrived_at is None else arrived_at,
             cache_salt=prompt.cache_salt,
+            media=prompt.media,
             pooling=params,
             lora=lora,
         )

@@ -46,7 +46,12 @@ class TooMany(RequestError):
     retry_after_s = 1
 
 
-_KINDS = {403: "PermissionDeniedError", 404: "NotFoundError", 429: "RateLimitError"}
+_KINDS = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+}
 """What a request that is wrong is called, where not BadRequestError."""
 
 

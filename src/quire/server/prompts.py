@@ -3,12 +3,15 @@
 import asyncio
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.frontend.parts import part_media
+from quire.multimodal.kitchen import Prepared
 from quire.server.engine import Engine
 from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, EngineBody, Message, Prompts
 from quire.server.settings import ApiSection
@@ -31,6 +34,17 @@ _NOT_OF_EMBEDS = {
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Long work in a thread, short work at once."""
     return work() if size < _LONG else await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """A conversation whose media are ready."""
+
+    body: Conversation
+    messages: list[Mapping[str, Any]]
+    prepared: list[Prepared]
+    size: int
+    """Characters, about."""
 
 
 class PromptReader:
@@ -71,11 +85,13 @@ class PromptReader:
         return await off_loop(sum(map(_num_chars, given)), read)
 
     async def of_chat(self, body: Any, max_tokens: int | None) -> Prompt:
+        talk = await self._begun(body)
+
         def read() -> Prompt:
-            prompt = self._conversation(body, self._reader(body), body.reasoning_effort)
+            prompt = self._conversation(talk, self._reader(body), body.reasoning_effort)
             return self._fitted(prompt, body, max_tokens or 1)
 
-        return await off_loop(_size(body), read)
+        return await off_loop(talk.size, read)
 
     async def of_inputs(
         self,
@@ -101,15 +117,24 @@ class PromptReader:
     async def of_conversation(self, body: Any) -> Prompt:
         """A conversation that nothing is to follow."""
 
-        def read() -> Prompt:
-            return self._fitted(self._conversation(body, self._reader(body), None), body, 0)
+        talk = await self._begun(body)
 
-        return await off_loop(_size(body), read)
+        def read() -> Prompt:
+            return self._fitted(self._conversation(talk, self._reader(body), None), body, 0)
+
+        return await off_loop(talk.size, read)
 
     async def count(self, body: Conversation) -> Prompt:
         """A conversation of any length, for /tokenize."""
-        effort = getattr(body, "reasoning_effort", None)
-        return await off_loop(_size(body), lambda: self._conversation(body, self._unbounded, effort))
+        effort, talk = getattr(body, "reasoning_effort", None), await self._begun(body)
+        return await off_loop(talk.size, lambda: self._conversation(talk, self._unbounded, effort))
+
+    async def _begun(self, body: Conversation) -> "_Talk":
+        """What the messages bring beside text is made ready; only that takes time here."""
+        size = _size(body)
+        messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)]))
+        prepared = await self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
+        return _Talk(body, messages, prepared, size if not items else _LONG)
 
     def variables(self, body: Conversation, effort: str | None) -> dict[str, Any]:
         """Those of the chat template that server and body set. Who wants no effort wants no thinking."""
@@ -119,13 +144,14 @@ class PromptReader:
             **(body.chat_template_kwargs or {}),
         }
 
-    def _conversation(self, body: Conversation, inputs: InputProcessor, effort: str | None) -> Prompt:
+    def _conversation(self, talk: "_Talk", inputs: InputProcessor, effort: str | None) -> Prompt:
+        body = talk.body
         hidden = self._settings.exclude_tools_when_tool_choice_none
         tools = None if hidden and getattr(body, "tool_choice", None) == "none" else body.tools
         own = {"documents": body.documents, "reasoning_effort": effort}
         return chat_prompt(
             inputs,
-            [as_dict(message) for message in body.messages],
+            talk.messages,
             chat_template=body.chat_template or self._template,
             chat_template_content_format=self._settings.chat_template_content_format,
             add_generation_prompt=body.add_generation_prompt,
@@ -136,7 +162,8 @@ class PromptReader:
                 **{name: value for name, value in own.items() if value is not None},
             },
             add_special_tokens=body.add_special_tokens,
-            render_s=_RENDER_S if _size(body) >= _LONG else None,
+            prepared=talk.prepared,
+            render_s=_RENDER_S if talk.size >= _LONG else None,
         )
 
     def _input(self, given: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
@@ -173,11 +200,18 @@ class PromptReader:
         if size is None:
             return prompt
         if len(prompt.token_ids) > size:
+            if prompt.media is not None:
+                raise RequestError(
+                    f"the prompt has {len(prompt.token_ids)} tokens, and as it has media it cannot be cut to "
+                    f"{size}",
+                    param="truncate_prompt_tokens",
+                )
             start = 0 if self._side(body) == "right" else len(prompt.token_ids) - size
             prompt.token_ids = prompt.token_ids[start : start + size]
             prompt.text = None
         checked = self._inputs.parse({"prompt_token_ids": prompt.token_ids, "prompt": prompt.text})
         checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
+        checked.media = prompt.media
         return checked
 
 

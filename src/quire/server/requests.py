@@ -127,7 +127,10 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: str
-    content: str | Many[dict[str, JsonValue]] | None = _doc("Text, or parts of type `text`.")
+    content: str | Many[dict[str, JsonValue]] | None = _doc(
+        "Text, or parts: of type text, and for models that take them image_url, video_url, audio_url,"
+        " input_audio and the like."
+    )
     name: str | None = None
     tool_calls: Many[dict[str, JsonValue]] | None = None
     tool_call_id: str | None = None
@@ -144,7 +147,10 @@ class Conversation(Body):
     chat_template: str | None = _doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
     tools: Many[dict[str, JsonValue]] | None = _doc("Functions that the model is shown, and may call.")
-    mm_processor_kwargs: dict[str, Unbuilt] | None = _doc("Not supported yet.")
+    mm_processor_kwargs: dict[str, JsonValue] | None = _doc("Arguments of the model's processor of media.")
+    media_io_kwargs: dict[str, JsonValue] | None = _doc(
+        'How media are read, by modality, such as {"video": {"num_frames": 16}}.'
+    )
 
 
 class ChatBody(GenerateBody, Conversation):

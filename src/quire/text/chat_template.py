@@ -1,11 +1,13 @@
 """Chat templates: a conversation becomes the prompt that the model was trained on."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from quire.errors import RequestError
 
@@ -16,6 +18,7 @@ ContentFormat = Literal["string", "openai"]
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Content parts that are text, and the field that holds it."""
+_MEDIA_PARTS = ("image", "video", "audio")
 _NO_TEMPLATE = "this model has no chat template; start with `--chat-template FILE` to give it one"
 _TAIL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -84,9 +87,44 @@ def choose_template(
     raise RequestError(_NO_TEMPLATE)
 
 
-def normalise(messages: Iterable[Mapping[str, Any]], content_format: ContentFormat) -> list[dict[str, Any]]:
-    """Messages as the template expects them: content as one string or as parts, tool arguments as objects."""
-    return [_normalise_message(message, content_format) for message in messages]
+@dataclass(slots=True)
+class Marks:
+    """What stands for media in texts, where a template knows only those."""
+
+    text: Callable[[str, int], str]
+    """Of a modality, and the number of the item among its kind."""
+    interleaved: bool = False
+    """Whether items keep their places among the texts of a message; else they stand in front."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Items so far, by modality."""
+
+    def next(self, modality: str) -> str:
+        self.counts[modality] += 1
+        return self.text(modality, self.counts[modality])
+
+    def joined(self, parts: Sequence["str | _Item"]) -> str:
+        """One text. A mark that the texts have already is not written again."""
+        written = [(part, part if isinstance(part, str) else self.next(part.modality)) for part in parts]
+        if self.interleaved:
+            return "\n".join(text for _, text in written)
+        texts = "\n".join(text for part, text in written if isinstance(part, str))
+        wanted = Counter(text for part, text in written if not isinstance(part, str))
+        missing = [mark for mark, count in wanted.items() for _ in range(count - texts.count(mark))]
+        return "\n".join([*missing, texts]) if texts else "\n".join(missing)
+
+
+class _Item(NamedTuple):
+    """A part of a message that is no text."""
+
+    modality: str
+
+
+def normalise(
+    messages: Iterable[Mapping[str, Any]], content_format: ContentFormat, marks: Marks | None = None
+) -> list[dict[str, Any]]:
+    """Messages as the template expects them: content as one string or as parts, tool arguments as objects.
+    Media are parts of type image, video or audio, for which there have to be `marks`."""
+    return [_normalise_message(message, content_format, marks) for message in messages]
 
 
 @lru_cache(maxsize=64)
@@ -134,12 +172,23 @@ def _is_content(node: "nodes.Node", aliases: set[str]) -> bool:
     return False
 
 
-def _normalise_message(message: Mapping[str, Any], content_format: ContentFormat) -> dict[str, Any]:
+def _normalise_message(
+    message: Mapping[str, Any], content_format: ContentFormat, marks: Marks | None
+) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be an object with a role, not {message!r:.80}", param="messages")
-    texts = _texts(message.get("content"))
-    parts = [{"type": "text", "text": text} for text in texts]
-    normal = {**message, "content": "\n".join(texts) if content_format == "string" else parts}
+    parts = _parts(message.get("content"), media=marks is not None)
+    content: Any
+    if content_format == "openai":
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part.modality}
+            for part in parts
+        ]
+    elif marks is None:
+        content = "\n".join(part for part in parts if isinstance(part, str))
+    else:
+        content = marks.joined(parts)
+    normal = {**message, "content": content}
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -148,7 +197,7 @@ def _normalise_message(message: Mapping[str, Any], content_format: ContentFormat
     return normal
 
 
-def _texts(content: Any) -> list[str]:
+def _parts(content: Any, *, media: bool) -> list[str | _Item]:
     if content is None:
         return []
     if isinstance(content, str):
@@ -157,11 +206,13 @@ def _texts(content: Any) -> list[str]:
         raise RequestError(
             f"message content must be a string or a list of parts, not {content!r:.80}", "messages"
         )
-    return [part if isinstance(part, str) else _part_text(part) for part in content]
+    return [part if isinstance(part, str) else _part(part, media=media) for part in content]
 
 
-def _part_text(part: Any) -> str:
+def _part(part: Any, *, media: bool) -> str | _Item:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if media and kind in _MEDIA_PARTS:
+        return _Item(str(kind))
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise RequestError(
             f"content part of type {kind!r} is not supported; supported: {', '.join(_TEXT_PARTS)}",

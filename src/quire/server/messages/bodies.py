@@ -41,6 +41,22 @@ class ToolUseBlock(Body):
     input: dict[str, JsonValue]
 
 
+class ImageSource(Body):
+    """Where an image is."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = Field(None, description="The file, with type `base64`.")
+    url: str | None = Field(None, description="With type `url`.")
+
+
+class ImageBlock(Body):
+    """An image, for models that take them."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 class OtherBlock(Body):
     """A block of a kind that cannot be read here."""
 
@@ -52,10 +68,12 @@ def _kind(block: Any) -> str:
     return kind if isinstance(kind, str) and kind in _KINDS else "other"
 
 
-_KINDS = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+_KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"})
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
-    Discriminator(lambda block: "text" if _kind(block) == "text" else "other"),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda block: kind if (kind := _kind(block)) in ("text", "image") else "other"),
 ]
 
 
@@ -70,6 +88,7 @@ class ToolResultBlock(Body):
 
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]

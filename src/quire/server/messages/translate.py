@@ -10,6 +10,7 @@ from quire.errors import RequestError
 from quire.server.errors import invalid
 from quire.server.messages.bodies import (
     CountBody,
+    ImageBlock,
     MessagesBody,
     MessageTool,
     OtherBlock,
@@ -137,7 +138,7 @@ def _turn(turn: Turn) -> list[dict[str, Any]]:
     own: dict[str, Any] = {"role": turn.role, "content": []}
     for block in turn.content:
         match block:
-            case TextBlock():
+            case TextBlock() | ImageBlock():
                 own["content"].append(_part(block))
             case ThinkingBlock():
                 own.setdefault("reasoning", []).append(block.thinking)
@@ -173,12 +174,12 @@ def _result(block: ToolResultBlock) -> dict[str, Any]:
         for each in content:
             if isinstance(each, OtherBlock):
                 raise _unreadable(each)
-        content = _content([each for each in content if isinstance(each, TextBlock)])
+        content = _content([each for each in content if isinstance(each, TextBlock | ImageBlock)])
     found = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     return found | {"is_error": True} if block.is_error else found
 
 
-def _content(given: str | Sequence[TextBlock]) -> Any:
+def _content(given: str | Sequence[TextBlock | ImageBlock]) -> Any:
     return given if isinstance(given, str) else [_part(block) for block in given]
 
 
@@ -186,13 +187,17 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _part(block: TextBlock) -> dict[str, Any]:
-    return {"type": "text", "text": block.text}
+def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data or ''}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _unreadable(block: OtherBlock) -> RequestError:
     return RequestError(
-        f"content of type {block.type!r:.80} cannot be read by this server; send text, tool_use, tool_result "
-        "or thinking",
+        f"content of type {block.type!r:.80} cannot be read by this server; send text, image, tool_use, "
+        "tool_result or thinking",
         param="messages",
     )

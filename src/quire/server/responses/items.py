@@ -14,6 +14,7 @@ Find = Callable[[str], Item | None]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Parts that are text, and the field that holds it."""
+_MEDIA = ("input_image", "input_audio", "image_url", "audio_url", "video_url")
 _STATUSES = ("completed", "incomplete", "in_progress")
 
 
@@ -93,8 +94,11 @@ def _message(asked: _Asked) -> Item:
 
 def _part(asked: _Asked, *, of_answer: bool) -> Item:
     kind = asked.item.get("type")
+    if kind in _MEDIA and not of_answer:
+        return dict(asked.item)  # read with the messages of the chat
     if not isinstance(kind, str) or kind not in _TEXTS:
-        raise asked.wrong(f" is of type {kind!r:.80}; this model reads text only: {', '.join(_TEXTS)}")
+        known = ", ".join((*_TEXTS, *_MEDIA))
+        raise asked.wrong(f" is of type {kind!r:.80}, which is not supported; known: {known}")
     text = asked.text(_TEXTS[kind])
     return {"type": "refusal", "refusal": text} if kind == "refusal" else _text_part(text, of_answer)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from quire.errors import RequestError
 from quire.server.responses.items import Item
 
 _AS_SYSTEM = ("system", "developer")
@@ -27,13 +28,13 @@ class Conversation:
         return [_whole(message) for message in self.growing]
 
     def _add_message(self, item: Item) -> None:
-        texts = [_text(part) for part in item["content"]]
+        content = _content(item["content"])
         if item["role"] in _AS_SYSTEM:
-            self._add_system("\n".join(texts))
+            self._add_system("\n".join(_text(part) for part in item["content"]))
         elif item["role"] == "assistant":
-            self._answer("content")["content"] = _content(texts)
+            self._answer("content")["content"] = content
         else:
-            self.growing.append({"role": "user", "content": _content(texts)})
+            self.growing.append({"role": "user", "content": content})
 
     def _add_system(self, text: str) -> None:
         """Many templates know one system message, the first: those at the beginning are one."""
@@ -57,7 +58,7 @@ class Conversation:
 
     def _add_output(self, item: Item) -> None:
         output, id = item["output"], item["call_id"]
-        content = output if isinstance(output, str) else _content([_text(part) for part in output])
+        content = output if isinstance(output, str) else _content(output)
         message = {"role": "tool", "tool_call_id": id, "content": content}
         if id in self._names:
             message["name"] = self._names[id]
@@ -90,9 +91,17 @@ def _whole(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(part: Item) -> str:
+    if not _is_text(part):
+        raise RequestError("messages of the system have text alone", param="input")
     found: str = part["refusal"] if part["type"] == "refusal" else part["text"]
     return found
 
 
-def _content(texts: list[str]) -> str | list[dict[str, str]]:
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+def _content(parts: list[Item]) -> str | list[Item]:
+    """Text where it is nothing else, or parts as chats have them."""
+    found = [{"type": "text", "text": _text(part)} if _is_text(part) else part for part in parts]
+    return found[0]["text"] if len(found) == 1 and _is_text(parts[0]) else found
+
+
+def _is_text(part: Item) -> bool:
+    return part["type"] == "refusal" or "text" in part["type"]

@@ -147,5 +147,5 @@ class RenderedReply(BaseModel):
     stream_options: StreamOptions | None
     cache_salt: str | None
     priority: int
-    features: None
+    features: dict[str, Any] | None = Field(description="Where media are, and what they are known by.")
     kv_transfer_params: None

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.data.media import Media
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
@@ -51,11 +52,24 @@ def _rendered(body: GenerateBody, job: Job) -> list[dict[str, Any]]:
             "stream_options": body.stream_options and body.stream_options.model_dump(),
             "cache_salt": prompt.cache_salt,
             "priority": job.priority,
-            "features": None,
+            "features": None if prompt.media is None else _features(prompt.media),
             "kv_transfer_params": None,
         }
         for id, prompt, params in zip(job.engine_ids(), job.prompts, job.params, strict=True)
     ]
+
+
+def _features(media: Media) -> dict[str, Any]:
+    """The spans of a prompt and what their contents are known by; not these themselves."""
+    kinds = dict.fromkeys(item.modality for item in media.items)
+    own = {kind: [item for item in media.items if item.modality == kind] for kind in kinds}
+    return {
+        "mm_hashes": {kind: [item.key.hex() for item in items] for kind, items in own.items()},
+        "mm_placeholders": {
+            kind: [{"offset": item.offset, "length": item.length} for item in items]
+            for kind, items in own.items()
+        },
+    }
 
 
 def _sampled(params: Any) -> SamplingParams:

@@ -1,0 +1,262 @@
+"""The media of prompts: which and how many a model takes, and how `multi_modal_data` brings them."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.config.engine import EngineConfig
+from quire.config.env import Env
+from quire.config.media.limits import limits_of
+from quire.data.media import MODALITIES, Media
+from quire.errors import ConfigError, RequestError
+from quire.frontend.embeds import tensor_of
+from quire.multimodal.families import PROCESSORS, Sound, Video
+from quire.multimodal.given import Given, Source
+from quire.multimodal.image_files import to_rgb
+from quire.multimodal.kitchen import Kitchen, Options, Prepared
+from quire.multimodal.sound import checked
+from quire.multimodal.spans import place
+from quire.text.tokenizer import Tokenizer
+
+
+class MediaReader:
+    """What one model can be given beside text, checked and made ready."""
+
+    def __init__(
+        self,
+        model: str,
+        kitchen: Kitchen | None = None,
+        limits: Mapping[str, int] | None = None,
+        *,
+        takes_embeds: bool = False,
+        interleaves: bool = False,
+    ) -> None:
+        self._model, self._kitchen, self._limits = model, kitchen, limits or {}
+        self._takes_embeds = takes_embeds
+        self.interleaves = interleaves
+        """Whether items keep their places among texts where a template knows only text."""
+
+    def check(self, given: Sequence[Given]) -> None:
+        """Before anything is fetched."""
+        for modality in dict.fromkeys(item.modality for item in given):
+            if self._kitchen is None and self._limits.get(modality, 1):
+                raise RequestError(f"{self._model} is not a multimodal model")
+            limit = self._limits.get(modality, 0)
+            known = self._kitchen is not None and modality in self._kitchen.processor.modalities
+            if sum(item.modality == modality for item in given) > (limit if known else 0):
+                raise RequestError(
+                    f"At most {limit if known else 0} {modality}(s) may be provided in one prompt."
+                    + (" Set `--limit-mm-per-prompt` to increase this limit." if known or not limit else ""),
+                )
+        for item in given:
+            if isinstance(item.source, dict) and not self._takes_embeds:
+                name = f"{item.modality}_embeds"
+                raise RequestError(f"You must set `--enable-mm-embeds` to input `{name}`", param=name)
+
+    def prepare_now(
+        self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
+    ) -> list[Prepared]:
+        """For callers who wait."""
+        self.check(given)
+        return self._kitchen.prepare_now(given, arguments, reading) if given and self._kitchen else []
+
+    async def prepare(
+        self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
+    ) -> list[Prepared]:
+        """For event loops."""
+        self.check(given)
+        return await self._kitchen.prepare(given, arguments, reading) if given and self._kitchen else []
+
+    def place(self, token_ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[list[int], Media]:
+        assert self._kitchen is not None
+        return place(token_ids, prepared, self._kitchen.processor)
+
+    def mark(self, modality: str, number: int) -> str:
+        """What stands for an item in a text; `number` counts those of its modality, from 1 on."""
+        assert self._kitchen is not None
+        return self._kitchen.processor.text(modality, number)
+
+
+TEXT_ALONE = MediaReader("This model")
+
+
+def media_reader(config: EngineConfig, tokenizer: Tokenizer | None) -> MediaReader:
+    section, media = config.multimodal, config.checkpoint.facts.media
+    name = config.model.served_model_name[0]
+    limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
+    if media is None:
+        return MediaReader(name, limits=limits)
+    if tokenizer is None:
+        raise ConfigError("a multimodal model needs its tokenizer: leave skip_tokenizer_init out")
+    processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
+    kitchen = Kitchen(processor, section, Env.read(os.environ).media)
+    return MediaReader(
+        name,
+        kitchen,
+        limits,
+        takes_embeds=section.enable_mm_embeds,
+        interleaves=section.interleave_mm_strings,
+    )
+
+
+# ---- multi_modal_data
+
+
+def items_of(data: Any, uuids: Any) -> list[Given]:
+    """The items of a prompt's `multi_modal_data`, each with its of `multi_modal_uuids`."""
+    found: list[Given] = []
+    data, uuids = _mapping("multi_modal_data", data), _mapping("multi_modal_uuids", uuids)
+    for modality in dict.fromkeys([*data, *uuids]):
+        if modality not in MODALITIES:
+            known = ", ".join(MODALITIES)
+            raise RequestError(
+                f"multi_modal_data has no {modality!r:.40}; known: {known}", "multi_modal_data"
+            )
+        sources = _several(modality, data.get(modality))
+        names = uuids.get(modality)
+        names = [names] if isinstance(names, str) else list(names or [None] * len(sources))
+        sources = sources or [None] * len(names)
+        if len(names) != len(sources):
+            raise RequestError(
+                f"multi_modal_uuids has {len(names)} for {len(sources)} {modality}(s)", "multi_modal_uuids"
+            )
+        for at, (source, uuid) in enumerate(zip(sources, names, strict=True)):
+            where = f"multi_modal_data[{modality!r}][{at}]"
+            if source is None and uuid is None:
+                raise RequestError(f"{where} is None, and has no uuid", "multi_modal_data")
+            item = Given(modality, None, where, "multi_modal_data", uuid)
+            try:
+                item.source = None if source is None else _READERS[modality](source)
+            except RequestError as error:
+                raise item.wrong(error) from None
+            found.append(item)
+    return found
+
+
+def _mapping(name: str, given: Any) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"{name} must be a dict by modality, not {type(given).__name__}", param=name)
+    return {key: value for key, value in (given or {}).items() if value is not None}
+
+
+def _several(modality: str, given: Any) -> list[Any]:
+    """One item or several, as several. A list of frames is one video, and one of numbers a sound."""
+    if given is None:
+        return []
+    dims = getattr(given, "ndim", None)
+    if dims is not None:
+        batched = {"image": 4, "video": 5, "audio": 2}[modality]
+        if modality == "image" and dims == 3 and not isinstance(given, np.ndarray):
+            return [{"image_embeds": each} for each in given]  # a tensor of torch, as vLLM takes it
+        return list(given) if dims == batched else [given]
+    if not isinstance(given, list):
+        return [given]
+    single = (Image.Image,) if modality == "video" else (int, float) if modality == "audio" else ()
+    return [given] if given and isinstance(given[0], single) else given
+
+
+def read_image(given: Any) -> Source:
+    if isinstance(given, Image.Image):
+        return to_rgb(given)
+    if isinstance(given, Mapping):
+        return read_embeds("image", given)
+    numbers = _numbers(given)
+    if numbers.ndim == 2 and np.issubdtype(numbers.dtype, np.floating):
+        return {"embeds": numbers}
+    if numbers.ndim == 3 and numbers.shape[0] in (1, 3, 4) and numbers.shape[2] not in (1, 3, 4):
+        numbers = numbers.transpose(1, 2, 0)
+    if numbers.ndim == 3 and numbers.shape[2] == 1:
+        numbers = numbers[:, :, 0]
+    if numbers.ndim not in (2, 3) or (numbers.ndim == 3 and numbers.shape[2] not in (3, 4)):
+        raise RequestError(f"an array of shape {list(numbers.shape)} is no image")
+    if not numbers.size:
+        raise RequestError("the image has no pixels")
+    return to_rgb(Image.fromarray(_bytes(numbers)))
+
+
+def _read_video(given: Any) -> Source:
+    if isinstance(given, Mapping):
+        return read_embeds("video", given)
+    facts: Mapping[str, Any] = {}
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
+        given, facts = given
+    if isinstance(given, list | tuple):
+        sizes = {np.shape(frame)[:2] for frame in given}
+        if len(sizes) != 1:
+            raise RequestError(f"a video has frames of one size, not of {len(sizes)}")
+        numbers = np.stack([np.asarray(read_image(frame)) for frame in given])
+    else:
+        numbers = _numbers(given)
+        if numbers.ndim == 4 and numbers.shape[1] == 3 and numbers.shape[3] != 3:
+            numbers = numbers.transpose(0, 2, 3, 1)
+        numbers = _bytes(numbers)
+    if numbers.ndim != 4 or numbers.shape[3] != 3 or not numbers.size:
+        raise RequestError(f"an array of shape {list(numbers.shape)} is no video: it has [frames, h, w, 3]")
+    indices = tuple(int(index) for index in facts.get("frames_indices") or ())
+    source_fps, total = facts.get("fps"), int(facts.get("total_num_frames") or 0)
+    fps = source_fps * len(numbers) / total if source_fps and total else source_fps
+    return Video(numbers, fps, total, indices, source_fps)
+
+
+def _read_audio(given: Any) -> Source:
+    if isinstance(given, Sound):
+        return given
+    if isinstance(given, Mapping):
+        return read_embeds("audio", given)
+    samples, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, 0)
+    if not isinstance(rate, int | float) or rate < 0:
+        raise RequestError(f"a sample rate of {rate!r:.40} is not possible")
+    return checked(_numbers(samples), int(rate))
+
+
+_READERS: dict[str, Callable[[Any], Source]] = {
+    "image": read_image,
+    "video": _read_video,
+    "audio": _read_audio,
+}
+
+
+def read_embeds(modality: str, given: Any) -> dict[str, NDArray[Any]]:
+    """Vectors in place of an item, bare or with what belongs to them: as tensors, or as base64 of files."""
+    named = given if isinstance(given, Mapping) else {f"{modality}_embeds": given}
+    found = {
+        "embeds" if name in (f"{modality}_embeds", "embeds") else str(name): tensor_of(value, str(name))
+        for name, value in named.items()
+    }
+    if "embeds" not in found:
+        raise RequestError(f"{modality}_embeds are missing; there are {sorted(found)}", f"{modality}_embeds")
+    if not np.isfinite(found["embeds"]).all():
+        raise RequestError(f"{modality}_embeds have numbers that are not finite", f"{modality}_embeds")
+    return found
+
+
+def _numbers(given: Any) -> NDArray[Any]:
+    """An array of numpy, or what can be one: a tensor of torch, a list of numbers."""
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+    if not isinstance(given, np.ndarray) and not hasattr(given, "__array__") and not _is_list(given):
+        raise RequestError(f"{type(given).__name__} is nothing that can be read here")
+    found = np.asarray(given)
+    if found.dtype.kind not in "uif":
+        raise RequestError(f"an array of {found.dtype} has no numbers")
+    return found
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+
+
+def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
+    """Pixels from 0 to 255; those that are fractions of 1 as well."""
+    if numbers.dtype == np.uint8:
+        return numbers
+    if numbers.dtype.kind == "f":
+        if not np.isfinite(numbers).all():
+            raise RequestError("there are pixels that are no numbers")
+        numbers = numbers * 255 if numbers.max(initial=0) <= 1 else numbers
+        numbers = np.rint(numbers)
+    return numbers.clip(0, 255).astype(np.uint8)

@@ -1,0 +1,299 @@
+"""Fetching: what a url stands for, as bytes. Whatever is behind it has to be allowed, small and quick."""
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+
+from quire.config.env import MediaEnv
+from quire.errors import ConfigError, RequestError, Unreachable
+from quire.multimodal.http import Answer, get
+
+_PORTS = {"http": 80, "https": 443}
+_MAX_HOPS = 5
+_FIRST_PAUSE_S = 0.1
+"""Before a second try; the next ones wait twice as long each."""
+_AGAIN = (408, 429)
+"""Statuses below 500 that may be other ones next time."""
+_RESOLVERS = 16
+"""Threads that ask for addresses: names that nobody answers for hold up no other work."""
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
+_SHOWN = 80
+"""Characters of a url in errors."""
+
+
+class Blob(NamedTuple):
+    """An item as it was sent."""
+
+    parts: tuple[bytes, ...]
+    """Mostly one; of a video that comes as images, one a frame."""
+    media_type: str = ""
+    """As its sender calls it; empty: nobody said."""
+
+
+class _Transient(Exception):
+    """It did not work, and may the next time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where one hop goes."""
+
+    url: str
+    parts: SplitResult
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str:
+        query = f"?{self.parts.query}" if self.parts.query else ""
+        return quote((self.parts.path or "/") + query, safe=_URL_SAFE)
+
+
+class Fetcher:
+    """Fetches by http(s) what the public may see, or what is on the hosts that the operator names; data: urls
+    are decoded, and file: urls are read below one directory."""
+
+    def __init__(
+        self,
+        env: MediaEnv,
+        threads: Executor,
+        *,
+        allowed_domains: Sequence[str] = (),
+        allowed_path: str = "",
+    ) -> None:
+        """`threads` read what is near."""
+        self._threads = threads
+        self._domains = frozenset(_plain(domain) for domain in allowed_domains)
+        self._root = _directory(allowed_path) if allowed_path else None
+        self._max_bytes = int(env.media_max_mb * 2**20)
+        self._num_tries = max(env.media_fetch_max_retries, 0) + 1
+        self._num_hops = _MAX_HOPS if env.media_url_allow_redirects else 0
+        self._seconds = {
+            "image": env.image_fetch_timeout,
+            "video": env.video_fetch_timeout,
+            "audio": env.audio_fetch_timeout,
+        }
+        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    async def fetch(self, url: str, modality: str) -> Blob:
+        """An Unreachable says why it cannot be had, a RequestError what is wrong with a data: url."""
+        scheme = url[: url.find(":")].lower()
+        if (read := {"data": self._decode_url, "file": self._read_file}.get(scheme)) is not None:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
+        if scheme not in _PORTS:
+            raise Unreachable(f"{url!r:.{_SHOWN}} is no url that starts with http:, https:, data: or file:")
+        seconds = self._seconds[modality]
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._try(url)
+        except TimeoutError:
+            raise Unreachable(f"{_shown(url)} was not there in full after {seconds:g} s") from None
+
+    # ---- data: and file:
+
+    def _decode_url(self, url: str) -> Blob:
+        head, comma, data = url.partition(",")
+        media_type, _, encoding = head[len("data:") :].rpartition(";")
+        if not comma or encoding.strip().lower() != "base64":
+            raise RequestError("a data: url must look like data:image/png;base64,...")
+        media_type = media_type.partition(";")[0].strip().lower()
+        texts = data.split(",") if media_type == "video/jpeg" else [data]
+        return Blob(tuple(self.decode_base64(text) for text in texts), media_type)
+
+    def decode_base64(self, text: str) -> bytes:
+        if len(text) // 4 * 3 > self._max_bytes + 3:
+            raise RequestError(self._too_large(f"about {len(text) // 4 * 3}"))
+        try:
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"it is not base64: {error}") from None
+
+    def _read_file(self, url: str) -> Blob:
+        if self._root is None:
+            raise Unreachable("Cannot load local files without `--allowed-local-media-path`.")
+        parts = urlsplit(url)
+        refused = Unreachable("the file must lie in the directory of `--allowed-local-media-path`")
+        if parts.netloc not in ("", "localhost"):
+            raise refused
+        try:
+            path = os.path.realpath(unquote(parts.path))
+            if not path.startswith(self._root):
+                raise refused
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(handle, "rb") as file:
+                # A link may have been put in between since: what counts is what was opened.
+                if os.path.exists("/proc/self/fd") and not os.path.realpath(
+                    f"/proc/self/fd/{handle}"
+                ).startswith(self._root):
+                    raise refused
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    raise Unreachable("it is not a file")
+                data = file.read(self._max_bytes + 1)
+        except (OSError, ValueError) as error:
+            if isinstance(error, Unreachable):
+                raise
+            why = getattr(error, "strerror", None) or "its name is none"
+            raise Unreachable(f"the file cannot be read: {why}") from None
+        if len(data) > self._max_bytes:
+            raise Unreachable(self._too_large("more"))
+        return Blob((data,))
+
+    def _too_large(self, size: str) -> str:
+        return f"it has {size} bytes, and an item may have {self._max_bytes} (QUIRE_MEDIA_MAX_MB)"
+
+    # ---- http(s)
+
+    async def _try(self, url: str) -> Blob:
+        """As often as it may help."""
+        for attempt in range(self._num_tries):
+            try:
+                return await self._follow(url)
+            except _Transient as error:
+                if attempt + 1 == self._num_tries:
+                    raise Unreachable(f"{_shown(url)} cannot be fetched: {error}") from None
+            await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError
+
+    async def _follow(self, url: str) -> Blob:
+        """From hop to hop; each is looked at as if it were the first."""
+        target = _target(url)
+        for _ in range(self._num_hops + 1):
+            answer = await self._get(target)
+            if answer.status == 200:
+                return Blob((answer.body,), answer.headers.get("content-type", "").partition(";")[0].strip())
+            if answer.status not in (301, 302, 303, 307, 308):
+                raise _failed(answer.status)
+            next_target = _target(urljoin(target.url, answer.headers.get("location", "")))
+            if target.parts.scheme == "https" and next_target.parts.scheme == "http":
+                raise Unreachable(f"{_shown(url)} leads from https: to http:, which is not followed")
+            target = next_target
+        if not self._num_hops:
+            raise Unreachable(f"{_shown(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
+        raise Unreachable(f"{_shown(url)} leads through more than {_MAX_HOPS} redirects")
+
+    async def _get(self, target: _Target) -> Answer:
+        """From the first of its addresses that answers."""
+        why = ""
+        for address in await self._addresses(target):
+            try:
+                return await get(
+                    address,
+                    target.port,
+                    host=target.host,
+                    netloc=target.parts.netloc,
+                    path=target.path,
+                    tls=self._tls if target.parts.scheme == "https" else None,
+                    max_bytes=self._max_bytes,
+                )
+            except ssl.SSLCertVerificationError as error:
+                raise Unreachable(f"{target.host} has no valid certificate: {error.verify_message}") from None
+            except OverflowError:
+                raise Unreachable(self._too_large("more")) from None
+            except OSError as error:
+                why = _reason(error)
+        raise _Transient(why)
+
+    async def _addresses(self, target: _Target) -> list[str]:
+        """Of the host, each of which may be connected to: to these, and not to what its name may stand for a
+        moment later."""
+        named = target.host in self._domains
+        if self._domains and not named:
+            raise Unreachable(f"{target.host} is not one of the hosts of --allowed-media-domains")
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._resolvers, _resolve, target.host, target.port)
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no name"
+            raise _Transient(f"{target.host} has no address: {why}") from None
+        if not named and not all(_is_public(address) for address in found):
+            raise Unreachable(
+                f"{target.host} is a private, local or otherwise special address: only "
+                "--allowed-media-domains can allow it"
+            )
+        return found
+
+
+def _reason(error: OSError) -> str:
+    """asyncio's own texts repeat the address; those of the system say what happened."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _failed(status: int) -> Exception:
+    text = f"HTTP status {status}"
+    if status >= 500 or status in _AGAIN:
+        return _Transient(text)
+    return Unreachable(f"the server that has it answered with {text}")
+
+
+def _target(url: str) -> _Target:
+    try:
+        parts = urlsplit(url)
+        host, port = _plain(parts.hostname or ""), parts.port
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in _PORTS:
+        raise Unreachable(f"{_shown(url)} is no url that can be fetched")
+    if "@" in parts.netloc:
+        raise Unreachable(
+            f"{_shown(url.replace(parts.netloc, host, 1))} has a user's name in it; leave it out"
+        )
+    if not parts.netloc.isascii():
+        parts = parts._replace(netloc=host if port is None else f"{host}:{port}")
+    return _Target(url, parts, host, port or _PORTS[parts.scheme])
+
+
+def _plain(host: str) -> str:
+    """A host's name as it is compared: ASCII, lower case, without a dot behind it."""
+    host = host.strip().lower().rstrip(".")
+    if host.isascii():
+        return host
+    try:
+        return host.encode("idna").decode()
+    except UnicodeError:
+        return ""
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _is_public(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return _is_public(str(address.ipv4_mapped))
+        if address.sixtofour is not None or address.teredo is not None or address in _NAT64:
+            return False  # ways to addresses of the older kind, whichever
+    return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+def _directory(path: str) -> str:
+    """With links followed, and a separator behind it."""
+    found = os.path.realpath(os.path.expanduser(path))
+    if not os.path.isdir(found):
+        raise ConfigError(f"allowed_local_media_path {path!r} is not a directory")
+    return os.path.join(found, "")
+
+
+def _shown(url: str) -> str:
+    """A url in an error: what is behind its question mark may be a secret."""
+    return url.partition("?")[0][:_SHOWN]

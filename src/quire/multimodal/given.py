@@ -1,0 +1,97 @@
+"""Items as users bring them, and what they are known by."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from quire.errors import RequestError
+from quire.multimodal.families import Sound, Video
+from quire.multimodal.fetch import Blob
+
+
+class Link(NamedTuple):
+    """An item that has to be fetched."""
+
+    url: str
+
+
+class Base64(NamedTuple):
+    """An item as the text of its file."""
+
+    text: str
+
+
+Embeds = dict[str, NDArray[Any]]
+"""Vectors in place of an item, and what belongs to them."""
+Source = Link | Base64 | Blob | Image.Image | Video | Sound | Embeds | None
+
+
+@dataclass(slots=True)
+class Given:
+    """One item of a prompt."""
+
+    modality: str
+    source: Source
+    """None: whoever has its uuid has it already."""
+    place: str
+    """Where it stands in what was sent, for errors."""
+    param: str | None = None
+    """The field at fault if it cannot be had."""
+    uuid: str | None = None
+    """What its sender knows it by, in place of its content."""
+
+    def wrong(self, error: RequestError) -> RequestError:
+        """The error with the item's place in it."""
+        return type(error)(f"{self.place}: {error}", error.param or self.param)
+
+
+class Keys:
+    """Makes keys: the same for the same content, read in the same way."""
+
+    def __init__(self, algorithm: str) -> None:
+        """One of mm_hasher_algorithm; blake3 is a package, and without it sha256 does."""
+        self._new: Any = getattr(hashlib, algorithm, hashlib.sha256)
+        if algorithm == "blake3":
+            try:
+                from blake3 import blake3
+            except ImportError:
+                pass
+            else:
+                self._new = blake3
+
+    def of(self, given: Given, *read_with: Mapping[str, Any]) -> bytes:
+        digest = self._new()
+        named = [f"uuid {given.uuid}".encode()] if given.uuid is not None else _contents(given.source)
+        how = msgspec.json.encode(read_with, order="sorted", enc_hook=repr)
+        for piece in (given.modality.encode(), how, *named):
+            # Each with its length in front: no two lists of pieces run together into the same bytes.
+            digest.update(memoryview(piece).nbytes.to_bytes(8, "little"))
+            digest.update(piece)
+        found: bytes = digest.digest()
+        return found
+
+
+def _contents(source: Source) -> Iterable[Any]:
+    match source:
+        case Blob(parts, media_type):
+            return [b"file", b"frames" if media_type == "video/jpeg" else b"", *parts]
+        case Image.Image():
+            return [f"image {source.mode} {source.size}".encode(), source.tobytes()]
+        case Video(frames):
+            return [f"video {source[1:]}".encode(), *_array(frames)]
+        case Sound(samples, rate):
+            return [f"sound {rate}".encode(), *_array(samples)]
+        case dict():
+            return [piece for name in sorted(source) for piece in (name.encode(), *_array(source[name]))]
+    raise AssertionError(source)
+
+
+def _array(numbers: NDArray[Any]) -> tuple[bytes, Any]:
+    numbers = np.ascontiguousarray(numbers)
+    return f"{numbers.dtype.str} {numbers.shape}".encode(), numbers.reshape(-1).view(np.uint8).data

@@ -1,0 +1,122 @@
+"""One GET over one connection to one address: the least of HTTP that fetching needs."""
+
+import asyncio
+import ssl
+from typing import Any, NamedTuple
+
+import httptools
+
+from quire.version import __version__
+
+_PIECE_BYTES = 1 << 16
+_MAX_HEAD_BYTES = 1 << 16
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    """By names in lower case."""
+    body: bytes
+    """Of a status of 200; of others nobody reads it."""
+
+
+async def get(
+    address: str,
+    port: int,
+    *,
+    host: str,
+    netloc: str,
+    path: str,
+    tls: ssl.SSLContext | None,
+    max_bytes: int,
+) -> Answer:
+    """What `address` answers, which is called `host` to it. An OverflowError if the body is larger than
+    `max_bytes`, which is found out before it has come; an OSError if there is none, or it breaks off."""
+    reader, writer = await asyncio.open_connection(
+        address, port, ssl=tls, server_hostname=host if tls is not None else None
+    )
+    try:
+        head = f"GET {path} HTTP/1.1\r\nHost: {netloc}\r\nUser-Agent: quire/{__version__}\r\n"
+        head += "Accept: */*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode("ascii"))
+        answer = _Reading(max_bytes)
+        while not answer.is_complete:
+            piece = await reader.read(_PIECE_BYTES)
+            if piece:
+                answer.feed(piece)
+            else:
+                answer.end()
+        return answer.result()
+    finally:
+        transport: Any = writer.transport
+        transport.abort()
+
+
+class _Reading:
+    """An answer as it comes. The names without an underscore are called by the parser, too."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.is_complete = False
+        self._max_bytes = max_bytes
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._body: list[bytes] = []
+        self._num_bytes = 0
+        self._num_head = 0
+        self._in_body = False
+
+    def feed(self, piece: bytes) -> None:
+        if not self._in_body:
+            self._num_head += len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserCallbackError as error:
+            raise error.__context__ or error from None
+        except httptools.HttpParserError as error:
+            if not self.is_complete:  # what comes behind the end is nobody's
+                raise ConnectionError(f"not an answer of HTTP: {error}") from None
+        if not self._in_body and self._num_head > _MAX_HEAD_BYTES:
+            raise ConnectionError("its answer has no end of headers")
+
+    def end(self) -> None:
+        """The connection is closed: an answer that says nothing of its length ends so."""
+        framed = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if not self._in_body or framed:
+            raise ConnectionError("the connection was closed before the answer was complete")
+        self.is_complete = True
+
+    def result(self) -> Answer:
+        return Answer(self._parser.get_status_code(), self._headers, b"".join(self._body))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # comes before the answer
+            return
+        self._in_body = True
+        if status != 200:
+            self.is_complete = True
+            return
+        if self._headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            raise ConnectionError("its answer is compressed, which was not asked for")
+        length = self._headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise OverflowError
+
+    def on_body(self, data: bytes) -> None:
+        if self.is_complete:
+            return
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
+            raise OverflowError
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._in_body:
+            self.is_complete = True
+        else:
+            self._headers = {}

@@ -1,0 +1,137 @@
+"""Videos out of files: frames spread evenly over all there are, as many as are asked for."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.multimodal import pyav
+from quire.multimodal.families import Video
+from quire.multimodal.fetch import Blob
+from quire.multimodal.gif import count_frames
+from quire.multimodal.image_files import check_pixels, opened, to_rgb
+
+_NUM_FRAMES = 32
+_MAX_FRAMES = 100_000
+"""Of a film; all of them are passed on the way to the last."""
+_DECODE_S = 60.0
+_KEPT = 2
+"""Times the pixels of an image, that the frames taken may have together."""
+_PASSED = 4
+"""The same of the frames of a moving picture, each of which is drawn over the one before."""
+
+
+def decode_video(blob: Blob, options: Mapping[str, Any], *, max_pixels: int) -> Video:
+    """By Pillow if it is a moving picture or comes frame by frame, else by PyAV."""
+    data = blob.parts[0]
+    if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
+        return _of_frames(blob.parts, options, max_pixels)
+    if data.startswith((b"GIF8", b"\x89PNG")) or data[8:12] in (b"WEBP", b"avis", b"avif"):
+        return _animated(data, options, max_pixels)
+    return _film(data, options, max_pixels)
+
+
+def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
+    """Which of so many frames are taken: `num_frames` of them (-1: all), and at most `fps` a second."""
+    count, wanted = options.get("num_frames", _NUM_FRAMES), options.get("fps")
+    if type(count) is not int or (count < 1 and count != -1):
+        raise _wrong("num_frames", "a positive integer, or -1 for all", count)
+    if wanted is not None and (not isinstance(wanted, int | float) or isinstance(wanted, bool)):
+        raise _wrong("fps", "a number", wanted)
+    count = total if count == -1 else min(count, total)
+    if wanted is not None and wanted > 0 and fps:
+        count = min(count, max(int(total / fps * wanted), 1))
+    indices: list[int] = np.linspace(0, total - 1, count).astype(int).tolist()
+    return indices
+
+
+def _wrong(name: str, what: str, found: Any) -> RequestError:
+    return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {found!r:.40}", "media_io_kwargs")
+
+
+def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], max_pixels: int) -> Video:
+    """One that was cut into pictures before: all of them are meant, unless fewer are asked for."""
+    indices = chosen(len(parts), None, {"num_frames": -1, **options})
+    frames = []
+    for index in indices:
+        with opened(parts[index], max_pixels=max_pixels) as image:
+            check_pixels(*image.size, len(indices), max_pixels=_KEPT * max_pixels)
+            frames.append(np.asarray(to_rgb(image)))
+        if frames[-1].shape != frames[0].shape:
+            raise RequestError("its frames have different sizes")
+    return _video(frames, None, len(parts), indices)
+
+
+def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
+    with opened(data, max_pixels=max_pixels) as image:
+        total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
+        check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
+        length_ms = image.info.get("duration")
+        fps = 1000 / length_ms if length_ms else None
+        indices, frames = chosen(total, fps, options), []
+        check_pixels(*image.size, len(indices), max_pixels=_KEPT * max_pixels)
+        size, end = image.size, time.monotonic() + _DECODE_S
+        for index in range(total):
+            image.seek(index)
+            check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
+            _check_time(end)
+            if index in indices:
+                frames.append(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
+        return _video(frames, fps, total, indices)
+
+
+def _film(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
+    with pyav.opened(data, "a video") as container:
+        if not container.streams.video:
+            raise RequestError("the file has no video in it")
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        total = _count(container, stream)
+        fps = float(stream.average_rate) if stream.average_rate else None
+        indices = chosen(total, fps, options)
+        size = stream.codec_context.width, stream.codec_context.height
+        check_pixels(*size, len(indices), max_pixels=_KEPT * max_pixels)
+        container.seek(0, stream=stream)
+        frames: list[NDArray[np.uint8]] = []
+        end = time.monotonic() + _DECODE_S
+        for index, frame in enumerate(container.decode(stream)):
+            _check_time(end)
+            if index in indices:
+                check_pixels(frame.width, frame.height, len(indices), max_pixels=_KEPT * max_pixels)
+                if frames and (frame.width, frame.height) != size:
+                    frame = frame.reformat(width=size[0], height=size[1])
+                size = frame.width, frame.height
+                frames.append(frame.to_ndarray(format="rgb24"))
+            if index >= indices[-1]:
+                break
+        return _video(frames, fps, total, indices)
+
+
+def _count(container: Any, stream: Any) -> int:
+    """Frames by their packets, which are not decoded: what the head says of them may be wrong."""
+    total = 0
+    for packet in container.demux(stream):
+        total += packet.size > 0
+        if total > _MAX_FRAMES:
+            raise RequestError(f"the video has more than {_MAX_FRAMES} frames")
+    if not total:
+        raise RequestError("the video has no frames")
+    return total
+
+
+def _check_time(end: float) -> None:
+    if time.monotonic() > end:
+        raise RequestError(f"the video takes longer than {_DECODE_S:g} s to decode; send a shorter one")
+
+
+def _video(
+    frames: Sequence[NDArray[np.uint8]], fps: float | None, total: int, indices: Sequence[int]
+) -> Video:
+    if not frames:
+        raise RequestError("the video has no frames that can be decoded")
+    taken = tuple(indices[: len(frames)])
+    own = None if fps is None else fps * len(frames) / total
+    return Video(np.stack(frames), own, total, taken, fps)

@@ -1,0 +1,228 @@
+"""Media in prompts and conversations: found, limited, placed."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_inputs import (
+    END,
+    HIDDEN,
+    PAD,
+    START,
+    data_url,
+    file_of,
+    image_part,
+    inputs,
+    media,
+    picture,
+    wav,
+)
+
+from quire.data.params import SamplingParams
+from quire.errors import RequestError
+from quire.frontend.chat import chat_prompt
+from quire.frontend.inputs import Prompt
+
+WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<i>{% elif p.type == 'video' %}<v>{% elif p.type == 'audio' %}<a>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+SPAN = [START, PAD, PAD, END]
+"""Of a picture of 20 x 10."""
+TEXT = {"type": "text", "text": "ab"}
+
+
+def ids(text: str) -> list[int]:
+    return inputs().tokenizer.encode(text, add_special_tokens=False)  # type: ignore[union-attr]
+
+
+def turn(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def check_spans(prompt: Prompt) -> list[tuple[str, int, int]]:
+    assert prompt.media is not None and prompt.media.positions is not None
+    assert prompt.media.positions.shape == (3, len(prompt.token_ids))
+    for item in prompt.media.items:
+        span = prompt.token_ids[item.offset : item.end]
+        assert [span[first : first + count] for first, count in item.runs] == [[PAD] * item.num_vectors]
+    return [(item.modality, item.offset, item.num_vectors) for item in prompt.media.items]
+
+
+@pytest.mark.parametrize(
+    ("template", "interleaved", "text"),
+    [(PARTS, False, "ab<i>cd<i>"), (WHOLE, False, "<i>\n<i>\nab\ncd"), (WHOLE, True, "ab\n<i>\ncd\n<i>")],
+)
+def test_items_of_a_message_stand_where_the_template_puts_them(
+    template: str, interleaved: bool, text: str
+) -> None:
+    small, large = image_part(), image_part(data_url(file_of(picture(40, 20))))
+    found = chat_prompt(
+        inputs(media(interleave_mm_strings=interleaved)),
+        turn(TEXT, small, {"type": "text", "text": "cd"}, large),
+        chat_template=template,
+    )
+    assert found.text == text
+    tokens = []
+    for piece, span in zip(text.split("<i>"), [SPAN, [START, *[PAD] * 6, END], []], strict=True):
+        tokens += [*ids(piece), *span]
+    assert found.token_ids == tokens
+    assert [count for _, _, count in check_spans(found)] == [2, 6]
+    first, second = found.media.items  # type: ignore[union-attr]
+    assert first.key != second.key
+
+
+def test_a_mark_that_the_user_wrote_is_not_written_again() -> None:
+    written = {"type": "text", "text": "see <i> here"}
+    found = chat_prompt(inputs(), turn(image_part(), written), chat_template=WHOLE)
+    assert found.text == "see <i> here"
+
+
+IMAGE = picture()
+URL = data_url(file_of(IMAGE))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
+        {"type": "image_url", "image_url": URL},
+        {"image_url": URL},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+        {"type": "image_pil", "image_pil": IMAGE},
+        {"type": "image", "image": IMAGE},
+        {"type": "image", "url": URL},
+        {"image": IMAGE},
+        {"type": "image_url", "image_url": {"url": URL}, "uuid": "mine"},
+    ],
+)
+def test_every_form_of_an_image_is_the_same_image(part: dict[str, Any]) -> None:
+    found = chat_prompt(inputs(), turn(part), chat_template=PARTS)
+    assert found.token_ids == SPAN
+    (item,) = found.media.items  # type: ignore[union-attr]
+    assert np.array_equal(item.arrays["numbers"].numbers(), np.asarray(IMAGE))  # type: ignore[index]
+
+
+def test_sounds_and_videos_have_marks_of_their_own() -> None:
+    sound = wav(np.zeros((450, 1), np.int16))
+    frames = [picture(seed=seed).quantize() for seed in range(3)]
+    text = data_url(sound).partition(",")[2]
+    film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    found = chat_prompt(
+        inputs(),
+        turn(
+            {
+                "type": "input_audio",
+                "input_audio": {"data": text, "format": "wav"},
+            },
+            TEXT,
+            {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}},
+            {"type": "audio_url", "audio_url": {"url": data_url(sound, "audio/wav")}},
+        ),
+        chat_template=PARTS,
+    )
+    assert check_spans(found) == [("audio", 0, 5), ("video", 9, 3), ("audio", 14, 5)]
+    heard, _, again = found.media.items  # type: ignore[union-attr]
+    assert heard.key == again.key
+
+
+def test_prompts_bring_media_as_objects() -> None:
+    reader = inputs()
+    numbers = np.asarray(IMAGE)
+    for given in (IMAGE, [IMAGE], numbers, torch.tensor(numbers)[None], [numbers.transpose(2, 0, 1) / 255]):
+        found = reader.parse({"prompt": "a<i>b", "multi_modal_data": {"image": given}})
+        assert found.token_ids == [*ids("a"), *SPAN, *ids("b")]
+    both = {
+        "video": np.zeros((4, 8, 8, 3), np.uint8),
+        "audio": [(np.zeros(150, np.float32), 16000), np.zeros(50)],
+        "image": None,
+    }
+    found = reader.parse({"prompt_token_ids": ids("<a>x<v><a>"), "multi_modal_data": both})
+    assert check_spans(found) == [("audio", 0, 2), ("video", 5, 4), ("audio", 11, 1)]
+    (request,) = reader.requests("1", found, SamplingParams(max_tokens=1))
+    assert request.media is found.media and request.prompt_len == len(found.token_ids)
+
+
+def test_tokens_may_have_their_spans_already() -> None:
+    tokens = [7, *SPAN, 8, *SPAN]
+    found = inputs().parse({"prompt_token_ids": tokens, "multi_modal_data": {"image": [IMAGE, IMAGE]}})
+    assert found.token_ids == tokens and [offset for _, offset, _ in check_spans(found)] == [1, 6]
+
+
+def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
+    reader = inputs()
+
+    def key(image: Any = IMAGE, **more: Any) -> bytes:
+        found = reader.parse({"prompt": "<i>", "multi_modal_data": {"image": image}, **more})
+        return found.media.items[0].key  # type: ignore[union-attr]
+
+    other = IMAGE.copy()
+    other.putpixel((3, 3), (1, 2, 3))
+    named: dict[str, Any] = {"multi_modal_uuids": {"image": ["x"]}}
+    keys = [
+        key(),
+        key(other),
+        key(IMAGE.resize((10, 20))),
+        key(mm_processor_kwargs={"side": 8}),
+        key(**named),
+    ]
+    assert len({*keys}) == 5
+    assert key(other, **named) == keys[4] and key(IMAGE.copy()) == keys[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"image": "x.png"}, r"multi_modal_data\['image'\]\[0\]: str is nothing"),
+        ({"image": [IMAGE, None]}, r"\['image'\]\[1\] is None, and has no uuid"),
+        ({"image": [IMAGE] * 2}, "1 places for media, and 2 image"),
+        ({"image": [IMAGE] * 10}, r"At most 9 image\(s\) may be provided in one prompt\. Set `--limit-mm"),
+        ({"pictures": IMAGE}, "multi_modal_data has no 'pictures'"),
+        ({"image": np.zeros((3, 3, 3, 3, 3))}, "is no image"),
+        ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are no numbers"),
+        ({"image": {"image_embeds": np.zeros((2, HIDDEN))}}, "You must set `--enable-mm-embeds`"),
+        ({"audio": (np.zeros(5), -1)}, "sample rate of -1"),
+        ({"audio": (np.zeros(0), 8000)}, "has no samples"),
+        ([IMAGE], "must be a dict"),
+    ],
+)
+def test_what_is_wrong_with_the_data_of_a_prompt_is_named(data: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        inputs().parse({"prompt": "<i>", "multi_modal_data": data})
+
+
+def test_vectors_come_in_place_of_images_where_that_is_allowed() -> None:
+    reader = inputs(media(enable_mm_embeds=True))
+    vectors = np.arange(2 * HIDDEN, dtype=np.float32).reshape(2, HIDDEN)
+    file, saved = io.BytesIO(), io.BytesIO()
+    np.save(file, vectors)
+    torch.save(torch.tensor(vectors).bfloat16(), saved)
+    for given in (file, saved):
+        text = data_url(given.getvalue()).partition(",")[2]
+        found = chat_prompt(reader, turn({"type": "image_embeds", "image_embeds": text}), chat_template=PARTS)
+        (item,) = found.media.items  # type: ignore[union-attr]
+        assert found.token_ids == [PAD, PAD]
+        assert np.array_equal(item.arrays["embeds"].numbers(), vectors)  # type: ignore[index]
+    for wrong in (np.zeros((2, 5)), np.full((2, HIDDEN), np.inf)):
+        with pytest.raises(RequestError, match="image_embeds|not \\[n, 4\\]"):
+            reader.parse({"prompt": "<i>", "multi_modal_data": {"image": {"image_embeds": wrong}}})
+
+
+def test_a_span_counts_against_the_length_of_the_prompt() -> None:
+    with pytest.raises(RequestError, match="contains 40 input tokens"):
+        inputs(max_model_len=32).parse({"prompt": "<i>", "multi_modal_data": {"image": picture(608, 10)}})
+
+
+def test_models_that_know_only_text_say_so() -> None:
+    from quire.frontend.media import MediaReader
+
+    for reader, words in (
+        (MediaReader("org/llama"), "org/llama is not a multimodal model"),
+        (MediaReader("org/vl", limits={"image": 0}), r"At most 0 image\(s\) may be provided in one prompt"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            chat_prompt(inputs(reader), turn(image_part()), chat_template=PARTS)

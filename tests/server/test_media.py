@@ -1,0 +1,158 @@
+"""Media over HTTP: every API that has messages takes them, and says what is wrong with them."""
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from ask import ask, chat, refused
+from fake_engine import FakeEngine
+from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
+
+URL = data_url(file_of(picture()))
+SOURCED = {"type": "image", "source": {"type": "url", "url": URL}}
+TEXT = {"type": "text", "text": "ab"}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [TEXT, SOURCED]}
+
+
+def turn(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def seen(engine: FakeEngine) -> list[tuple[str, int, int]]:
+    """The items of the only request."""
+    ((_, prompt, _, _),) = engine.seen
+    assert prompt.media is not None
+    for item in prompt.media.items:
+        assert prompt.token_ids[item.offset : item.offset + 2] == [START, PAD]
+    return [(item.modality, item.offset, item.length) for item in prompt.media.items]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": turn(TEXT, image_part(URL))}),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_text", "text": "ab"},
+                            {"type": "input_image", "image_url": URL, "detail": "auto"},
+                        ],
+                    }
+                ]
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": turn(
+                    TEXT,
+                    {
+                        "type": "image",
+                        "source": {
+                            "type": "base64",
+                            "media_type": "image/png",
+                            "data": URL.partition(",")[2],
+                        },
+                    },
+                ),
+            },
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": turn(TEXT, SOURCED)},
+        ),
+    ],
+    ids=["chat", "responses", "messages", "messages-url"],
+)
+def test_an_image_comes_by_every_api(path: str, body: dict[str, Any]) -> None:
+    engine = seeing()
+    reply = ask("POST", path, engine=engine, json=body)
+    assert reply.status_code == 200, reply.text
+    assert seen(engine) == [("image", len("user:"), 4)]
+    usage = reply.json()["usage"]
+    prompt_len = len("user:\nab\nassistant:") + 4
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == prompt_len
+
+
+def test_tools_may_answer_with_images() -> None:
+    engine = seeing()
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "eye", "input": {}}]},
+        {"role": "user", "content": [RESULT]},
+    ]
+    body = {"max_tokens": 5, "messages": messages}
+    assert ask("POST", "/v1/messages", engine=engine, json=body).status_code == 200
+    assert [kind for kind, _, _ in seen(engine)] == ["image"]
+
+
+def test_arguments_of_a_request_reach_the_processor() -> None:
+    engine = seeing()
+    frames = [picture(seed=seed).quantize() for seed in range(6)]
+    film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    video = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
+    chat(
+        engine,
+        messages=turn(image_part(URL), video),
+        mm_processor_kwargs={"side": 10},
+        media_io_kwargs={"video": {"num_frames": 2}},
+    )
+    assert seen(engine) == [("image", 5, 4), ("video", 10, 4)]
+
+
+def test_counting_and_rendering_see_the_spans() -> None:
+    messages = turn(TEXT, image_part(URL))
+    counted = ask("POST", "/tokenize", engine=seeing(), json={"messages": messages}).json()
+    rendered = ask("POST", "/v1/chat/completions/render", engine=seeing(), json={"messages": messages}).json()
+    assert counted["count"] == len(rendered["token_ids"]) == len("user:\nab\nassistant:") + 4
+    assert counted["tokens"] == rendered["token_ids"]
+    (place,) = rendered["features"]["mm_placeholders"]["image"]
+    assert place == {"offset": 5, "length": 4}
+    assert len(bytes.fromhex(rendered["features"]["mm_hashes"]["image"][0])) == 32
+
+
+SOUND = base64.b64encode(wav(np.zeros((10, 1), np.int16), rate=0)).decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "param", "words"),
+    [
+        (image_part(data_url(b"<svg xmlns='x'></svg>")), 400, "image_url", "an SVG, which is not drawn"),
+        (image_part(data_url(file_of(picture(60, 60))[:400])), 400, "image_url", "broken or cut off"),
+        (image_part("data:image/png;base64,####"), 400, "image_url", "it is not base64"),
+        (image_part("data:image/png,abc"), 400, "image_url", "a data: url must look like"),
+        (image_part("file:///etc/passwd"), 422, "image_url", "Cannot load local files without"),
+        (image_part("ftp://x/y.png"), 422, "image_url", "no url that starts with http:"),
+        (image_part("http://127.0.0.1:1/y.png"), 422, "image_url", "private, local or otherwise special"),
+        (image_part("http://[::ffff:169.254.169.254]/"), 422, "image_url", "private, local or otherwise"),
+        ({"type": "image_url", "image_url": {"url": None}}, 400, "image_url", "needs a `url`"),
+        ({"type": "image_url", "uuid": "gone"}, 400, "image_url", "nothing is kept of the uuid 'gone'"),
+        ({"type": "image_pil", "image_pil": "x"}, 400, "image_pil", "which only LLM.chat can be given"),
+        ({"type": "input_audio", "input_audio": {"data": SOUND}}, 400, "input_audio", "1 channels and 0 Hz"),
+        ({"type": "video_url", "video_url": {"url": URL[:60]}}, 400, "video_url", "base64|broken"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(part: Any, status: int, param: str, words: str) -> None:
+    engine = seeing()
+    error = refused(chat(engine, messages=turn(TEXT, part)), status)
+    assert error["message"].startswith("messages[0].content[1]: ")
+    assert any(word in error["message"] for word in words.split("|")), error
+    kind = "UnprocessableEntityError" if status == 422 else "BadRequestError"
+    assert (error["type"], error["param"]) == (kind, param)
+    assert chat(engine).status_code == 200
+
+
+def test_more_than_the_limit_and_models_of_text_are_refused() -> None:
+    two = turn(image_part(URL), image_part(URL))
+    error = refused(chat(seeing(media({"image": 1})), messages=two))
+    said = "At most 1 image(s) may be provided in one prompt."
+    assert error["message"] == f"{said} Set `--limit-mm-per-prompt` to increase this limit."
+    assert "is not a multimodal model" in refused(chat(messages=two))["message"]
+    assert "cannot be cut" in refused(chat(seeing(), messages=two, truncate_prompt_tokens=8))["message"]
+    assert "beam search" in refused(chat(seeing(), messages=two, use_beam_search=True, n=2))["message"]
