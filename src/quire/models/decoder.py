@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
+from quire.errors import ConfigError
 from quire.layers.embedding import Embedding, Head, Positions
 from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
@@ -59,6 +60,13 @@ class Decoder(nn.Module):
             self.Layer(facts, facts.layers[i], rope(facts.layers[i].rope), body / self.stack / i)
             for i in stage.layers(len(facts.layers))
         )
+        self.hidden = facts.hidden
+        levels = 0 if facts.media is None else facts.media.levels
+        if stage.is_first and len(self.layers) < levels:
+            raise ConfigError(
+                f"the first stage has {len(self.layers)} layers, and images go into {levels} of this model; "
+                "use fewer stages, or give it more layers (pp_layer_partition)"
+            )
         if stage.is_last:
             self.norm = norm_of(facts, body / self.last)
             self.head = Head(
@@ -72,8 +80,8 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """[T, hidden], after the final norm; of a stage before the last (x, residual), [T, hidden] each."""
         x, residual = self.embedded(batch) if batch.before is None else batch.before
-        if self.taps:
-            x, residual = self._tapped(x, residual, batch)
+        if self.taps or (batch.embeds is not None and batch.embeds[1].shape[1] > self.hidden):
+            x, residual = self._layer_by_layer(x, residual, batch)
         else:
             for layer in self.layers:
                 x, residual = layer(x, residual, batch)
@@ -87,14 +95,22 @@ class Decoder(nn.Module):
         """From now on, note in `batch.taps` what goes into these layers."""
         self.taps, self.tapped = layers, torch.arange(max_tokens, device=device)
 
-    def _tapped(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """All layers, and the states in front of some of them."""
+    def _layer_by_layer(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """All layers, the states in front of some of them, and what is added to those behind the first."""
         states, places = dict[int, Tensor](), self.tapped[: len(x)]
+        tokens, added = places, list[Tensor]()
+        if batch.embeds is not None:
+            tokens, vectors = batch.embeds
+            _, *added = vectors.split(self.hidden, 1)
         for number, layer in enumerate(self.layers):
             if number in self.taps:  # copies, since layers add in place; by kernels that a tape can hold
                 copied = self.ops.embed(places, x if residual is None else residual)
                 states[number] = copied if residual is None else self.ops.add(copied, x)
             x, residual = layer(x, residual, batch)
+            if number < len(added):
+                x.index_add_(0, tokens, added[number].to(x.dtype))
         batch.taps = tuple(states[number] for number in self.taps)
         return x, residual
 
@@ -105,7 +121,7 @@ class Decoder(nn.Module):
         x = x if self.embed_scale == 1 else self.ops.scale(x, self.embed_scale)
         if batch.embeds is not None:
             tokens, vectors = batch.embeds
-            x.index_copy_(0, tokens, vectors.to(x.dtype))
+            x.index_copy_(0, tokens, vectors[:, : self.hidden].to(x.dtype))
         return x, None if self.positions is None else self.positions(batch.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -215,16 +215,17 @@ class Cuda:
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
+        reach = self.model.reach(plan, all_rows, self.device)
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
         adapts = self.model.adapts(plan, all_rows)
-        captured = embeds is None and all_rows.num_axes(plan) < 3
-        graph = self.graphs.find(plan, adapters=adapts) if captured else None
+        is_text = embeds is None and reach is None and all_rows.num_axes(plan) < 3
+        graph = self.graphs.find(plan, adapters=adapts) if is_text else None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
         if graph is None:
-            return self._eager(plan, all_rows, places, ids, embeds, adapts)
+            return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
         return self._replay(graph, plan, all_rows, places, ids)
 
     def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
@@ -249,6 +250,7 @@ class Cuda:
         places: Wide,
         ids: Ints,
         embeds: tuple[Tensor, Tensor] | None,
+        reach: Tensor | None,
         adapts: bool,
     ) -> Step:
         kind = {"drafts": self.speculation is not None, "adapters": adapts}
@@ -259,7 +261,7 @@ class Cuda:
         sheet = tensors(memory.to(self.device, non_blocking=True), sizes)
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
-        batch.before, batch.embeds = self.model.room(plan.total_tokens), embeds
+        batch.before, batch.embeds, batch.reach = self.model.room(plan.total_tokens), embeds, reach
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 

@@ -19,10 +19,12 @@ from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
+from quire.sampling.transfer import to_device
 from quire.worker.drafter import Drafter
 from quire.worker.embeds import take_embeds
 from quire.worker.media import Encoder
 from quire.worker.memory import Needs
+from quire.worker.reach import reach_of
 from quire.worker.rows import Rows
 from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
 
@@ -160,6 +162,8 @@ class Model:
     """Those that requests may ask for."""
     encoder: Encoder | None = None
     """What it sees or hears with."""
+    reaches: bool = False
+    """Whether the tokens of an item see each other in both directions."""
 
     @property
     def draws(self) -> bool:
@@ -178,6 +182,13 @@ class Model:
         if self.encoder is None:
             return found
         return self.encoder.joined(found, self.encoder.step(plan, all_rows))
+
+    def reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
+        """See `Batch.reach`; asked for before `embeds`, with which items are done with."""
+        if not self.reaches or not all_rows.items:
+            return None
+        found = reach_of(plan, all_rows)
+        return None if found is None else to_device(found, device)
 
     def adapts(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether some row of a step has an adapter."""

@@ -90,13 +90,15 @@ class Host:
         num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
         axes = all_rows.num_axes(plan)
         sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
+        reach = self.model.reach(plan, all_rows, self.block_tables.device)
         embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and embeds is None and axes < 3
+        is_text = embeds is None and reach is None and axes < 3
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and is_text
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
-        batch.embeds = embeds
+        batch.embeds, batch.reach = embeds, reach
         self._make_room(batch, plan)
         self._batch = batch
 

@@ -1,35 +1,24 @@
 """How far tokens see ahead: those of an image whose vectors see each other in both directions."""
 
-from collections.abc import Iterable, Mapping
-
 import numpy as np
 
 from quire.data.plan import Ints, StepPlan
 from quire.worker.rows import Rows
 
 
-def reach_of(plan: StepPlan, all_rows: Rows, places: Mapping[int, Iterable[tuple[int, int]]]) -> Ints | None:
-    """[T] the last place of its sequence that each token of a step sees. `places` are by row the runs of
-    tokens that see each other: first, and how many. None if there is none of those in the step."""
-    found: Ints | None = None
-    for row, end, count in zip(
-        plan.rows.tolist(), np.cumsum(plan.num_tokens).tolist(), plan.num_tokens.tolist(), strict=True
-    ):
-        first = int(all_rows.num_computed[row])
-        for start, length in places.get(row, ()):
-            last = start + length
-            if start >= first + count or last <= first:
-                continue
-            if found is None:
-                found = _own_places(plan, all_rows)
-            assert last <= first + count, "no step divides what sees itself in both directions"
-            begin = end - count
-            found[begin + max(start - first, 0) : begin + last - first] = last - 1
-    return found
-
-
-def _own_places(plan: StepPlan, all_rows: Rows) -> Ints:
+def reach_of(plan: StepPlan, all_rows: Rows) -> Ints | None:
+    """[T] the last place of its sequence that each token of a step sees: its own, or that of the last vector
+    beside its own. None if no item has vectors in the step."""
     ends = np.cumsum(plan.num_tokens)
-    before = all_rows.num_computed[plan.rows] - (ends - plan.num_tokens)
-    own: Ints = (np.arange(plan.total_tokens) + np.repeat(before, plan.num_tokens)).astype(np.int32)
-    return own
+    before = ends - plan.num_tokens - all_rows.num_computed[plan.rows]
+    own: Ints = (np.arange(plan.total_tokens) - np.repeat(before, plan.num_tokens)).astype(np.int32)
+    found = own.copy()
+    for place, row in enumerate(plan.rows.tolist()):
+        for item in all_rows.items.get(row, ()):
+            for first, count in item.places():
+                at, last = first + before[place], first + count - 1 + before[place]
+                if last < ends[place] - plan.num_tokens[place] or at >= ends[place]:
+                    continue
+                assert last < ends[place], "no step divides an item whose tokens all see each other"
+                found[max(at, ends[place] - plan.num_tokens[place]) : last + 1] = first + count - 1
+    return found if (found != own).any() else None

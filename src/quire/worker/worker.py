@@ -123,11 +123,16 @@ class Worker:
         if profiling is not None:
             self._recorder = Recorder(profiling, self._name, on_gpu=self.device.type == "cuda")
 
+    @property
+    def _reaches(self) -> bool:
+        media = self.config.checkpoint.facts.media
+        return media is not None and media.is_whole
+
     def _backend(self, facts: ArchFacts) -> AttentionBackend:
         config = self.config
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
-        reaches = facts.media is not None and facts.media.is_whole
+        reaches = self._reaches
         spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, reaches=reaches, kept_as=self.kept_as)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
@@ -422,7 +427,7 @@ class Worker:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
         self.encoder = open_encoder(config, getattr(model, "tower", None), self.world.tp, self.device)
-        own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder)
+        own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             asked = config.speculation

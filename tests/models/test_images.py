@@ -1,5 +1,7 @@
-"""Tokens of an image that see each other in both directions, through windows too, against transformers."""
+"""What images do in decoders, against transformers: their tokens see each other in both directions, through
+windows too, and further vectors of theirs are added behind the first layers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,16 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.facts import MediaFacts
+from quire.config.model import read_checkpoint
+from quire.config.ranks import Stage
+from quire.data.media import Item, Media
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
+from quire.errors import ConfigError
 from quire.kernels import native
+from quire.layers.scope import Scope
+from quire.models import MODELS
 from quire.sampling.rows import SamplingRows
 from quire.worker.reach import reach_of
 from quire.worker.rows import Rows
@@ -53,18 +62,60 @@ def test_images_of_gemma(backend: type[AttentionBackend], tmp_path: Path) -> Non
     ids = random_prompts(23)[0]
     model = load_tiny(path, backend=backend())
     all_rows = Rows(max_rows=4, max_len=32, block_size=4, sampling=SamplingRows(4, 128, torch.device("cpu")))
+    item = Item(modality="image", key=b"", offset=2, length=17, runs=[(at - 2, count) for at, count in RUNS])
     admission = Admission(2, "", ids, len(ids), 0, [list(range(1, 9))], SamplingParams(), seed=0)
+    admission.media = Media([item])
     found = []
     for first, end in ((0, 14), (14, 23)):
         plan = step(first, ids[first:end], [admission] if not first else [])
         all_rows.apply(plan)
         batch = make_batch([(ids[first:end], first)], [list(range(1, 9))], BLOCK_SIZE)
-        reach = reach_of(plan, all_rows, {2: RUNS})
+        reach = reach_of(plan, all_rows)
         assert reach is not None
         batch.reach = torch.from_numpy(reach)
         model_backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
         model_backend.plan(batch)
         found.append(model.logits(model(batch)))
         all_rows.advance(plan)
-    assert reach_of(step(23, ids[:1], []), all_rows, {2: RUNS}) is None
+    assert reach_of(step(23, ids[:1], []), all_rows) is None
     torch.testing.assert_close(torch.cat(found), expected_of(hf, ids), atol=3e-4, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_further_vectors_are_added_behind_the_first_layers(tmp_path: Path) -> None:
+    """Added to another layer, to other tokens, or put in their place; in a step that is the second of two."""
+    import transformers
+
+    path, hf = make_tiny("qwen3", tmp_path, num_hidden_layers=3)
+    text = transformers.Qwen3VLTextModel(transformers.Qwen3VLTextConfig(**hf.config.to_dict())).eval()
+    text.load_state_dict(hf.model.state_dict())
+    ids, seen = random_prompts(23)[0], torch.tensor([4, 5, 6, 16, 17, 21])
+    vectors = torch.randn(len(seen), 3 * 64)
+    embeds = text.embed_tokens(torch.tensor([ids]))
+    embeds[0, seen] = vectors[:, :64]
+    mask = torch.zeros(1, len(ids), dtype=torch.bool).index_fill_(1, seen, True)
+    deeper = list(vectors.split(64, 1)[1:])
+    states = text(
+        inputs_embeds=embeds,
+        position_ids=torch.arange(23).expand(3, 1, -1),
+        visual_pos_masks=mask,
+        deepstack_visual_embeds=deeper,
+    )
+    model, found = load_tiny(path), []
+    for first, end in ((0, 6), (6, 23)):
+        batch = make_batch([(ids[first:end], first)], [list(range(1, 9))], BLOCK_SIZE)
+        here = (seen >= first) & (seen < end)
+        batch.embeds = seen[here] - first, vectors[here]
+        TorchSDPA().plan(batch)
+        found.append(model.logits(model(batch)))
+    expected = hf.lm_head(states.last_hidden_state[0])
+    torch.testing.assert_close(torch.cat(found), expected, atol=3e-4, rtol=1e-3)
+
+
+def test_a_first_stage_without_the_layers_that_images_go_into_is_refused(tmp_path: Path) -> None:
+    path, _ = make_tiny("qwen3", tmp_path)
+    media = MediaFacts("", ("image",), None, levels=2)
+    facts = replace(read_checkpoint(path).facts, media=media)
+    scope = Scope(torch.float32, torch.device("cpu"), TorchSDPA(), 64, stage=Stage(0, 2))
+    with pytest.raises(ConfigError, match="first stage has 1 layers, and images go into 2"):
+        MODELS["Qwen3ForCausalLM"](facts, scope)
