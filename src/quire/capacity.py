@@ -48,6 +48,19 @@ def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
     return num_tokens * facts.hidden * (4 + DTYPE_BYTES[dtype])
 
 
+def max_vectors(config: EngineConfig) -> int:
+    """Of images, videos and sounds: the most that one step makes, and the most that are kept."""
+    return max([config.scheduler.max_num_batched_tokens, *config.largest_items.values()])
+
+
+def max_span(config: EngineConfig) -> int | None:
+    """The most tokens that one image, video or sound can stand for; None: any number, since steps divide
+    them."""
+    media = config.checkpoint.facts.media
+    is_whole = media is not None and (media.is_whole or config.multimodal.disable_chunked_mm_input)
+    return config.scheduler.max_chunk if is_whole else None
+
+
 def _widest(facts: ArchFacts) -> int:
     """Numbers of a token that exist side by side in the widest half of a layer."""
     heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim

@@ -13,6 +13,7 @@ from threads import run_threads, tp_worlds
 from tiny import logits_of, open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
+from quire.capacity import max_span, max_vectors
 from quire.comm.world import World
 from quire.core import build
 from quire.data.media import Array, Media
@@ -131,7 +132,7 @@ def test_preempted_in_the_middle_of_an_image(fake: Fake, sharing: bool) -> None:
 
 def test_images_that_must_not_be_divided(whole: Fake) -> None:
     llm = open_fake(whole, max_num_batched_tokens=15)
-    assert llm.llm_engine.config.max_span == 15
+    assert max_span(llm.llm_engine.config) == 15
     ends = set[tuple[int, int]]()
     submit = llm.llm_engine.core.executor.submit
 
@@ -202,9 +203,9 @@ def test_the_largest_item_is_what_the_processor_says(fake: Fake, monkeypatch: py
     monkeypatch.setattr(build, "open_tokenizer", lambda config: "a tokenizer")
     given = {"model": str(fake.path), "max_num_batched_tokens": 16, "max_num_seqs": 4}
     config = build.with_largest(configure(given))
-    assert config.largest_items == {"image": MOST} and config.max_vectors == MOST
-    assert build.with_largest(configure(given | {"max_model_len": 20})).max_vectors == 20
-    assert build.with_largest(configure(given | {"limit_mm_per_prompt": {"image": 0}})).max_vectors == 16
+    assert config.largest_items == {"image": MOST} and max_vectors(config) == MOST
+    for more, most in (({"max_model_len": 20}, 20), ({"limit_mm_per_prompt": {"image": 0}}, 16)):
+        assert max_vectors(build.with_largest(configure(given | more))) == most
 
 
 # ---- over devices

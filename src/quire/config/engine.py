@@ -90,19 +90,6 @@ class EngineConfig:
         return choose_quant(self.model.quantization, self.checkpoint.quant)
 
     @property
-    def max_vectors(self) -> int:
-        """Of media: the most that one step makes, and the most that are kept."""
-        return max([self.scheduler.max_num_batched_tokens, *self.largest_items.values()])
-
-    @property
-    def max_span(self) -> int | None:
-        """The most tokens that one image, video or sound can stand for; None: any number, since steps divide
-        them."""
-        media = self.checkpoint.facts.media
-        is_whole = media is not None and (media.is_whole or self.multimodal.disable_chunked_mm_input)
-        return self.scheduler.max_chunk if is_whole else None
-
-    @property
     def own_facts(self) -> ArchFacts:
         """The model as one of the devices has it that divide each layer."""
         parallel = self.parallel

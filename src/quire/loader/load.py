@@ -112,16 +112,18 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
-    media = checkpoint.facts.media
-    if media is not None and tower_group is not None and stage.is_first:
-        own = replace(scope, adapters=None, group=tower_group)
-        model.tower = TOWERS[media.family](checkpoint.facts, own)
+    _add_tower(model, checkpoint.facts, scope, tower_group)
     with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
         else:
             _load(source, model, checkpoint, stage, bar, spread=ep is not None, partly=partly)
     return model.eval()
+
+
+def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
+    if facts.media is not None and group is not None and scope.stage.is_first:
+        model.tower = TOWERS[facts.media.family](facts, replace(scope, adapters=None, group=group))
 
 
 def _method(quant: QuantFacts | None) -> str | None:

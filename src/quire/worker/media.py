@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.capacity import max_vectors
 from quire.comm.group import ALONE, Group
 from quire.config.engine import EngineConfig
 from quire.data.media import Array, Item
@@ -150,7 +151,7 @@ class Encoder:
     def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
         """With what it takes to encode as many as a step may, to keep as many, and to have a copy of those
         that a step reads."""
-        largest, most = config.largest_items, config.max_vectors
+        largest, most = config.largest_items, max_vectors(config)
         peak = max((self._peak(modality, each, most) for modality, each in largest.items()), default=0)
         row_bytes = self.width * self.dtype.itemsize
         copied = config.scheduler.max_num_batched_tokens * row_bytes
