@@ -70,7 +70,7 @@ class PixtralProcessor(Pictures):
 
     def most_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
-        return (height // self.side) * (width // self.side)
+        return int((height // self.side) * (width // self.side))
 
     def largest(self, modality: str) -> tuple[int, ...]:
         most = size_of(self.settings)
