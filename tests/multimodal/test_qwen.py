@@ -30,13 +30,13 @@ Content = tuple[str, list[Image.Image], list[Any]]
 
 
 def prompts(is_glm: bool) -> list[Content]:
-    """Texts, and the images and videos of each."""
+    """Texts, and the images and videos of each; of GLM's transformers takes no video beside an image."""
     film = WATCHES[is_glm]
     return [
         (f"what is {SEES} this", [LARGE], []),
         ("nothing to see here, only words", [], []),
         (f"{SEES}one {SEES}and then {SEES}?", [SMALL, WIDE, TALL], []),
-        (f"a film: {film} and {SEES}", [TALL], [FILM]),
+        (f"a film: {film} and {SEES}" if not is_glm else f"a film: {film}!", [TALL][is_glm:], [FILM]),
         (f"{SEES} again", [SMALL], []),
     ]
 
@@ -129,7 +129,7 @@ def test_what_is_said_of_media_is_what_transformers_says(
     """One image, several of mixed sizes with text between, a video, none; all at once, in chunks that end in
     the middle of items; then again, when their beginnings are kept."""
     twin = Twin(family, tmp_path_factory.getbasetemp())
-    contents = prompts(family == "Glm4v")
+    contents = prompts(family.startswith("Glm4v"))
     llm = open_llm(twin.path, max_num_batched_tokens=24)
     expected = [twin.says(content) for content in contents]
     first = generate(llm, contents)

@@ -30,7 +30,7 @@ _VISION = {
     "patch_size": 4,
     "out_hidden_size": 32,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _QWEN3 = {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
 _DELTA = {
     "linear_num_value_heads": 2,
@@ -57,6 +57,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Glm4v": (
         {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
         _VISION | {"image_size": 20, "hidden_act": "silu"},
+    ),
+    "Glm4vMoe": (
+        {
+            "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        _VISION | {"image_size": 20, "attention_bias": True},
     ),
 }
 """What the text and the vision part of each are other than the rest."""
@@ -89,7 +98,7 @@ def made(family: str, directory: Path) -> tuple[Path, Any]:
 
     text, vision = FAMILIES[family]
     kind = getattr(transformers, f"{family}ForConditionalGeneration")
-    ids = _GLM_IDS if family == "Glm4v" else _IDS
+    ids = _GLM_IDS if family.startswith("Glm4v") else _IDS
     config = kind.config_class(
         text_config=_TEXT | text, vision_config=vision, tie_word_embeddings=False, **ids
     )
@@ -100,7 +109,7 @@ def made(family: str, directory: Path) -> tuple[Path, Any]:
             is_one = "norm" in name or "ln_q" in name
             tensor.copy_(torch.randn_like(tensor) * (0.2 if tensor.ndim == 1 else 0.15) + is_one)
     model.save_pretrained(path)
-    size = PIXELS if family != "Glm4v" else {"shortest_edge": 512, "longest_edge": 8192}
+    size = PIXELS if not family.startswith("Glm4v") else {"shortest_edge": 512, "longest_edge": 8192}
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"size": size}))
     video = {"size": {"shortest_edge": 256, "longest_edge": 16384}}
     (path / "video_preprocessor_config.json").write_text(json.dumps(PROCESSOR | video))

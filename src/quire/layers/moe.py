@@ -92,11 +92,17 @@ NAMES = {
 }
 
 
-def _as_stored(names: Names, scope: Scope) -> Names:
-    """Of late, some checkpoints have in one tensor what others of their family have expert by expert."""
-    where = names.experts[0]
-    if names.stored == "each" and scope.is_stored(f"{scope.name}.{where}.gate_up_proj"):
+def _as_stored(names: Names, moe: MoeFacts, hidden: int, scope: Scope) -> Names:
+    """Experts may also be all in one tensor, or each by itself, or with outputs before inputs: as files that
+    others have made of the first ones have them."""
+    where, is_each = names.experts[0], names.stored == "each"
+    is_one = scope.is_stored(f"{scope.name}.{where}.gate_up_proj")
+    shape = scope.shape_of(f"{scope.name}.{where}.down_proj")
+    is_bare = names.stored == "across" and shape == (moe.experts, hidden, moe.intermediate)
+    if (is_each and is_one) or (is_bare and hidden != moe.intermediate):
         return names._replace(stored="bare", experts=(where, "gate_up_proj", "down_proj"))
+    if names == NAMES["across"] and scope.is_stored(f"{scope.name}.{where}.0.gate_proj.weight"):
+        return Names()
     return names
 
 
@@ -204,7 +210,7 @@ class Experts(nn.Module):
 
     def __init__(self, moe: MoeFacts, hidden: int, activation: str, scope: Scope) -> None:
         super().__init__()
-        self.names = _as_stored(NAMES[moe.names], scope)
+        self.names = _as_stored(NAMES[moe.names], moe, hidden, scope)
         self.plain = moe.plain
         self.scope_name = scope.name
         self.dispatch = scope.ep

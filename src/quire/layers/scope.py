@@ -26,6 +26,10 @@ def _unknown(name: str) -> bool:
     return False
 
 
+def _shapeless(name: str) -> tuple[int, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """Passed down while a model is built; `scope / "q_proj"` is the scope of a child.
@@ -50,6 +54,8 @@ class Scope:
     """Which of the model's layers are built here."""
     is_stored: Callable[[str], bool] = _unknown
     """Whether the checkpoint has a tensor of this name, for layers that are stored in one way or another."""
+    shape_of: Callable[[str], tuple[int, ...]] = _shapeless
+    """The shape that it has there."""
     across: bool = False
     """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     ops: Ops = Reference()

@@ -106,6 +106,7 @@ def load_model(
         linear=format.linear,
         experts=format.experts,
         is_stored=is_stored,
+        shape_of=lambda name: stored.get(_stored_name(name, stored), ()),
         group=world.tp,
         stage=stage,
         ep=ep,

@@ -209,7 +209,9 @@ def _text(keys: Keys, architecture: str, rope: dict[str, Any], **defaults: Any) 
     part = keys.get("text_config")
     text = part if isinstance(part, dict) else {}
     whole = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id") if keys.get(key) is not None}
-    tied = keys.flag("tie_word_embeddings") or bool(text.get("tie_word_embeddings"))
+    tied = keys.flag("tie_word_embeddings", bool(text.get("tie_word_embeddings")))
+    if not architecture.startswith("Qwen3"):  # files of before may have it in either place
+        tied = tied or bool(text.get("tie_word_embeddings"))
     values = {**keys.values, **text, **whole, "tie_word_embeddings": tied, "architectures": [architecture]}
     return _with_rope(with_defaults(Keys(keys.source, values), **defaults), rope)
 
