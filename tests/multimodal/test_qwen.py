@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import generate_preempted
 from tiny_qwen import FAMILIES, made
 
 from quire import LLM, SamplingParams
@@ -140,3 +141,41 @@ def test_what_is_said_of_media_is_what_transformers_says(
     assert [output.outputs[0].token_ids for output in again] == expected
     if family != "Qwen3_5":
         assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
+
+
+def test_an_image_is_known_by_its_content_and_other_ways_to_bring_it_say_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Another image of the same size is no hit, and one processed otherwise neither; vectors in its place and
+    preemptions change nothing."""
+    twin = Twin("Qwen2_5_VL", tmp_path_factory.getbasetemp())
+    llm = open_llm(twin.path, enable_mm_embeds=True, max_logprobs=-1)
+    begin = "a beginning that both share: "
+    one, other = (
+        (f"{begin}{SEES}", [image], []) for image in (WIDE, WIDE.transpose(Image.Transpose.ROTATE_180))
+    )
+    (first,), (second,) = generate(llm, [one]), generate(llm, [other])
+    assert [first.outputs[0].token_ids, second.outputs[0].token_ids] == [twin.says(one), twin.says(other)]
+    assert len(begin) - 4 <= second.num_cached_tokens <= len(begin) + 1
+    (same,) = generate(llm, [(f"{begin}{SEES} and more", [WIDE], [])])
+    assert same.num_cached_tokens > len(first.prompt_token_ids) - 8
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    narrower = asked(one) | {"mm_processor_kwargs": {"max_pixels": 512}}
+    (less,) = llm.generate([narrower], params, use_tqdm=False)
+    assert (
+        len(less.prompt_token_ids) < len(first.prompt_token_ids) and less.num_cached_tokens <= len(begin) + 1
+    )
+    inputs = twin.inputs(one)
+    with torch.inference_mode():
+        vectors = twin.model.model.visual(
+            inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]
+        ).pooler_output
+    embeds = {"image_embeds": vectors.clone(), "image_grid_thw": inputs["image_grid_thw"]}
+    brought = {"prompt": one[0], "multi_modal_data": {"image": embeds}}
+    (seen,) = llm.generate([brought], params, use_tqdm=False)
+    assert (
+        seen.outputs[0].token_ids == first.outputs[0].token_ids and seen.num_cached_tokens <= len(begin) + 1
+    )
+    contents = [one, other, prompts(is_glm=False)[3]]
+    outputs = generate_preempted(llm, [asked(content) for content in contents], COUNT, at=(1, 3, 4))
+    assert [output.outputs[0].token_ids for output in outputs] == [twin.says(content) for content in contents]
