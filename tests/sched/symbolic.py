@@ -6,6 +6,7 @@ stale prefix, a forgotten token or one that was given back too early shows at on
 function of the fingerprint, so outputs depend on nothing else.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import numpy as np
 
 from quire.config.layout import CacheLayout, CacheSpec, has_states, layout
 from quire.core.engine_core import EngineCore
+from quire.data.media import Media
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, Masks, RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
@@ -58,6 +60,16 @@ def fingerprint_of(token_ids: list[int], digest: bytes = b"") -> int:
     return fingerprint
 
 
+def meant(tokens: list[int], media: Media | None) -> list[int]:
+    """The same with what is seen in place of tokens that stand for it."""
+    found = list(tokens)
+    for item in media.items if media else ():
+        places = [at for first, count in item.places() for at in range(first, first + count)]
+        for number, place in enumerate(places):
+            found[place] = int.from_bytes(hashlib.sha256(item.key + bytes([number])).digest()[:6], "little")
+    return found
+
+
 def continuation(prompt: list[int], count: int, digest: bytes = b"") -> list[int]:
     """What the symbolic model says after a prompt, computed without any cache."""
     tokens = list(prompt)
@@ -85,13 +97,15 @@ class Row:
     """Of its adapter."""
     prints: list[int] = field(default_factory=list)
     """The fingerprints of its first tokens."""
+    media: Media | None = None
 
     @classmethod
     def of(cls, new: Admission, digest: bytes = b"") -> "Row":
         blocks, adapter = [list(ids) for ids in new.block_ids], (new.adapter, digest)
-        return cls(
-            new.row, list(new.token_ids), new.num_computed, blocks, new.prompt_len, new.params, *adapter
-        )
+        tokens = meant(new.token_ids, new.media)
+        row = cls(new.row, tokens, new.num_computed, blocks, new.prompt_len, new.params, *adapter)
+        row.media = new.media
+        return row
 
     def print_at(self, position: int) -> int:
         while len(self.prints) <= position:
@@ -172,6 +186,10 @@ class SymbolicWorker:
         """Group and fingerprint, by slot."""
         self.states: dict[int, int] = {}
         """By row."""
+        self.vectors: dict[bytes, int] = {}
+        """How many there are of each item."""
+        self.num_encoded = 0
+        """Items."""
 
     def run(self, plan: StepPlan) -> StepResult:
         for number in plan.released:
@@ -181,6 +199,7 @@ class SymbolicWorker:
         for new in plan.admitted:
             assert new.row not in self.rows, f"row {new.row} given to two requests"
             self.rows[new.row] = Row.of(new, b"" if new.adapter < 0 else self.slots[new.adapter])
+        self._encode(plan)
         for group, ids in enumerate(plan.block_ids.tolist()):
             for number, block in zip(plan.block_rows.tolist(), ids, strict=True):
                 self.rows[number].blocks[group].append(block)
@@ -207,6 +226,15 @@ class SymbolicWorker:
         if len(plan.num_drafts):
             result.counts = np.array([len(new) for new in sampled], np.int32)
         return result
+
+    def _encode(self, plan: StepPlan) -> None:
+        for key in plan.forgotten:
+            self.vectors.pop(key, None)
+        for item in plan.encodes:
+            assert item.arrays is not None, "nothing to encode"
+            assert item.key not in self.vectors, "encoded twice"
+            self.vectors[item.key] = item.num_vectors
+            self.num_encoded += 1
 
     def _drafts(self, plan: StepPlan) -> dict[int, list[int]]:
         """Those that the plan brings, or guesses of its own: right ones and wrong ones."""
@@ -238,6 +266,10 @@ class SymbolicWorker:
 
     def _compute(self, row: Row, count: int) -> int:
         start, end = row.num_computed, row.num_computed + count
+        for item in row.media.items if row.media else ():
+            for first, length in item.places():
+                if first < end and first + length > start:
+                    assert self.vectors[item.key] == item.num_vectors
         for group, window in enumerate(self.layout.windows):
             for position in range(0 if window is None else max(start - window + 1, 0), start):
                 found = self.cache[self._slot(row, group, position)]
@@ -252,6 +284,30 @@ class SymbolicWorker:
         row.num_computed = end
         self.num_computed += count
         return row.print_at(end - 1)
+
+
+class BreakableWorker(SymbolicWorker):
+    """Fails where `breaks` says so, before or after it writes."""
+
+    writes_first = False
+
+    def breaks(self, plan: StepPlan) -> bool:
+        raise NotImplementedError
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for row in plan.released:
+            self.rows.pop(row, None)
+        for new in plan.admitted:
+            self.rows[new.row] = Row.of(new)
+        quiet = StepPlan(**{name: getattr(plan, name) for name in plan.__struct_fields__})
+        quiet.released, quiet.admitted = [], []
+        breaks = self.breaks(plan)
+        if breaks and not self.writes_first:
+            raise RuntimeError("broken")
+        result = super().run(quiet)
+        if breaks:
+            raise RuntimeError("broken")
+        return result
 
 
 W = TypeVar("W", bound=SymbolicWorker)
@@ -504,7 +560,7 @@ class Engine:
             if request.row >= 0:
                 tokens = running.tokens[request.row, : running.num_known[request.row]].tolist()
             prints = [start_of(request.adapter_digest)]
-            for token_id in tokens:
+            for token_id in meant(tokens, request.media):
                 prints.append(extend(prints[-1], token_id))
             for n, key in enumerate(request.block_keys):
                 first = n * kv.block_size
@@ -521,4 +577,6 @@ class Engine:
         assert self.kv.pool.num_free == self.kv.pool.num_usable, "blocks leaked"
         assert all(block.num_users == 0 for block in self.kv.pool.blocks[1:])
         assert all(not request for request in self.scheduler.running.requests)
+        media = self.scheduler.media
+        assert not media.rows and not media.num_held and not len(media.shelf), "vectors leaked"
         self.check_index()

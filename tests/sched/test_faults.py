@@ -5,36 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from symbolic import LAYOUTS, Engine, Row, SymbolicWorker, continuation, widened
+from symbolic import LAYOUTS, BreakableWorker, Engine, continuation, widened
 
-from quire.data.plan import StepPlan, StepResult
+from quire.data.plan import StepPlan
 from quire.sched import limits as step_limits
 
 POISON = 96
-
-
-class BreakableWorker(SymbolicWorker):
-    """Fails where `breaks` says so, before or after it writes."""
-
-    writes_first = False
-
-    def breaks(self, plan: StepPlan) -> bool:
-        raise NotImplementedError
-
-    def run(self, plan: StepPlan) -> StepResult:
-        for row in plan.released:
-            self.rows.pop(row, None)
-        for new in plan.admitted:
-            self.rows[new.row] = Row.of(new)
-        quiet = StepPlan(**{name: getattr(plan, name) for name in plan.__struct_fields__})
-        quiet.released, quiet.admitted = [], []
-        breaks = self.breaks(plan)
-        if breaks and not self.writes_first:
-            raise RuntimeError("broken")
-        result = super().run(quiet)
-        if breaks:
-            raise RuntimeError("broken")
-        return result
 
 
 class FragileWorker(BreakableWorker):

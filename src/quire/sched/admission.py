@@ -154,7 +154,8 @@ class Admitter:
             pending = len(request.tokens) - hit.num_tokens
             chunk = min(pending, self.limits.max_chunk, budget)
             chunk = self.media.cut(request, hit.num_tokens, chunk, self.limits)
-            if not chunk or (chunk < pending and not self._may_split(pending)):
+            is_cut = chunk < pending and not self._may_split(pending)
+            if not chunk or (is_cut and len(self.running)):  # who is alone has all that there is
                 break
             reach = len(request.tokens) if self.reserve_full_prompt else hit.num_tokens + chunk
             if not self.kv.fits(hit, reach, self.running, spare=self.num_watermark_blocks):

@@ -142,9 +142,9 @@ class EncoderCache:
     def allow(self, running: Running, pending: Ints, limits: Limits) -> Ints:
         """The same of each row of `running.order`, in this order: up to the first item that cannot be encoded
         in this step."""
-        self._settle(running)
         if not self.rows:
             return pending
+        self._settle(running)
         pending, outlook = pending.copy(), self._outlook()
         for place, row in self._places(running):
             row_items = self.rows[row]
