@@ -21,6 +21,7 @@ from quire.config.facts import ArchFacts, MediaFacts
 from quire.config.keys import Keys
 from quire.config.media import MEDIA_FAMILIES
 from quire.data.media import Array, Item, Media
+from quire.frontend.media import TEXT_ALONE
 from quire.layers.linear import ColumnLinear, RowLinear
 from quire.layers.scope import Scope
 from quire.models.towers import TOWERS
@@ -40,7 +41,7 @@ class FakeFacts:
 
 
 def read(keys: Keys) -> tuple[Keys, MediaFacts]:
-    facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH), is_whole=bool(keys.get("whole")))
+    facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH))
     return keys.but(architectures=["LlamaForCausalLM"]), facts
 
 
@@ -89,6 +90,8 @@ def register(monkeypatch: Any) -> None:
     monkeypatch.setitem(TOWERS.entries, "fake", "fake:FakeTower")
     monkeypatch.setitem(PROCESSORS.entries, "fake", "fake:FakeProcessor")
     monkeypatch.setattr(FakeTower, "batches", [])
+    # Requests come with their media here; nothing has to be read.
+    monkeypatch.setattr("quire.core.local.media_reader", lambda config, tokenizer: TEXT_ALONE)
 
 
 class Fake(NamedTuple):
@@ -127,7 +130,7 @@ class Seen(NamedTuple):
     pixels: list[NDArray[Any]]
 
 
-def make_fake(path: Path, **config: Any) -> Fake:
+def make_fake(path: Path) -> Fake:
     made, hf = make_tiny("llama", path)
     weights = {
         "eye.up.weight": torch.randn(WIDTH, PATCH),
@@ -137,7 +140,7 @@ def make_fake(path: Path, **config: Any) -> Fake:
     }
     file = made / "model.safetensors"
     save_file(load_file(file) | weights, file)
-    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE]} | config
+    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
     (made / "config.json").write_text(json.dumps(said))
     return Fake(made, hf, weights)
 

@@ -43,11 +43,6 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Fake:
     return make_fake(tmp_path_factory.mktemp("fake"))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Fake:
-    return make_fake(tmp_path_factory.mktemp("whole"), whole=True)
-
-
 @pytest.fixture(autouse=True)
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     register(monkeypatch)
@@ -130,8 +125,8 @@ def test_preempted_in_the_middle_of_an_image(fake: Fake, sharing: bool) -> None:
     assert llm.llm_engine.core.scheduler.num_preemptions == 5
 
 
-def test_images_that_must_not_be_divided(whole: Fake) -> None:
-    llm = open_fake(whole, max_num_batched_tokens=15)
+def test_images_that_must_not_be_divided(fake: Fake) -> None:
+    llm = open_fake(fake, max_num_batched_tokens=15, disable_chunked_mm_input=True)
     assert max_span(llm.llm_engine.config) == 15
     ends = set[tuple[int, int]]()
     submit = llm.llm_engine.core.executor.submit
@@ -146,7 +141,7 @@ def test_images_that_must_not_be_divided(whole: Fake) -> None:
         return submit(plan)
 
     llm.llm_engine.core.executor.submit = watch  # type: ignore[method-assign]
-    check(whole, PROMPTS, run(llm, PROMPTS))
+    check(fake, PROMPTS, run(llm, PROMPTS))
     assert ends
 
 
