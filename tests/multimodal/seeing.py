@@ -110,7 +110,7 @@ class Twin:
             backend=TorchSDPA(),
             max_model_len=64,
             show_progress=False,
-            build=lambda facts, scope: TOWERS[self.media.family](facts.media, scope),
+            build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
             partly=True,
         )
 

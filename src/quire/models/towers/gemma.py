@@ -1,16 +1,14 @@
 """Gemma 3's tower: SigLIP, whose patches are averaged to soft tokens."""
 
-from collections.abc import Mapping, Sequence
-
-import torch
 from torch import Tensor, nn
 
-from quire.config.facts import MediaFacts
+from quire.config.facts import ArchFacts
 from quire.config.media.gemma import GemmaFacts
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned
 from quire.models.towers.clip import ViT
+from quire.models.towers.squares import Squares
 
 
 class Projector(nn.Module):
@@ -31,24 +29,16 @@ class Projector(nn.Module):
         return (self.norm.alone(means) @ self.weight.vectors).view(len(x), self.side**2, -1)
 
 
-class Gemma3(nn.Module):
-    """An image and its crops, if there are any, one after the other."""
+class Gemma3(Squares):
+    """An image and its crops, if there are any."""
 
-    def __init__(self, facts: MediaFacts, scope: Scope) -> None:
-        super().__init__()
-        self.facts: GemmaFacts = facts.tower
+    facts: GemmaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
         self.vit = ViT(self.facts.vit, self.facts.vit.layers, scope, is_normed=True)
         self.projector = Projector(self.facts, scope / "model" / "multi_modal_projector")
-        self.device = scope.device
 
-    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        pixels = [item["pixels"] for item in items]
-        vectors = self.projector(self.vit(torch.cat(pixels)))
-        return [each.flatten(0, 1) for each in vectors.split([len(each) for each in pixels])]
-
-    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        side, count = self.facts.vit.image, max(1, num_vectors // self.facts.tokens)
-        return {"pixels": torch.zeros(count, 3, side, side, device=self.device)}
-
-    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        return item["pixels"][0] * self.facts.vit.tokens
+    def forward(self, pixels: Tensor) -> Tensor:
+        vectors: Tensor = self.projector(self.vit(pixels))
+        return vectors

@@ -1,18 +1,18 @@
 """InternVL's tower: InternViT over tiles, whose patches are gathered four by four."""
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import MediaFacts
+from quire.config.facts import ArchFacts
 from quire.config.media.intern import InternFacts
 from quire.kernels.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.models.towers.squares import Squares
 
 
 class Names(NamedTuple):
@@ -134,39 +134,30 @@ def gathered(x: Tensor, square: int) -> Tensor:
     return grid.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
-class InternVL(nn.Module):
-    """The tiles of an image or the frames of a video, one after the other."""
+class InternVL(Squares):
+    """The tiles of an image, or the frames of a video."""
 
-    def __init__(self, facts: MediaFacts, scope: Scope) -> None:
-        super().__init__()
-        self.facts: InternFacts = facts.tower
-        self.device = scope.device
-        is_theirs = scope.is_stored(f"{THEIRS.tower}.{THEIRS.patches}.weight")
-        names = THEIRS if is_theirs else OURS
-        self.vit = InternViT(self.facts, names, scope)
-        size_in = self.facts.vit.hidden * self.facts.gather**2
+    facts: InternFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        own = self.facts
+        names = THEIRS if scope.is_stored(f"{THEIRS.tower}.{THEIRS.patches}.weight") else OURS
+        self.vit = InternViT(own, names, scope)
+        size_in = own.vit.hidden * own.gather**2
         norm, *products = names.products
         projector = scope / names.projector
         self.norm = LayerNorm(size_in, 1e-5, projector / norm)
         self.projector = VisionMLP(
             size_in,
-            self.facts.size_out,
+            own.size_out,
             projector,
             names=tuple(products),
-            size_out=self.facts.size_out,
-            activation=self.facts.activation,
+            size_out=own.size_out,
+            activation=own.activation,
         )
 
-    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        pixels = [item["pixels"] for item in items]
-        states = self.vit(torch.cat(pixels))[:, self.facts.first :]
-        x = gathered(states, self.facts.gather)
-        vectors = self.projector(self.norm.alone(x.flatten(0, 1)))
-        return list(vectors.split([len(tiles) * x.shape[1] for tiles in pixels]))
-
-    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        side, count = self.facts.vit.image, max(1, num_vectors // self.facts.tokens)
-        return {"pixels": torch.zeros(count, 3, side, side, device=self.device)}
-
-    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        return item["pixels"][0] * self.facts.vit.tokens
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = gathered(self.vit(pixels)[:, self.facts.first :], self.facts.gather)
+        vectors: Tensor = self.projector(self.norm.alone(x.flatten(0, 1)))
+        return vectors.view(*x.shape[:2], -1)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.config.facts import MediaFacts
+from quire.config.facts import ArchFacts, MediaFacts
 from quire.config.media.pixtral import PixtralFacts
 from quire.kernels.encoder import Spans, spans_of
 from quire.layers.linear import WholeLinear
@@ -108,9 +108,10 @@ class Merger(nn.Module):
 class Pixtral(nn.Module):
     """One image of any size an item."""
 
-    def __init__(self, facts: MediaFacts, scope: Scope) -> None:
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
-        self.facts: PixtralFacts = facts.tower
+        assert facts.media is not None
+        self.facts: PixtralFacts = facts.media.tower
         self.device = scope.device
         self.vit = PixtralViT(self.facts, scope / "model" / "vision_tower")
         projector = scope / "model" / "multi_modal_projector"
@@ -124,6 +125,11 @@ class Pixtral(nn.Module):
             activation=self.facts.projector_activation,
             bias=self.facts.bias,
         )
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        """Whether so many devices can share its layers."""
+        return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         images = [item["pixels"] for item in items]

@@ -59,7 +59,7 @@ class LlavaProcessor(Pictures):
         except ConfigError as error:
             raise wrong_argument(error) from error
         token_ids = [self.image_id] * self.facts.tokens
-        return Processed(token_ids, arrays={"pixels": Array.of(finish(pixels))})
+        return Processed(token_ids, arrays={"pixels": Array.of(finish(pixels[None]))})
 
     def _pixels(self, image: Image.Image, keys: Keys) -> tuple[Pixels, Finish]:
         finish = Finish.read(keys, *self.norm)

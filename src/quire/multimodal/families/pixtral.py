@@ -39,7 +39,7 @@ class PixtralProcessor(Pictures):
         said = whole_settings(path)
         self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
         self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
-        self.side = self.facts.patch * self.facts.merge
+        self.side: int = self.facts.patch * self.facts.merge
         self.settings = stored_settings(path, size={"longest_edge": self.facts.image})
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
@@ -59,7 +59,8 @@ class PixtralProcessor(Pictures):
     def _size(self, keys: Keys, image: Size) -> Size:
         """Whole patches; larger than the image by less than one, or as large as an image may be."""
         most = size_of(keys)
-        highest, widest = (most.get("longest_edge") or most.get(edge) for edge in ("height", "width"))
+        longest = most.get("longest_edge", 0)
+        highest, widest = most.get("height", longest), most.get("width", longest)
         if not highest or not widest:
             raise keys.wrong("size", "longest_edge, or height and width")
         height, width = image
@@ -70,9 +71,9 @@ class PixtralProcessor(Pictures):
 
     def most_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)
-        return int((height // self.side) * (width // self.side))
+        return height // self.side * (width // self.side)
 
-    def largest(self, modality: str) -> tuple[int, ...]:
+    def largest(self, modality: str) -> tuple[int, int]:
         most = size_of(self.settings)
         longest = most.get("longest_edge") or max(most.values())
         height, width = self._size(self.settings, (longest, longest))
