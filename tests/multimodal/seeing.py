@@ -251,10 +251,66 @@ def _mistral3() -> tuple[str, Any, Any, str]:
     return "Mistral3ForConditionalGeneration", config, processor, "[IMG]"
 
 
+def _llava_next() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    shapes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+    images = hf.models.llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=shapes
+    )
+    processor = hf.LlavaNextProcessor(
+        images,
+        make_tokenizer(["<image>"]),
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    config = hf.LlavaNextConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7),
+        text_config=hf.MistralConfig(**TEXT),
+        image_token_index=processor.image_token_id,
+        image_grid_pinpoints=shapes,
+    )
+    return "LlavaNextForConditionalGeneration", config, processor, "<image>"
+
+
+def _llava_onevision() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    sides = (28, 56, 84)
+    shapes = [[high, wide] for high in sides for wide in sides]
+    images = hf.models.llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil(
+        size={"height": 28, "width": 28}, image_grid_pinpoints=shapes, image_mean=[0.5, 0.4, 0.3]
+    )
+
+    class Processor(hf.LlavaOnevisionProcessor):
+        def check_argument_for_proper_class(self, *_: Any) -> None:
+            """That of videos needs torchvision."""
+
+    processor = Processor(
+        images,
+        make_tokenizer(["<image>", "<video>"]),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_3",
+    )
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, vision_use_head=False),
+        text_config=hf.Qwen2Config(**TEXT),
+        image_token_index=processor.image_token_id,
+        video_token_index=processor.video_token_id,
+        image_grid_pinpoints=shapes,
+        vision_aspect_ratio="anyres_max_3",
+    )
+    return "LlavaOnevisionForConditionalGeneration", config, processor, "<image>"
+
+
 FAMILIES = {
     "llava": _llava,
     "gemma3": _gemma3,
     "internvl": _internvl,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
 }

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from quire.config.media import MEDIA_FAMILIES
 from quire.config.model import read_checkpoint
 from quire.data.media import Array
 from quire.errors import RequestError
+from quire.multimodal.families import Video
 
 Tensors = dict[str, torch.Tensor]
 
@@ -195,3 +197,17 @@ def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
     }
     text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](Keys("config.json", gemma))
     assert (text.get("vocab_size"), text.get("rope_theta"), media.tower.tokens) == (262208, 1e6, 256)
+
+
+@torch.no_grad()
+def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
+    """Frames in order, halved as transformers does, and one vector behind all of them."""
+    twin = Twin(tmp_path, "llava_onevision")
+    frames = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(3)])
+    ours = twin.ours.process("video", Video(frames), {})
+    assert ours.arrays is not None
+    pixels = torch.from_numpy(ours.arrays["pixels"].numbers().copy())
+    theirs = twin.model.model.get_video_features(pixels[None]).pooler_output[0]
+    (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
+    torch.testing.assert_close(vectors, theirs, atol=1e-4, rtol=1e-4)
+    assert ours.token_ids == [twin.processor.video_token_id] * len(theirs)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media import gemma, intern, llava, pixtral, qwen
+from quire.config.media import anyres, gemma, intern, llava, pixtral, qwen
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm4vForConditionalGeneration": qwen.glm4v("Glm4ForCausalLM", partial_rotary_factor=1.0),
@@ -21,6 +21,8 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
     "LlavaForConditionalGeneration": llava.llava,
+    "LlavaNextForConditionalGeneration": anyres.llava_next,
+    "LlavaOnevisionForConditionalGeneration": anyres.llava_onevision,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names

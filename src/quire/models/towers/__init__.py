@@ -40,6 +40,8 @@ TOWERS = LazyTable(
         "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
         "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
+        "llava_next": "quire.models.towers.anyres:Anyres",
+        "llava_onevision": "quire.models.towers.anyres:Anyres",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
     },
 )

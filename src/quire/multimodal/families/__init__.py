@@ -102,6 +102,8 @@ PROCESSORS: LazyTable = LazyTable(
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",
         "llava": "quire.multimodal.families.llava:LlavaProcessor",
+        "llava_next": "quire.multimodal.families.anyres:AnyresProcessor",
+        "llava_onevision": "quire.multimodal.families.anyres:AnyresProcessor",
         "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
     },
 )
