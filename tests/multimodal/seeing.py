@@ -17,7 +17,9 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.model import read_checkpoint
 from quire.loader import load_model
 from quire.models.towers import TOWERS
-from quire.multimodal.families import PROCESSORS
+from quire.multimodal.families import PROCESSORS, Spells
+from quire.multimodal.kitchen import Prepared
+from quire.multimodal.spans import place
 from quire.text.tokenizer import load_tokenizer
 
 TEXT = {
@@ -119,18 +121,15 @@ class Twin:
         return self.processor(images=images, text=text, return_tensors="pt")
 
     def token_ids(self, text: str, images: list[Image.Image]) -> list[int]:
-        """The same prompt, as we make it."""
-        out: list[int] = []
-        left = iter(images)
-        for token in self.tokenizer.encode(self.ours.spelled(text)):
-            span = [token]
-            if [token] == self.ours.marks("image"):
-                span = self.ours.process("image", next(left), {}).token_ids
-            joint = self.ours.joined(out[-1], span[0]) if out else None
-            if joint is not None:
-                out[-1], span = joint, span[1:]
-            out += span
-        return out
+        """The same prompt, as we make it; what its items say of it is checked, too."""
+        processed = [self.ours.process("image", image, {}) for image in images]
+        ready = [Prepared("image", b"%d" % i, each) for i, each in enumerate(processed)]
+        if isinstance(self.ours, Spells):
+            text = self.ours.spelled(text)
+        tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
+        places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]
+        assert places == [at for at, token in enumerate(tokens) if token == self.ours.image_id]
+        return tokens
 
 
 def _llava() -> tuple[str, Any, Any, str]:

@@ -137,12 +137,12 @@ class InputProcessor:
         """Text or ids, bare or in a dict, as token ids. Strings are tokenized here. The media of a dict are
         made ready here, unless they are given: `prepared`."""
         if isinstance(prompt, str):
-            return self._placed(self._from_text(prompt, None, add_special_tokens), prepared)
+            return self._placed(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
             told = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
             given = items_of(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
             ready = prepared or self.media.prepare_now(given, told)
-            return self._placed(self._from_mapping(prompt, add_special_tokens), ready)
+            return self._placed(self._from_mapping(prompt, add_special_tokens, ready), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             return self._checked(Prompt(list(prompt)))
         raise RequestError(
@@ -160,7 +160,9 @@ class InputProcessor:
         prompt.token_ids, prompt.media = self.media.place(prompt.token_ids, prepared)
         return self._checked(prompt)
 
-    def _from_mapping(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> Prompt:
+    def _from_mapping(
+        self, prompt: Mapping[str, Any], add_special_tokens: bool, prepared: Sequence[Prepared]
+    ) -> Prompt:
         for key in UNBUILT["prompt key"]:
             refuse("prompt key", key, prompt.get(key))
         salt = prompt.get("cache_salt")
@@ -183,13 +185,15 @@ class InputProcessor:
             second = None if types is None else second_start(types, len(ids))
             return self._checked(Prompt(list(ids), text, salt, second))
         if isinstance(text, str):
-            return self._from_text(text, salt, add_special_tokens)
+            return self._from_text(text, salt, add_special_tokens, prepared)
         raise RequestError(
             f"a prompt dict needs 'prompt' (text) or 'prompt_token_ids'; it has {sorted(map(str, prompt))}",
             param="prompt",
         )
 
-    def _from_text(self, text: str, salt: str | None, add_special_tokens: bool) -> Prompt:
+    def _from_text(
+        self, text: str, salt: str | None, add_special_tokens: bool, prepared: Sequence[Prepared] = ()
+    ) -> Prompt:
         if self.tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer, and skip_tokenizer_init is set: pass token ids"
@@ -198,9 +202,9 @@ class InputProcessor:
         # tokenized.
         if len(text) > self.max_model_len * 256:
             raise self._too_long(len(text) // 256, "at least ")
-        return self._checked(
-            Prompt(self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, salt)
-        )
+        spelled = self.media.spelled(text) if prepared else text
+        token_ids = self.tokenizer.encode(spelled, add_special_tokens=add_special_tokens)
+        return self._checked(Prompt(token_ids, text, salt))
 
     def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
         if self.pooling is not None:

@@ -14,7 +14,7 @@ from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
 from quire.errors import RequestError
 from quire.frontend.embeds import tensor_of
-from quire.multimodal.families import PROCESSORS, Sound, Video
+from quire.multimodal.families import PROCESSORS, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
 from quire.multimodal.kitchen import Kitchen, Options, Prepared
@@ -74,6 +74,12 @@ class MediaReader:
     def place(self, token_ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[list[int], Media]:
         assert self._kitchen is not None
         return place(token_ids, prepared, self._kitchen.processor)
+
+    def spelled(self, text: str) -> str:
+        """A prompt with media, as its tokens are to be made."""
+        assert self._kitchen is not None
+        processor = self._kitchen.processor
+        return processor.spelled(text) if isinstance(processor, Spells) else text
 
     def mark(self, modality: str, number: int) -> str:
         """What stands for an item in a text; `number` counts those of its modality, from 1 on."""

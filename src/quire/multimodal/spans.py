@@ -1,13 +1,15 @@
 """Spans: the marks of items in a prompt's tokens give way to the tokens that stand for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.data.media import Item, Media
 from quire.errors import RequestError
-from quire.multimodal.families import Processor
+from quire.multimodal.families import Joins, Processor
 from quire.multimodal.kitchen import Prepared
 
 Mark = tuple[int, ...]
+Join = Callable[[int, int], int | None]
+"""See `Joins`."""
 
 
 def place(
@@ -16,16 +18,18 @@ def place(
     """The tokens with all spans in their places. Items of a modality go to its marks in their order; a prompt
     may also have the spans already."""
     marks = {each.modality: tuple(processor.marks(each.modality)) for each in prepared}
+    joined = processor.joined if isinstance(processor, Joins) else _apart
     found = _marks_in(token_ids, marks)
     if len(found) != len(prepared):
-        items = _spans_in(token_ids, prepared)
-        if items is None:
+        there = _spans_in(token_ids, prepared)
+        if there is None:
             raise _mismatch(prepared, len(found))
-        tokens = list(token_ids)
+        tokens, spans = list(token_ids), [_item(offset, each) for offset, each in there]
+        facts = [each.processed.facts for _, each in there]
     else:
-        tokens, items = _replaced(token_ids, _matched(found, prepared, marks), marks)
-    facts = [each.processed.facts for _, each in items]
-    spans = [_item(offset, each) for offset, each in items]
+        matched = _matched(found, prepared, marks)
+        tokens, spans = _replaced(token_ids, matched, marks, joined)
+        facts = [each.processed.facts for _, each in matched]
     return tokens, Media(spans, processor.positions(tokens, spans, facts))
 
 
@@ -62,17 +66,36 @@ def _matched(
 
 
 def _replaced(
-    token_ids: Sequence[int], matched: Sequence[tuple[int, Prepared]], marks: dict[str, Mark]
-) -> tuple[list[int], list[tuple[int, Prepared]]]:
+    token_ids: Sequence[int],
+    matched: Sequence[tuple[int, Prepared]],
+    marks: dict[str, Mark],
+    joined: Join,
+) -> tuple[list[int], list[Item]]:
     tokens: list[int] = []
     items, done = [], 0
     for at, each in matched:
-        tokens += token_ids[done:at]
-        items.append((len(tokens), each))
-        tokens += each.processed.token_ids
+        _append(tokens, token_ids[done:at], joined)
+        offset = len(tokens)
+        cut = _append(tokens, each.processed.token_ids, joined)
+        items.append(_item(offset, each, cut))
         done = at + len(marks[each.modality])
-    tokens += token_ids[done:]
+    _append(tokens, token_ids[done:], joined)
     return tokens, items
+
+
+def _append(tokens: list[int], more: Sequence[int], joined: Join) -> int:
+    """How many of `more` have become one with what stands before them."""
+    both = joined(tokens[-1], more[0]) if tokens and more else None
+    if both is None:
+        tokens += more
+        return 0
+    tokens[-1] = both
+    tokens += more[1:]
+    return 1
+
+
+def _apart(before: int, after: int) -> int | None:
+    return None
 
 
 def _spans_in(token_ids: Sequence[int], prepared: Sequence[Prepared]) -> list[tuple[int, Prepared]] | None:
@@ -92,14 +115,15 @@ def _spans_in(token_ids: Sequence[int], prepared: Sequence[Prepared]) -> list[tu
     return items
 
 
-def _item(offset: int, each: Prepared) -> Item:
+def _item(offset: int, each: Prepared, cut: int = 0) -> Item:
+    """Of which the first so many tokens are not its own."""
     processed = each.processed
     return Item(
         modality=each.modality,
         key=each.key,
         offset=offset,
-        length=len(processed.token_ids),
-        runs=processed.runs,
+        length=len(processed.token_ids) - cut,
+        runs=[(first - cut, count) for first, count in processed.runs],
         arrays=processed.arrays,
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,22 @@ class Processor(Protocol):
         self, token_ids: Sequence[int], items: Sequence[Item], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
         """See `Media.positions`; None of a family that counts tokens."""
+
+
+@runtime_checkable
+class Spells(Protocol):
+    """A processor that reads marks in texts which are no tokens."""
+
+    def spelled(self, text: str) -> str:
+        """A prompt with media before its tokens are made."""
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """A processor whose spans begin or end with what tokenizers make one token of together with others."""
+
+    def joined(self, before: int, after: int) -> int | None:
+        """The token that two neighbours become where a span meets what is around it; None: they stay two."""
 
 
 class MakesProcessor(Protocol):

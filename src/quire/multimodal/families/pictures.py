@@ -35,14 +35,6 @@ class Pictures:
     def text(self, modality: str, number: int) -> str:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
-    def spelled(self, text: str) -> str:
-        """A prompt before its tokens are made."""
-        return text
-
-    def joined(self, before: int, after: int) -> int | None:
-        """The token that two neighbours are where a span meets its surroundings; None: they stay two."""
-        return None
-
     def spread(self, token_ids: list[int], **more: Any) -> Processed:
         """A span, with vectors in the places of its image tokens."""
         places = np.asarray(token_ids) == self.image_id
