@@ -13,6 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.config.ranks import Rank
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
+from quire.data.media import Media
 from quire.data.params import SamplingParams
 from quire.data.plan import RowLogprobs, StepOutput, StepPlan, StepResult
 from quire.data.request import Request
@@ -127,13 +128,12 @@ class Engine:
         self.logprobs: dict[str, list[RowLogprobs]] = {}
         self.prompt_logprobs: dict[str, list[RowLogprobs]] = {}
 
-    def add(self, id: str, prompt: list[int], count: int, **asked: Any) -> None:
+    def add(self, id: str, prompt: list[int], count: int, media: Media | None = None, **asked: Any) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | asked))
         limit = len(prompt) + count
         self.tokens[id], self.logprobs[id], self.prompt_logprobs[id] = [], [], []
-        self.core.add(
-            Request(id=id, tokens=list(prompt), params=params, prompt_len=len(prompt), limit=limit, seed=7)
-        )
+        sizes = {"prompt_len": len(prompt), "limit": limit}
+        self.core.add(Request(id=id, tokens=list(prompt), params=params, seed=7, media=media, **sizes))
 
     def step(self) -> None:
         step = self.core.step()

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
-from threads import run_threads, tp_worlds
+from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
 
 from quire import LLM, SamplingParams
 from quire.capacity import max_span, max_vectors
-from quire.comm.world import World
 from quire.core import build
+from quire.data.codec import decode_plan, encode_plan
 from quire.data.media import Array, Media
 from quire.data.outputs import RequestOutput
-from quire.data.plan import Admission, StepPlan, StepResult
-from quire.errors import EngineError
+from quire.data.plan import StepPlan
+from quire.data.request import Request
+from quire.data.wire import Add, decode_to_core, encode
 from quire.frontend.inputs import Prompt
 from quire.prepare import configure
-from quire.sched.media import stripped
+from quire.worker.media import Encoder, shares
 from quire.worker.worker import Worker
 
 COUNT = 5
@@ -205,74 +206,42 @@ def test_the_largest_item_is_what_the_processor_says(fake: Fake, monkeypatch: py
 
 # ---- over devices
 
-
-def plan_of(*prompts: Seen) -> StepPlan:
-    """All of them in one step."""
-    admitted, encodes, first = [], {}, 1
-    for row, seen in enumerate(prompts):
-        count = -(-len(seen.tokens) // 4)
-        params = SamplingParams(temperature=0, logprobs=-1)
-        blocks, first = [[*range(first, first + count)]], first + count
-        admitted.append(Admission(row, str(row), seen.tokens, len(seen.tokens), 0, blocks, params, 0))
-        admitted[-1].media = stripped(seen.media)
-        encodes |= {item.key: item for item in seen.media.items}
-    lens = np.array([len(seen.tokens) for seen in prompts], np.int32)
-    none, rows = np.empty(0, np.int32), np.arange(len(prompts), dtype=np.int32)
-    return StepPlan(1, [], admitted, none, none, rows, lens, lens > 0, encodes=[*encodes.values()])
+WORLDS: dict[str, dict[str, Any]] = {
+    "shares of layers": {"tensor_parallel_size": 2},
+    "some of the items": {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"},
+    "stages": {"pipeline_parallel_size": 2},
+    "items in the first of two stages": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "mm_encoder_tp_mode": "data",
+    },
+}
 
 
-def workers(fake: Fake, mode: str) -> list[Worker]:
-    given = {"model": str(fake.path), "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
-    given |= {"max_model_len": 96, "num_gpu_blocks_override": 120, "use_tqdm_on_load": False}
-    given |= {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode, "max_logprobs": -1}
-    config = configure(given | {"logprobs_mode": "raw_logits"})
-    made = [Worker(config, world) for world in tp_worlds(2)]
-    for worker in made:  # one after the other, since packing shares memory
-        worker.load()
-    return made
-
-
-def step(made: list[Worker], plan: StepPlan) -> list[StepResult]:
-    def take(world: World) -> StepResult:
-        worker = made[world.tp.rank]
-        worker.allocate(worker.measure())
-        return worker.submit(plan).wait()
-
-    found: list[StepResult] = run_threads(2, take, worlds=lambda _: [worker.world for worker in made])
-    return found
-
-
-@pytest.mark.parametrize("mode", ["weights", "data"])
-def test_two_devices_see_what_one_sees(fake: Fake, mode: str) -> None:
-    made = workers(fake, mode)
-    tower = made[0].model.tower
-    assert tower.up.sizes_out == ((4,) if mode == "weights" else (8,))
-    for result in step(made, plan_of(*PROMPTS[:4])):
-        for row, seen in enumerate(PROMPTS[:4]):
-            expected = fake.greedy(seen, 1)[1][0]
-            found = dict(
-                zip(result.logprobs[row][0].token_ids, result.logprobs[row][0].logprobs, strict=True)
-            )
-            ours = torch.tensor([found[id] for id in range(len(expected))])
-            torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-3)
-    # Of three images the largest is one device's, and the others the other's.
-    assert sorted(FakeTower.batches) == ([3, 3] if mode == "weights" else [1, 2])
-
-
-def test_where_one_device_cannot_encode_none_goes_on(fake: Fake) -> None:
-    """Catches devices that wait for the vectors of one that has failed."""
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_devices_see_what_one_sees(fake: Fake, world: str) -> None:
+    """And one of them that cannot read an item: the others do not wait for its vectors."""
+    given = WORLDS[world]
+    engine = Engine(fake.path, max_num_batched_tokens=20, max_model_len=96, **given)
     bad = see(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0])
-    made = workers(fake, "data")
+    for number, seen in enumerate([*PROMPTS, bad]):
+        engine.add(str(number), seen.tokens, COUNT, Media(seen.media.items))
+    engine.run()
+    engine.close()
+    for number, seen in enumerate(PROMPTS):
+        assert engine.tokens[str(number)] == fake.greedy(seen, COUNT)[0]
+    ended = {id: finish.reason for step in engine.steps for id, finish in step.finished.items()}
+    assert [id for id, reason in ended.items() if reason == "error"] == [str(len(PROMPTS))]
+    towers = [getattr(worker.model, "tower", None) for worker in engine.executor.workers]
+    is_divided = given.get("mm_encoder_tp_mode", "weights") == "weights" and "tensor_parallel_size" in given
+    assert [tower.up.sizes_out for tower in towers if tower] == [(4 if is_divided else 8,)] * given.get(
+        "tensor_parallel_size", 1
+    )
 
-    def take(world: World) -> str:
-        worker = made[world.tp.rank]
-        worker.allocate(worker.measure())
-        with pytest.raises((EngineError, ValueError)) as failed:
-            worker.submit(plan_of(bad, PROMPTS[1]))
-        return str(failed.value)
 
-    said = run_threads(2, take, worlds=lambda _: [worker.world for worker in made])
-    assert sorted(said) == ["another device could not encode its items", "too bright"]
+def test_items_are_spread_by_what_they_take() -> None:
+    assert shares([3, 10, 4, 4, 2], 2) == [[1, 4], [2, 3, 0]]
+    assert shares([5], 3) == [[0], [], []]
 
 
 def test_a_tower_that_cannot_be_divided_is_spread(
@@ -280,6 +249,29 @@ def test_a_tower_that_cannot_be_divided_is_spread(
 ) -> None:
     monkeypatch.delattr(FakeTower, "divides")
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
-    made = workers(fake, "weights")
-    assert made[0].model.tower.up.sizes_out == (8,)
+    engine = Engine(fake.path, tensor_parallel_size=2)
+    assert {worker.model.tower.up.sizes_out for worker in engine.executor.workers} == {(8,)}
     assert "towers of fake cannot be divided over 2 devices" in caplog.text
+    engine.close()
+
+
+# ---- on the way
+
+
+def test_items_travel_with_plans_and_requests(fake: Fake) -> None:
+    """Numbers of bfloat16 as their bits; nothing is copied on the way in."""
+    seen = see(TEXTS[0], CAT, TEXTS[1], split=True)
+    bits = torch.randn(3, 4).bfloat16()
+    seen.media.items[0].arrays |= {"bits": Array.of(bits.view(torch.uint16).numpy())}
+    none = np.empty(0, np.int32)
+    plan = StepPlan(1, [], [], none, none, none, none, none > 0, forgotten=[b"k"], encodes=seen.media.items)
+    found = decode_plan(encode_plan(plan))
+    (item,) = found.encodes
+    assert found.forgotten == [b"k"] and item.places() == seen.media.items[0].places()
+    assert item.arrays is not None and (item.arrays["pixels"].numbers() == CAT).all()
+    encoder = Encoder(FakeTower, width=1, dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(encoder._on_device(item.arrays["bits"]), bits)
+    request = Request(id="a", tokens=seen.tokens, params=SamplingParams(), prompt_len=1, limit=2, seed=0)
+    request.media = seen.media
+    sent = decode_to_core(encode(Add([request], [("b", 1)]))).all()
+    assert sent[0].media is sent[1].media and (sent[1].media.items[0].arrays["pixels"].numbers() == CAT).all()
