@@ -107,14 +107,20 @@ class Fake(NamedTuple):
         out = up @ w["eye.down.weight"].T + w["eye.down.bias"]
         return out + out.mean(0)
 
+    @torch.no_grad()
+    def embedded(self, prompt: "Seen") -> Tensor:
+        """[T, hidden], as it goes into the first layer."""
+        x: Tensor = self.hf.get_input_embeddings()(torch.tensor(prompt.tokens))
+        for item, pixels in zip(prompt.media.items, prompt.pixels, strict=True):
+            places = [at for first, size in item.places() for at in range(first, first + size)]
+            x[places] = self.vectors(pixels)
+        return x
+
     @torch.inference_mode()
     def greedy(self, prompt: "Seen", count: int) -> tuple[list[int], Tensor]:
         """What is said, and the logits of each token."""
         embed, logits = self.hf.get_input_embeddings(), []
-        x, said = embed(torch.tensor(prompt.tokens)), list[int]()
-        for item, pixels in zip(prompt.media.items, prompt.pixels, strict=True):
-            places = [at for first, size in item.places() for at in range(first, first + size)]
-            x[places] = self.vectors(pixels)
+        x, said = self.embedded(prompt), list[int]()
         for _ in range(count):
             logits.append(self.hf(inputs_embeds=x[None]).logits[0, -1])
             said.append(int(logits[-1].argmax()))

@@ -12,7 +12,7 @@ from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
 from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
 
-from quire import LLM, SamplingParams
+from quire import LLM, PoolingParams, SamplingParams
 from quire.capacity import max_span, max_vectors
 from quire.core import build
 from quire.data.codec import decode_plan, encode_plan
@@ -159,6 +159,30 @@ def test_vectors_in_place_of_an_image_go_past_the_tower(fake: Fake) -> None:
     given.media.items[0].arrays = {"embeds": Array.of(fake.vectors(CAT).numpy())}
     check(fake, [given], run(llm, [given]))
     assert not FakeTower.batches
+
+
+def test_a_model_that_pools_sees_too(fake: Fake) -> None:
+    llm = open_fake(fake, runner="pooling", max_num_batched_tokens=8)
+    engine, seen = llm.llm_engine, PROMPTS[1]
+    prompt = Prompt(list(seen.tokens), media=Media(list(seen.media.items)))
+    request = engine.inputs.pooling_request("seen", prompt, PoolingParams(task="embed", use_activation=False))
+    engine.outputs.add("seen", prompt, [request])
+    engine.core.add(request)
+    found: list[Any] = []
+    while engine.has_unfinished_requests():
+        found += engine.step()
+    with torch.inference_mode():
+        states = fake.hf.model(inputs_embeds=fake.embedded(seen)[None]).last_hidden_state[0, -1]
+    torch.testing.assert_close(torch.tensor(found[0].outputs.data), states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_behind_images(fake: Fake, method: str) -> None:
+    """Drafts may be the very tokens that stand for an image."""
+    spec = {"method": method, "num_speculative_tokens": 3}
+    llm = open_fake(fake, speculative_config=spec, max_num_batched_tokens=24)
+    for _ in range(2):
+        check(fake, PROMPTS, run(llm, PROMPTS))
 
 
 def test_only_who_brings_what_no_tower_can_read_fails(fake: Fake) -> None:

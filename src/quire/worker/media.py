@@ -168,7 +168,8 @@ class Encoder:
         before = torch.cuda.memory_allocated()
         count = max(num_vectors // max(largest, 1), 1)
         with torch.inference_mode():
-            self.tower.encode(modality, [self.tower.blank(modality, largest) for _ in range(count)])
+            blank = {name: each.to(self.device) for name, each in self.tower.blank(modality, largest).items()}
+            self.tower.encode(modality, [blank] * count)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 

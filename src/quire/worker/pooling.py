@@ -23,7 +23,9 @@ from quire.models.pooling import PoolingModel
 from quire.prepare import open_tokenizer
 from quire.worker.device import batch_of
 from quire.worker.host import Done
+from quire.worker.media import Encoder
 from quire.worker.memory import Needs
+from quire.worker.reach import reach_of
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, blank, bytes_of, host_arrays, sizes_of, tensors
 
@@ -59,6 +61,8 @@ class PoolingRunner:
         pooling: PoolingFacts,
         device: torch.device,
         adapters: AdapterSlots | None = None,
+        encoder: Encoder | None = None,
+        reaches: bool = False,
     ) -> None:
         max_rows = len(all_rows.num_tokens)
         self.model = model
@@ -68,6 +72,9 @@ class PoolingRunner:
         self.pooling = pooling
         self.device = device
         self.adapters = adapters
+        self.encoder = encoder
+        self.reaches = reaches
+        """Whether the tokens of an item see each other in both directions."""
         self.asked: dict[int, PoolingParams] = {}
         self.kept = torch.zeros((max_rows, model.hidden), device=device)
         """Of prompts that come in several chunks: the sum so far, or the first state."""
@@ -101,6 +108,7 @@ class PoolingRunner:
     def _forward(self, batch: Batch) -> Tensor:
         if self.plan_attention is not None:
             for group in batch.groups:
+                group.reach = batch.reach
                 self.plan_attention(group)
         if self.adapters is not None:
             self.adapters.use(batch.adapters)
@@ -123,6 +131,10 @@ class PoolingRunner:
         second = np.repeat(self.second_start[plan.rows], plan.num_tokens)
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
+        if self.encoder is not None:
+            reach = reach_of(plan, all_rows) if self.reaches and all_rows.items else None
+            batch.reach = None if reach is None else torch.from_numpy(reach).to(self.device)
+            batch.embeds = self.encoder.step(plan, all_rows)
         return batch
 
     # ---- from states to vectors

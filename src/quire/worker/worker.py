@@ -171,6 +171,8 @@ class Worker:
             adapters=slots,
             tower_group=tower_group(config, self.world.tp),
         )
+        tower = getattr(self.model, "tower", None)
+        self.encoder = open_encoder(config, tower, self.world.tp, self.device)
         if slots is not None:
             self._open_slots(slots)
         if config.draft is not None and self._own_draft is not None and self.stage.is_last:
@@ -222,8 +224,8 @@ class Worker:
                 self._needs = replace(self._needs, activations=self._needs.activations + extra)
             if self._own_draft is not None:
                 self._needs = self._needs.beside(draft_bytes(config, self._own_draft))
-            if self.encoder is not None and not config.multimodal.skip_mm_profiling:
-                self._needs = self.encoder.counted_in(self._needs, config)
+        if self.encoder is not None and not config.multimodal.skip_mm_profiling:
+            self._needs = self.encoder.counted_in(self._needs, config)
         if self.adapters is not None:
             self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
         return self._cache_size(self._needs)
@@ -426,7 +428,6 @@ class Worker:
         if self.stage.count > 1:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
-        self.encoder = open_encoder(config, getattr(model, "tower", None), self.world.tp, self.device)
         own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
@@ -447,7 +448,8 @@ class Worker:
         self.model.settle()
         plan = None if self.config.checkpoint.facts.encoder else self.backend.plan
         slots = None if self.adapters is None else self.adapters.slots
-        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, self.device, slots)
+        own = self.device, slots, self.encoder, self._reaches
+        self._runner = PoolingRunner(self.model, plan, all_rows, pooling, *own)
         return self._runner
 
     def _cache_size(self, needs: Needs) -> CacheSize:
