@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu import OnCPU
 from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
 from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
@@ -23,7 +24,9 @@ from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
 from quire.frontend.inputs import Prompt
 from quire.prepare import configure
+from quire.worker.device import Model
 from quire.worker.media import Encoder, shares
+from quire.worker.rows import Rows
 from quire.worker.worker import Worker
 
 COUNT = 5
@@ -182,6 +185,21 @@ def test_drafts_behind_images(fake: Fake, method: str) -> None:
     spec = {"method": method, "num_speculative_tokens": 3}
     llm = open_fake(fake, speculative_config=spec, max_num_batched_tokens=24)
     for _ in range(2):
+        check(fake, PROMPTS, run(llm, PROMPTS))
+
+
+def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors are forgotten, and made, behind steps whose results nobody knows."""
+
+    def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> OnCPU:
+        return OnCPU(model, all_rows, lambda logits, asked: logits.argmax(-1), device, *drafts)
+
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    llm = open_fake(fake, max_num_batched_tokens=15)
+    core = llm.llm_engine.core
+    core.pipeline.depth, core.scheduler.media.size = 2, 15
+    for _ in range(2):
+        assert core.reset_prefix_cache()
         check(fake, PROMPTS, run(llm, PROMPTS))
 
 
