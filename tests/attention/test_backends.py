@@ -240,6 +240,17 @@ def test_on_the_gpu(chunks: Chunks, heads: tuple[int, int], head_dim: int, windo
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize(("heads", "head_dim", "window"), [((8, 4), 256, None), ((32, 8), 128, 100)])
+def test_reach_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    """Images as Gemma has them, beside a decode."""
+    chunks: Chunks = [(700, 30), (1, 900), (300, 0), (40, 7)]
+    runs: Runs = [[(40, 256), (320, 256)], [], [(0, 256)], []]
+    spec = AttentionSpec(*heads, head_dim, torch.bfloat16, window)
+    check(TritonAttention(), chunks, spec, block=16, device="cuda", runs=runs)
+
+
+@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "e4m3fn", "e5m2"])

@@ -9,8 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-TILE = 64
-"""Queries that one program of the GPU kernel takes."""
+from quire.kernels.reference import rotate
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of each token, [T, up to head_dim / 2] each."""
+HEIGHTS = 64, 128
+"""Queries that one program of the GPU kernel takes, of short sequences and of long ones;"""
+_LONG = 256
+"""which have so many tokens, in the mean."""
 
 
 class Spans(NamedTuple):
@@ -19,20 +25,23 @@ class Spans(NamedTuple):
     lens: list[int]
     tiles: Tensor | None
     """On a GPU [tiles, 3] int32: first token of the sequence, its end, first query of the tile."""
+    height: int = HEIGHTS[0]
+    """Queries of a tile."""
 
 
 def spans_of(lens: NDArray[np.int32], device: torch.device) -> Spans:
     if device.type != "cuda":
         return Spans(lens.tolist(), None)
-    return Spans(lens.tolist(), torch.from_numpy(tiles_of(lens)).to(device))
+    height = HEIGHTS[bool(lens.mean() >= _LONG)]
+    return Spans(lens.tolist(), torch.from_numpy(tiles_of(lens, height)).to(device), height)
 
 
-def tiles_of(lens: NDArray[np.int32]) -> NDArray[np.int32]:
-    counts = -(-lens // TILE)
+def tiles_of(lens: NDArray[np.int32], height: int) -> NDArray[np.int32]:
+    counts = -(-lens // height)
     ends = np.cumsum(lens)
     place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts, ends = np.repeat(ends - lens, counts), np.repeat(ends, counts)
-    return np.stack([starts, ends, starts + TILE * place], 1).astype(np.int32)
+    return np.stack([starts, ends, starts + height * place], 1).astype(np.int32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
@@ -48,6 +57,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = N
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         out[here] = mixed.transpose(1, 2).flatten(0, 1)
     return out
+
+
+def turn(x: Tensor, angles: Angles) -> None:
+    """[T, heads, head_dim] turn by the angles of their tokens, in float32 and in place."""
+    cos, sin = (each[:, None].float() for each in angles)
+    x.copy_(rotate(x.float(), cos, sin))
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
-from quire.kernels.encoder import Spans, attend, spans_of
+from quire.kernels.encoder import Angles, Spans, attend, spans_of, turn
 from quire.kernels.reference import rotate
 from quire.layers.linear import QKVLinear, RowLinear
 from quire.layers.rope import Rope
@@ -26,6 +26,14 @@ def attend_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Spans, 
     from quire.kernels.triton import encoder
 
     return encoder.attend
+
+
+def turn_on(device: torch.device) -> Callable[[Tensor, Angles], None]:
+    if device.type != "cuda":
+        return turn
+    from quire.kernels.triton import encoder
+
+    return encoder.turn
 
 
 class EncoderAttention(nn.Module):

@@ -10,17 +10,15 @@ from torch.nn import functional as F
 
 from quire.comm.group import ALONE
 from quire.kernels.activations import ACTIVATIONS
+from quire.kernels.encoder import Angles as Angles
 from quire.kernels.encoder import Spans
-from quire.kernels.reference import rotate
-from quire.layers.encoder import attend_on
+from quire.layers.encoder import attend_on, turn_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
 from quire.quant.shares import divided
 from quire.quant.weight import LinearShape, Weight
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of each patch, [T, up to head_dim / 2] each."""
 _ACTIVATIONS = ACTIVATIONS | {
     "gelu_new": ACTIVATIONS["gelu_tanh"],
     "gelu_fast": ACTIVATIONS["gelu_tanh"],
@@ -67,7 +65,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         head_dim = head_dim or hidden // heads
         scope = _within(scope, heads)
-        self.attend = attend_on(scope.device)
+        self.attend, self.turn = attend_on(scope.device), turn_on(scope.device)
         kind = QKVLinear if key_bias or not bias else _KeysWithoutBias
         self.qkv = kind(
             hidden,
@@ -90,17 +88,12 @@ class VisionAttention(nn.Module):
         if len(self.norms):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
             qkv = self.qkv.norm_parts(qkv, weights, self.eps)
-        q, k, v = qkv.view(len(x), 3, self.qkv.heads, self.qkv.head_dim).unbind(1)
+        heads = qkv.view(len(x), -1, self.qkv.head_dim)
         if angles is not None:
-            q, k = turned(q, angles), turned(k, angles)
+            self.turn(heads[:, : 2 * self.qkv.heads], angles)
+        q, k, v = heads.split(self.qkv.heads, 1)
         out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
         return out
-
-
-def turned(x: Tensor, angles: Angles) -> Tensor:
-    """[T, heads, head_dim] by the angles of each token, in float32."""
-    cos, sin = (each[:, None].float() for each in angles)
-    return rotate(x.float(), cos, sin).to(x.dtype)
 
 
 class _KeysWithoutBias(QKVLinear):

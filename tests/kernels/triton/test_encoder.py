@@ -4,22 +4,52 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.encoder import Spans, attend, tiles_of
+from quire.kernels.encoder import HEIGHTS, Spans, attend, tiles_of, turn
 from quire.kernels.triton import encoder
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+TYPES = [torch.float32, *([torch.float16, torch.bfloat16] if CUDA else [])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *([torch.float16, torch.bfloat16] if CUDA else [])])
-@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (3, 24), (1, 64)])
-@pytest.mark.parametrize("window", [None, 5, 64])
-def test_ragged_sequences(heads: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("heads", "dim", "window"),
+    [
+        *((2, 16, window) for window in (None, 5, 64)),
+        *((3, 24, window) for window in (None, 5)),
+        *((1, dim, None) for dim in (8, 20, 64, 72, 80, 88, 96, 128, 160)),
+        (1, 80, 64),
+    ],
+)
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_ragged_sequences(heads: int, dim: int, window: int | None, dtype: torch.dtype, height: int) -> None:
+    """Numbers beyond the head, or of the next one; a tile of keys that is masked, or is not."""
     torch.manual_seed(0)
     lens = np.array([1, 130, 7, 64, 65], np.int32)
     qkv = torch.randn(int(lens.sum()), 3, heads, dim, device=DEVICE).to(dtype)
-    spans = Spans(lens.tolist(), torch.from_numpy(tiles_of(lens)).to(DEVICE))
+    spans = Spans(lens.tolist(), torch.from_numpy(tiles_of(lens, height)).to(DEVICE), height)
     ours = encoder.attend(*qkv.unbind(1), spans, window)
     theirs = attend(*qkv.unbind(1), spans, window)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_heads_are_cut_into_powers_of_two() -> None:
+    """A head of 80 that costs as much as one of 128."""
+    dims = (16, 24, 72, 80, 88, 96, 104, 160)
+    assert [encoder.parts_of(dim) for dim in dims] == [
+        *((16, 0), (32, 0), (64, 16), (64, 16), (64, 32), (64, 32), (128, 0), (128, 32))
+    ]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "dim", "half"), [(6, 80, 40), (3, 72, 36), (2, 16, 4)])
+def test_heads_turn_in_place(heads: int, dim: int, half: int, dtype: torch.dtype) -> None:
+    """Values that turn too; what is beyond the angles; angles of another token."""
+    torch.manual_seed(0)
+    ours = torch.randn(11, heads + 2, dim, device=DEVICE).to(dtype)
+    theirs, angles = ours.clone(), torch.randn(11, half, device=DEVICE)
+    encoder.turn(ours[:, :heads], (angles.cos(), angles.sin()))
+    turn(theirs[:, :heads], (angles.cos(), angles.sin()))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

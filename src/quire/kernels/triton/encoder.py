@@ -1,96 +1,258 @@
-"""Attention in both directions on a GPU: a tile of queries of one sequence and head over all its keys."""
+"""Attention in both directions on a GPU: a tile of queries of one sequence and head over all its keys.
+
+A head is cut into a power of two of its numbers and what is left: a head of 80 is 64 and 16, not 128.
+"""
 # mypy: disable-error-code="untyped-decorator"
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.encoder import TILE, Spans
+from quire.kernels.encoder import Angles, Spans
 from quire.kernels.triton.launch import launch
 
 _NEVER = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
+_LEAST = 16
+"""Numbers of a product on the tensor cores."""
+
+
+class Shape(NamedTuple):
+    """How the kernel is compiled."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Measured on an H200: encoder_speed.py among the tests of these kernels.
+def shape_of(dtype: torch.dtype, height: int) -> Shape:
+    """For tiles of so many queries."""
+    if dtype == torch.float32:
+        return Shape(32, 4, 1)
+    return Shape(64, 8, 3) if height > 64 else Shape(64, 4, 2)
+
+
+class _Source(NamedTuple):
+    """Keys and values; strides between tokens."""
+
+    k: Any
+    v: Any
+    k_stride: Any
+    v_stride: Any
+
+
+@triton.jit
+def _some(
+    x: tl.tensor,
+    rows: tl.tensor,
+    there: tl.tensor,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> Any:
+    """[rows, WIDTH] numbers of a head of DIM, from FIRST on; where MASKED, of the rows that are there."""
+    dims = FIRST + tl.arange(0, WIDTH)
+    at = x + rows[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(at, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    if FIRST + WIDTH > DIM:
+        return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _fold(
+    sums: tl.tuple,
+    queries: tl.tuple,
+    rows: tl.tensor,
+    source: tl.tuple,
+    column: tl.tensor,
+    first: tl.tensor,
+    until: tl.tensor,
+    high: tl.tensor,
+    scale: tl.tensor,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> Any:
+    """Take the keys first..until into each row's sums: of values, left and right, the greatest score, and the
+    sum of weights. Unless MASKED they are whole tiles, and each row sees them all."""
+    left, right, most, total = sums
+    for at in range(first, until, BLOCK_N):
+        places = at + tl.arange(0, BLOCK_N)
+        there = places < high
+        key, value = places.to(tl.int64) * source.k_stride, places.to(tl.int64) * source.v_stride
+        k = _some(source.k, key + column, there, 0, LEFT, DIM, MASKED)
+        scores = tl.dot(queries[0], tl.trans(k), input_precision="ieee")
+        if RIGHT:
+            k = _some(source.k, key + column, there, LEFT, RIGHT, DIM, MASKED)
+            scores = tl.dot(queries[1], tl.trans(k), scores, input_precision="ieee")
+        if MASKED:
+            seen = there[None, :]
+            if WINDOW:
+                away = rows[:, None] - places[None, :]
+                seen = seen & (away <= WINDOW) & (away >= -WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(most - higher)
+        total, most = total * shrink + tl.sum(weights, 1), higher
+        v = _some(source.v, value + column, there, 0, LEFT, DIM, MASKED)
+        weights = weights.to(v.dtype)
+        left = tl.dot(weights, v, left * shrink[:, None], input_precision="ieee")
+        if RIGHT:
+            v = _some(source.v, value + column, there, LEFT, RIGHT, DIM, MASKED)
+            right = tl.dot(weights, v, right * shrink[:, None], input_precision="ieee")
+    return left, right, most, total
 
 
 @triton.jit
 def _tiles(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
     out: tl.tensor,
+    q: tl.tensor,
+    source: tl.tuple,
     tiles: tl.tensor,
     q_stride: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
     out_stride: tl.tensor,
     scale: tl.tensor,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Scores are in units of log 2. WINDOW 0 is none; WIDTH is DIM, rounded up to a power of two."""
+    """Grid (tiles, heads). Scores are in units of log 2. WINDOW 0 is none."""
     tile = tiles + 3 * tl.program_id(0)
     start, end, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    dims = tl.arange(0, WIDTH)
-    columns = tl.program_id(1) * DIM + dims
+    column = tl.program_id(1) * DIM
     rows = first + tl.arange(0, BLOCK_M)
-    used = (rows < end)[:, None] & (dims < DIM)
-    queries = tl.load(q + rows.to(tl.int64)[:, None] * q_stride + columns, mask=used, other=0.0)
+    used = rows < end
+    at = rows.to(tl.int64) * q_stride + column
+    REST: tl.constexpr = RIGHT if RIGHT else 16
+    queries = (
+        _some(q, at, used, 0, LEFT, DIM, True),
+        _some(q, at, used, LEFT, REST, DIM, True),
+    )
     low, high = start, end
-    if WINDOW > 0:
+    whole = start + (end - start) // BLOCK_N * BLOCK_N
+    if WINDOW:
         low, high = tl.maximum(start, first - WINDOW), tl.minimum(end, first + BLOCK_M + WINDOW)
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    most = tl.full([BLOCK_M], _NEVER, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for at in range(low, high, BLOCK_N):
-        places = at + tl.arange(0, BLOCK_N)
-        there = (places < high)[:, None] & (dims < DIM)
-        at_key = places.to(tl.int64)[:, None]
-        keys = tl.load(k + at_key * k_stride + columns, mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-        seen = (places < high)[None, :] & (rows < end)[:, None]
-        if WINDOW > 0:
-            away = rows[:, None] - places[None, :]
-            seen = seen & (away <= WINDOW) & (away >= -WINDOW)
-        scores = tl.where(seen, scores, _NEVER)
-        higher = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
-        shrink = tl.exp2(most - higher)
-        values = tl.load(v + at_key * v_stride + columns, mask=there, other=0.0)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        most = higher
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
-    into = out + rows.to(tl.int64)[:, None] * out_stride + columns
-    tl.store(into, acc.to(out.dtype.element_ty), mask=used)
+        whole = low
+    sums = (
+        tl.zeros([BLOCK_M, LEFT], tl.float32),
+        tl.zeros([BLOCK_M, REST], tl.float32),
+        tl.full([BLOCK_M], _NEVER, tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
+    if WINDOW == 0:
+        sums = _fold(
+            sums, queries, rows, source, column, low, whole, high, scale,
+            WINDOW, DIM, LEFT, RIGHT, BLOCK_N, False,
+        )  # fmt: skip
+    left, right, _, total = _fold(
+        sums, queries, rows, source, column, whole, high, high, scale,
+        WINDOW, DIM, LEFT, RIGHT, BLOCK_N, True,
+    )  # fmt: skip
+    share = (1.0 / tl.maximum(total, 1e-30))[:, None]
+    into = out + (rows.to(tl.int64) * out_stride + column)[:, None]
+    dims = tl.arange(0, LEFT)[None, :]
+    kind = out.dtype.element_ty
+    tl.store(into + dims, (left * share).to(kind), mask=used[:, None] & (dims < DIM))
+    if RIGHT:
+        dims = LEFT + tl.arange(0, REST)[None, :]
+        tl.store(into + dims, (right * share).to(kind), mask=used[:, None] & (dims < DIM))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None) -> Tensor:
+def parts_of(dim: int) -> tuple[int, int]:
+    """The two parts of a head, each filled up to a power of two; 0: one is enough."""
+    left = 1 << (dim.bit_length() - 1)
+    right = max(triton.next_power_of_2(dim - left), _LEAST) if dim > left else 0
+    return (left, right) if left >= _LEAST and left + right < 2 * left else (max(2 * left, _LEAST), 0)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None = None, shape: Shape | None = None
+) -> Tensor:
     """`kernels.encoder.attend`, of tensors whose heads lie side by side."""
     tiles = spans.tiles
     assert tiles is not None, "made for a CPU"
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     assert all(each.stride(1) == dim and each.stride(2) == 1 for each in (q, k, v, out))
+    shape = shape or shape_of(q.dtype, spans.height)
+    left, right = parts_of(dim)
     launch(_tiles, len(tiles), heads)(
-        q,
-        k,
-        v,
         out,
+        q,
+        _Source(k, v, k.stride(0), v.stride(0)),
         tiles,
         q.stride(0),
-        k.stride(0),
-        v.stride(0),
         out.stride(0),
         dim**-0.5 * _LOG2_E,
         WINDOW=window or 0,
         DIM=dim,
-        WIDTH=max(triton.next_power_of_2(dim), 16),
-        BLOCK_M=TILE,
-        BLOCK_N=32 if q.dtype == torch.float32 else 64,
-        num_warps=4,
+        LEFT=left,
+        RIGHT=right,
+        BLOCK_M=spans.height,
+        BLOCK_N=shape.block_n,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     return out
+
+
+@triton.jit
+def _turn(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    x_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Grid (tokens)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    c = tl.load(cos + token * cos_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * sin_stride + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    at, there = x + token * x_stride + heads * DIM + dims, (heads < HEADS) & (dims < HALF)
+    left = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    tl.store(at, (left * c - right * s).to(x.dtype.element_ty), mask=there)
+    tl.store(at + HALF, (right * c + left * s).to(x.dtype.element_ty), mask=there)
+
+
+def turn(x: Tensor, angles: Angles) -> None:
+    """`kernels.encoder.turn`, of heads that lie side by side."""
+    num_tokens, heads, dim = x.shape
+    cos, sin = angles
+    half = cos.shape[1]
+    assert x.stride(1) == dim and x.stride(2) == cos.stride(1) == sin.stride(1) == 1
+    launch(_turn, num_tokens)(
+        x,
+        cos,
+        sin,
+        x.stride(0),
+        cos.stride(0),
+        sin.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        HALF=half,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_D=triton.next_power_of_2(half),
+        num_warps=4,
+    )
