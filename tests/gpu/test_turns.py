@@ -1,5 +1,6 @@
 """Heads that turn by time, height and width on a GPU: in graphs, eagerly, with drafts, as a CPU has it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from on_gpu import opened
 from oracle import make_tiny
 from tiny import prompts_of
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.data.media import Array, Media
 from quire.data.plan import Admission
 from quire.worker.rows import Rows
@@ -40,25 +41,42 @@ def positions_of(length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return text.astype(np.int32)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_and_drafts_turn_alike(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said with positions is the same in every way, and is not what is said without."""
-    path, _ = make_tiny("qwen3", tmp_path, **SIZE)
-    admit, given = Rows._admit, True
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("turns"), **SIZE)[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def given() -> Iterator[list[bool]]:
+    """Whether prompts have positions."""
+    admit, given = Rows._admit, [True]
 
     def with_positions(self: Rows, new: Admission, step: int) -> None:
-        if given and new.prompt_len > 23:
+        if given[0] and new.prompt_len > 23:
             new.media = Media([], Array.of(positions_of(new.prompt_len)))
         admit(self, new, step)
 
-    monkeypatch.setattr(Rows, "_admit", with_positions)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Rows, "_admit", with_positions)
+        yield given
+
+
+def said(llm: LLM) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
 
-    def said(**settings: Any) -> list[list[int]]:
-        llm = opened(path, "float32", **settings)
-        return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
 
-    expected = said(enforce_eager=True, attention_backend="TORCH_SDPA")
-    assert said(**WAYS[way]) == expected
-    given = False
-    assert said(enforce_eager=True) != expected
+@pytest.fixture(scope="module")
+def expected(model: Path, given: list[bool]) -> list[list[int]]:
+    """Which is not what is said without positions."""
+    llm = opened(model, "float32", enforce_eager=True, attention_backend="TORCH_SDPA")
+    found = said(llm)
+    given[0] = False
+    assert found != said(llm)
+    given[0] = True
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_and_drafts_turn_alike(way: str, model: Path, expected: list[list[int]]) -> None:
+    assert said(opened(model, "float32", **WAYS[way])) == expected

@@ -30,7 +30,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(lens: NDArray[np.int32], device: torch.device) -> Spans:
-    if device.type != "cuda":
+    if device.type != "cuda" or not len(lens):
         return Spans(lens.tolist(), None)
     height = HEIGHTS[bool(lens.mean() >= _LONG)]
     return Spans(lens.tolist(), torch.from_numpy(tiles_of(lens, height)).to(device), height)

@@ -1,6 +1,6 @@
 """What towers are built of: patches become vectors, which see all of their item, or of their window."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -19,12 +19,9 @@ from quire.layers.scope import Scope, Target
 from quire.quant.shares import divided
 from quire.quant.weight import LinearShape, Weight
 
-_ACTIVATIONS = ACTIVATIONS | {
-    "gelu_new": ACTIVATIONS["gelu_tanh"],
-    "gelu_fast": ACTIVATIONS["gelu_tanh"],
-    "gelu_pytorch_tanh": ACTIVATIONS["gelu_tanh"],
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
+_GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
+_ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
+_ACTIVATIONS["quick_gelu"] = lambda x: x * torch.sigmoid(1.702 * x)
 """By the names of config.json and of `kernels/activations.py`."""
 
 
@@ -125,23 +122,22 @@ class VisionMLP(nn.Module):
         super().__init__()
         scope = _within(scope, intermediate)
         *ups, down = names
-        self.act = _ACTIVATIONS[activation]
-        self.is_gated = len(ups) > 1
         self.up: GateUpLinear | ColumnLinear
-        if self.is_gated:
-            self.up = GateUpLinear(hidden, intermediate, scope / "gate_up", bias=bias, names=tuple(ups))
+        self.act: Callable[[Tensor], Tensor] | None = None
+        if len(ups) > 1:
+            gate, parts = _GATES.get(activation, activation), tuple(ups)
+            self.up = GateUpLinear(
+                hidden, intermediate, scope / "gate_up", bias=bias, activation=gate, names=parts
+            )
         else:
             self.up = ColumnLinear(hidden, intermediate, scope / ups[0], bias=bias)
+            self.act = _ACTIVATIONS[activation]
         self.down = RowLinear(intermediate, size_out or hidden, scope / down, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, size_out]."""
-        up = self.up.multiply(x)
-        if self.is_gated:
-            gate, up = up.chunk(2, -1)
-            out: Tensor = self.down(self.act(gate) * up)
-            return out
-        out = self.down(self.act(up))
+        up = self.up(x)
+        out: Tensor = self.down(up if self.act is None else self.act(up))
         return out
 
 

@@ -33,16 +33,7 @@ def shape_of(dtype: torch.dtype, height: int) -> Shape:
     """For tiles of so many queries."""
     if dtype == torch.float32:
         return Shape(32, 4, 1)
-    return Shape(64, 8, 3) if height > 64 else Shape(64, 4, 2)
-
-
-class _Source(NamedTuple):
-    """Keys and values; strides between tokens."""
-
-    k: Any
-    v: Any
-    k_stride: Any
-    v_stride: Any
+    return Shape(64, 4, 3) if height > 64 else Shape(64, 4, 2)
 
 
 @triton.jit
@@ -70,8 +61,10 @@ def _fold(
     sums: tl.tuple,
     queries: tl.tuple,
     rows: tl.tensor,
-    source: tl.tuple,
-    column: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     first: tl.tensor,
     until: tl.tensor,
     high: tl.tensor,
@@ -89,12 +82,12 @@ def _fold(
     for at in range(first, until, BLOCK_N):
         places = at + tl.arange(0, BLOCK_N)
         there = places < high
-        key, value = places.to(tl.int64) * source.k_stride, places.to(tl.int64) * source.v_stride
-        k = _some(source.k, key + column, there, 0, LEFT, DIM, MASKED)
-        scores = tl.dot(queries[0], tl.trans(k), input_precision="ieee")
+        key, value = places.to(tl.int64) * k_stride, places.to(tl.int64) * v_stride
+        keys = _some(k, key, there, 0, LEFT, DIM, MASKED)
+        scores = tl.dot(queries[0], tl.trans(keys), input_precision="ieee")
         if RIGHT:
-            k = _some(source.k, key + column, there, LEFT, RIGHT, DIM, MASKED)
-            scores = tl.dot(queries[1], tl.trans(k), scores, input_precision="ieee")
+            keys = _some(k, key, there, LEFT, RIGHT, DIM, MASKED)
+            scores = tl.dot(queries[1], tl.trans(keys), scores, input_precision="ieee")
         if MASKED:
             seen = there[None, :]
             if WINDOW:
@@ -105,12 +98,12 @@ def _fold(
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(most - higher)
         total, most = total * shrink + tl.sum(weights, 1), higher
-        v = _some(source.v, value + column, there, 0, LEFT, DIM, MASKED)
-        weights = weights.to(v.dtype)
-        left = tl.dot(weights, v, left * shrink[:, None], input_precision="ieee")
+        values = _some(v, value, there, 0, LEFT, DIM, MASKED)
+        weights = weights.to(values.dtype)
+        left = tl.dot(weights, values, left * shrink[:, None], input_precision="ieee")
         if RIGHT:
-            v = _some(source.v, value + column, there, LEFT, RIGHT, DIM, MASKED)
-            right = tl.dot(weights, v, right * shrink[:, None], input_precision="ieee")
+            values = _some(v, value, there, LEFT, RIGHT, DIM, MASKED)
+            right = tl.dot(weights, values, right * shrink[:, None], input_precision="ieee")
     return left, right, most, total
 
 
@@ -118,9 +111,12 @@ def _fold(
 def _tiles(
     out: tl.tensor,
     q: tl.tensor,
-    source: tl.tuple,
+    k: tl.tensor,
+    v: tl.tensor,
     tiles: tl.tensor,
     q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     out_stride: tl.tensor,
     scale: tl.tensor,
     WINDOW: tl.constexpr,
@@ -155,11 +151,11 @@ def _tiles(
     )
     if WINDOW == 0:
         sums = _fold(
-            sums, queries, rows, source, column, low, whole, high, scale,
+            sums, queries, rows, k + column, v + column, k_stride, v_stride, low, whole, high, scale,
             WINDOW, DIM, LEFT, RIGHT, BLOCK_N, False,
         )  # fmt: skip
     left, right, _, total = _fold(
-        sums, queries, rows, source, column, whole, high, high, scale,
+        sums, queries, rows, k + column, v + column, k_stride, v_stride, whole, high, high, scale,
         WINDOW, DIM, LEFT, RIGHT, BLOCK_N, True,
     )  # fmt: skip
     share = (1.0 / tl.maximum(total, 1e-30))[:, None]
@@ -193,9 +189,12 @@ def attend(
     launch(_tiles, len(tiles), heads)(
         out,
         q,
-        _Source(k, v, k.stride(0), v.stride(0)),
+        k,
+        v,
         tiles,
         q.stride(0),
+        k.stride(0),
+        v.stride(0),
         out.stride(0),
         dim**-0.5 * _LOG2_E,
         WINDOW=window or 0,
