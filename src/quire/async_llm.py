@@ -59,7 +59,11 @@ class AsyncLLMEngine:
         listen aborts the request."""
         engine = await self._engine()
         answer = engine.generate(
-            engine.inputs.parse(prompt), sampling_params, request_id, priority=priority, lora=lora_request
+            await engine.inputs.parse_beside(prompt),
+            sampling_params,
+            request_id,
+            priority=priority,
+            lora=lora_request,
         )
         async for output in _heard(answer, request_id):
             yield output
@@ -76,7 +80,11 @@ class AsyncLLMEngine:
         """Of a pooling model: one output."""
         engine = await self._engine()
         answer = engine.encode(
-            engine.inputs.parse(prompt), pooling_params, request_id, priority=priority, lora=lora_request
+            await engine.inputs.parse_beside(prompt),
+            pooling_params,
+            request_id,
+            priority=priority,
+            lora=lora_request,
         )
         async for output in _heard(answer, request_id):
             yield output

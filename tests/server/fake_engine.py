@@ -116,6 +116,10 @@ class FakeOperation:
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         self._note("profile", start)
 
+    async def reset_encoder_cache(self) -> bool:
+        self._note("reset_encoder_cache")
+        return False
+
     async def abort(self, names: list[str]) -> int:
         self._note("abort", *names)
         return len(names)

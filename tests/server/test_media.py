@@ -1,6 +1,8 @@
 """Media over HTTP: every API that has messages takes them, and says what is wrong with them."""
 
+import asyncio
 import base64
+import json
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,23 @@ import pytest
 from ask import ask, chat, refused
 from fake_engine import FakeEngine
 from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
+from hostile import hostile_server
 
+from quire.server.app import Application
+from quire.server.settings import make_settings
+
+SCOPE = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/chat/completions",
+    "raw_path": b"/v1/chat/completions",
+    "query_string": b"",
+    "http_version": "1.1",
+    "scheme": "http",
+    "server": ("test", 80),
+    "client": ("test", 1),
+    "root_path": "",
+}
 URL = data_url(file_of(picture()))
 SOURCED = {"type": "image", "source": {"type": "url", "url": URL}}
 TEXT = {"type": "text", "text": "ab"}
@@ -156,3 +174,43 @@ def test_more_than_the_limit_and_models_of_text_are_refused() -> None:
     assert "is not a multimodal model" in refused(chat(messages=two))["message"]
     assert "cannot be cut" in refused(chat(seeing(), messages=two, truncate_prompt_tokens=8))["message"]
     assert "beam search" in refused(chat(seeing(), messages=two, use_beam_search=True, n=2))["message"]
+
+
+def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:
+    """Twenty fetches that never end, in front of one that does; then their clients hang up."""
+
+    async def go(url: str, asked: list[Any]) -> None:
+        engine = seeing(media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0}))
+        application, gone = Application(engine, make_settings({})), asyncio.Event()
+
+        async def post(path: str) -> int:
+            """The status; once `gone` is set, the client has hung up."""
+            body = json.dumps({"messages": turn(image_part(url + path))}).encode()
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            sent: list[dict[str, Any]] = []
+
+            async def receive() -> dict[str, Any]:
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            await application.asgi(SCOPE | {"headers": headers}, receive, send)
+            return sent[0]["status"]
+
+        slow = [asyncio.create_task(post("/drips")) for _ in range(20)]
+        async with asyncio.timeout(60):
+            while sum(path == "/drips" for path, _ in asked) < 20:
+                await asyncio.sleep(0.01)
+            assert await post("/image.png") == 200
+            assert len(application.api.answering) == 20
+            gone.set()
+            assert await asyncio.gather(*slow) == [499] * 20
+        assert len(engine.seen) == 1 and not application.api.answering
+
+    with hostile_server() as server:
+        asyncio.run(go(server.url, server.asked))

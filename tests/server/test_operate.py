@@ -155,3 +155,10 @@ def test_profiles_where_they_are_configured() -> None:
     assert ask("POST", "/start_profile", engine).status_code == 200
     assert ask("POST", "/stop_profile", engine).status_code == 200
     assert engine.operation.asked == [("profile", True), ("profile", False)]
+
+
+def test_vectors_of_media_are_forgotten_if_nobody_needs_them() -> None:
+    engine = FakeEngine()
+    assert ask("POST", "/reset_encoder_cache", engine).json() == {"success": False}
+    assert ask("POST", "/reset_mm_cache", engine).json() == {"success": True}
+    assert engine.operation.asked == [("reset_encoder_cache",)]

@@ -74,6 +74,15 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     """[3, prompt] int32, for models that turn by time, height and width: those of each token. What follows
     the prompt goes on behind the largest."""
 
+    def marks(self, tokens: list[int]) -> list[int]:
+        """The tokens, and in place of those of items numbers out of their keys: where the like of it went is
+        found by them."""
+        found = list(tokens)
+        for item in self.items:
+            (number,) = struct.unpack_from("<I", item.key)
+            found[item.offset : item.end] = range(number, number + item.length)
+        return found
+
     def keys_of(self, start: int, end: int) -> bytes:
         """What these tokens stand for: the same for the same items at the same places."""
         items, found = self.items, b""

@@ -250,7 +250,7 @@ class AsyncEngine:
             flight.lost_at = flight.lost_at or time.monotonic()
             return
         first, answer = flight.requests[0], flight.answer
-        tokens = first.tokens if first.embeds is None else first.embeds.marks()
+        tokens = _marks(first)
         place = self._router.place(
             id, tokens, among=among, extra=_prefix_extra(first), num_sequences=len(flight.requests)
         )
@@ -463,6 +463,13 @@ def _failure(finish: Finish) -> QuireError:
     if isinstance(finish.stop_reason, str):
         return RequestError(finish.stop_reason, param="model")
     return EngineError("the engine failed on this request; others are not affected")
+
+
+def _marks(request: Request) -> list[int]:
+    """The prompt as numbers that are the same for the same: of vectors and media, what they are known by."""
+    if request.embeds is not None:
+        return request.embeds.marks()
+    return request.tokens if request.media is None else request.media.marks(request.tokens)
 
 
 def _prefix_extra(request: Request) -> str | None:

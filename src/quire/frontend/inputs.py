@@ -151,6 +151,14 @@ class InputProcessor:
             param="prompt",
         )
 
+    async def parse_beside(self, prompt: Any, **options: Any) -> Prompt:
+        """`parse` in an event loop: others go on while the media of the prompt are made ready."""
+        prepared: list[Prepared] = []
+        if isinstance(prompt, Mapping):
+            given = items_of(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
+            prepared = await self.media.prepare(given, prompt.get("mm_processor_kwargs"))
+        return self.parse(prompt, prepared=prepared, **options)
+
     def _placed(self, prompt: Prompt, prepared: Sequence[Prepared]) -> Prompt:
         """The same with the spans of its media."""
         if not prepared:

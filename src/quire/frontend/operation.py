@@ -80,6 +80,10 @@ class Operation:
     async def profile(self, start: bool, prefix: str | None = None) -> None:
         await self._call_all("profile", {"start": start, "prefix": prefix}, None)
 
+    async def reset_encoder_cache(self) -> bool:
+        """Forget vectors that no request needs; whether there are no others."""
+        return all(await self._call_all("reset_encoder_cache", {}))
+
     async def abort(self, names: list[str]) -> int:
         """How many sequences were ended, of the requests with these ids."""
         _check_sendable("request_ids", names)

@@ -23,6 +23,7 @@ _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
 _FIRST_PAUSE_S = 0.1
 """Before a second try; the next ones wait twice as long each."""
+_REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
 """Statuses below 500 that may be other ones next time."""
 _RESOLVERS = 16
@@ -177,9 +178,10 @@ class Fetcher:
             answer = await self._get(target)
             if answer.status == 200:
                 return Blob((answer.body,), answer.headers.get("content-type", "").partition(";")[0].strip())
-            if answer.status not in (301, 302, 303, 307, 308):
+            location = answer.headers.get("location") if answer.status in _REDIRECTS else None
+            if not location:
                 raise _failed(answer.status)
-            next_target = _target(urljoin(target.url, answer.headers.get("location", "")))
+            next_target = _target(urljoin(target.url, location))
             if target.parts.scheme == "https" and next_target.parts.scheme == "http":
                 raise Unreachable(f"{_shown(url)} leads from https: to http:, which is not followed")
             target = next_target

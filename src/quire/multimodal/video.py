@@ -69,6 +69,7 @@ def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video
     with opened(data, max_pixels=max_pixels) as image:
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
         check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
+        image.load()  # some files say how long a picture is shown only with it
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
         indices, frames = chosen(total, fps, options), []

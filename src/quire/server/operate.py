@@ -95,7 +95,7 @@ def add_operate_routes(app: FastAPI, api: Api) -> None:
         _add_rest_routes(app, api)
         _add_sleep_routes(app, api)
         _add_worker_routes(app, api)
-        _add_cache_routes(app)
+        _add_cache_routes(app, api)
 
 
 def _add_rest_routes(app: FastAPI, api: Api) -> None:
@@ -176,14 +176,16 @@ def _add_worker_routes(app: FastAPI, api: Api) -> None:
         return Response(msgspec.json.encode(body, enc_hook=str), media_type="application/json")
 
 
-def _add_cache_routes(app: FastAPI) -> None:
-    async def nothing() -> Response:
-        """There is no such cache, so it is empty."""
+def _add_cache_routes(app: FastAPI, api: Api) -> None:
+    @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
+    async def reset_mm_cache() -> Response:
+        """Forget the images, videos and sounds that were processed: nothing is kept of them."""
         return json_response({"success": True})
 
-    for name in ("reset_mm_cache", "reset_encoder_cache"):
-        described = replies_of(ResetReply, *_CODES)
-        app.add_api_route(f"/{name}", nothing, methods=["POST"], operation_id=name, **described)
+    @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))
+    async def reset_encoder_cache() -> Response:
+        """Forget the vectors of those that no request needs. Whether that is all."""
+        return json_response({"success": await api.engine.operation.reset_encoder_cache()})
 
 
 def _add_profile_routes(app: FastAPI, api: Api) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, Eng
 from quire.server.settings import ApiSection
 
 T = TypeVar("T")
+Wait = Callable[[Coroutine[Any, Any, list[Prepared]]], Awaitable[list[Prepared]]]
 PoolingInput = str | list[int] | tuple[str, str]
 """A text, token ids, or a pair of texts to be read as one."""
 
@@ -84,8 +85,9 @@ class PromptReader:
 
         return await off_loop(sum(map(_num_chars, given)), read)
 
-    async def of_chat(self, body: Any, max_tokens: int | None) -> Prompt:
-        talk = await self._begun(body)
+    async def of_chat(self, body: Any, max_tokens: int | None, wait: Wait | None = None) -> Prompt:
+        """`wait` is how what takes long is waited for: it may break it off."""
+        talk = await self._begun(body, wait)
 
         def read() -> Prompt:
             prompt = self._conversation(talk, self._reader(body), body.reasoning_effort)
@@ -129,12 +131,14 @@ class PromptReader:
         effort, talk = getattr(body, "reasoning_effort", None), await self._begun(body)
         return await off_loop(talk.size, lambda: self._conversation(talk, self._unbounded, effort))
 
-    async def _begun(self, body: Conversation) -> "_Talk":
+    async def _begun(self, body: Conversation, wait: Wait | None = None) -> "_Talk":
         """What the messages bring beside text is made ready; only that takes time here."""
         size = _size(body)
         messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)]))
-        prepared = await self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
-        return _Talk(body, messages, prepared, size if not items else _LONG)
+        if not items:
+            return _Talk(body, messages, [], size)
+        work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
+        return _Talk(body, messages, await (work if wait is None else wait(work)), _LONG)
 
     def variables(self, body: Conversation, effort: str | None) -> dict[str, Any]:
         """Those of the chat template that server and body set. Who wants no effort wants no thinking."""

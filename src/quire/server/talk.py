@@ -1,6 +1,7 @@
 """A conversation on its way to the engine: checked and rendered, with parameters and ears for its answer."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -61,7 +62,7 @@ async def begin_talk(api: Api, body: ChatBody, request: Request, kind: str = "ch
     use = tool_use(body, auto=api.parsers.auto)
     constraint = _constraint(api, body, use)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    prompt = await api.reader.of_chat(body, asked)
+    prompt = await api.reader.of_chat(body, asked, partial(api.answering.until_gone, request.receive))
     free = constraint is None or (use.calls == "auto" and constraint_of(body) is None)
     reading = _reading(api, body, use, prompt, free=free)
     limit = api.output_limit(asked, len(prompt.token_ids))

@@ -35,7 +35,7 @@ async def render_completion(api: Api, body: CompletionBody, request: Request) ->
 
 def _free(request: Request) -> Request:
     """Nothing is asked of the engine: nobody's account is charged."""
-    return Request(without_account(request.scope))
+    return Request(without_account(request.scope), request.receive)
 
 
 def _rendered(body: GenerateBody, job: Job) -> list[dict[str, Any]]:

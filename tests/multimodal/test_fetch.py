@@ -1,0 +1,180 @@
+"""Fetching from servers that are kind, and from those that are not."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_inputs import data_url
+from hostile import IMAGE, free_port, hostile_server
+
+from quire.config.env import Env, MediaEnv
+from quire.errors import ConfigError, RequestError, Unreachable
+from quire.multimodal.fetch import Fetcher
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    with hostile_server() as running:
+        yield running
+
+
+def fetch(
+    url: str,
+    *,
+    domains: tuple[str, ...] = ("127.0.0.1",),
+    path: str = "",
+    modality: str = "image",
+    **env: Any,
+) -> bytes:
+    limits = {"media_max_mb": 1.0, "media_fetch_max_retries": 0, "image_fetch_timeout": 60.0, **env}
+    with ThreadPoolExecutor(2) as threads:
+        fetcher = Fetcher(MediaEnv(**limits), threads, allowed_domains=domains, allowed_path=path)
+        return asyncio.run(fetcher.fetch(url, modality)).parts[0]
+
+
+@pytest.mark.parametrize("path", ["/image.png", "/near", "/chunked"])
+def test_what_is_there_is_fetched(server: Any, path: str) -> None:
+    assert fetch(server.url + path) == IMAGE
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/missing", "answered with HTTP status 404"),
+        ("/metadata", "169.254.169.254 is not one of the hosts of --allowed-media-domains"),
+        ("/elsewhere", "127.0.0.3 is not one of the hosts"),
+        ("/etc", "is no url that can be fetched"),
+        ("/nowhere", "answered with HTTP status 302"),
+        ("/round", "more than 5 redirects"),
+        ("/short", "closed before the answer was complete"),
+        ("/claims", "it has more bytes, and an item may have 1048576"),
+        ("/endless", "it has more bytes, and an item may have 1048576"),
+        ("/packed", "compressed, which was not asked for"),
+        ("/garbage", "not an answer of HTTP"),
+    ],
+)
+def test_what_a_server_does_wrong_is_one_error(server: Any, path: str, words: str) -> None:
+    with pytest.raises(Unreachable, match=words):
+        fetch(server.url + path)
+
+
+def test_a_server_that_drips_has_no_more_time_than_others(server: Any) -> None:
+    with pytest.raises(Unreachable, match=r"was not there in full after 0\.3 s"):
+        fetch(server.url + "/drips", video_fetch_timeout=0.3, modality="video")
+
+
+def test_what_failed_may_work_again(server: Any) -> None:
+    assert fetch(server.url + "/flaky", media_fetch_max_retries=3) == IMAGE
+    with pytest.raises(Unreachable, match="cannot be fetched: Connection refused"):
+        fetch(f"http://127.0.0.1:{free_port()}/x", media_fetch_max_retries=1)
+
+
+def test_redirects_can_be_turned_off(server: Any) -> None:
+    with pytest.raises(Unreachable, match="VLLM_MEDIA_URL_ALLOW_REDIRECTS is off"):
+        fetch(server.url + "/near", media_url_allow_redirects=False)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "localhost", "2130706433", "0x7f.1", "0.0.0.0", "10.1.2.3", "192.168.0.1", "172.16.9.9",
+        "169.254.169.254", "100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[fd00::1]",
+        "[64:ff9b::a9fe:a9fe]", "[::ffff:10.0.0.1]", "[2002:7f00:1::]",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public_are_refused_unless_named(host: str) -> None:
+    with pytest.raises(Unreachable, match="private, local or otherwise special|has no address"):
+        fetch(f"http://{host}:1/x", domains=())
+
+
+def test_a_name_is_resolved_once_and_all_of_its_addresses_count(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that means something else the next time leads nowhere else."""
+    port, asked = server.server_address[1], []
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        addresses = ["127.0.0.1"] if len(asked) == 1 else ["127.0.0.99"]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert fetch(f"http://Images.Example.:{port}/image.png", domains=("images.example",)) == IMAGE
+    assert asked == ["images.example"]
+    assert server.asked[-1] == ("/image.png", f"Images.Example.:{port}")
+
+    def mixed(*_: Any, **__: Any) -> list[Any]:
+        found = ("93.184.216.34", "10.0.0.1")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", mixed)
+    with pytest.raises(Unreachable, match="private, local or otherwise special"):
+        fetch("http://images.example/x", domains=())
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://", "no url that can be fetched"),
+        ("http://a:b@127.0.0.1/x", "a user's name in it"),
+        ("http://127.0.0.1:99999/x", "no url that can be fetched"),
+        ("gopher://x", "no url that starts with"),
+        ("", "no url that starts with"),
+        ("http://[::1/x", "no url that can be fetched"),
+        ("http://other.example/x", "not one of the hosts of --allowed-media-domains"),
+    ],
+)
+def test_urls_that_are_none_are_refused(url: str, words: str) -> None:
+    with pytest.raises(Unreachable, match=words):
+        fetch(url)
+
+
+def test_files_are_read_below_one_directory_only(tmp_path: Path) -> None:
+    root, secret = tmp_path / "media", tmp_path / "media-secret"
+    root.mkdir()
+    (root / "a b.png").write_bytes(IMAGE)
+    (root / "big").write_bytes(bytes(3 << 19))
+    secret.write_text("x")
+    (root / "out").symlink_to(secret)
+    (root / "up").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    assert fetch(f"file://{root}/a%20b.png", path=str(root)) == IMAGE
+    for name, words in {
+        f"{root}/out": "must lie in the directory",
+        f"{root}/up/media-secret": "must lie in the directory",
+        f"{root}/../media-secret": "must lie in the directory",
+        f"{secret}": "must lie in the directory",
+        f"{root}/none": "No such file",
+        f"{root}/%00": "its name is none",
+        f"{root}/pipe": "it is not a file",
+        f"{root}/": "must lie in the directory|Is a directory|not a file",
+        f"{root}/big": "it has more bytes",
+    }.items():
+        with pytest.raises(Unreachable, match=words):
+            fetch(f"file://{name}", path=str(root))
+    with pytest.raises(Unreachable, match="Cannot load local files without"):
+        fetch(f"file://{root}/a%20b.png")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        fetch("", path=str(secret))
+
+
+def test_data_urls_are_checked_and_limited() -> None:
+    assert fetch(data_url(IMAGE)) == fetch(data_url(IMAGE, "image/png;name=x")) == IMAGE
+    for url in ("data:,x", "data:image/png;base64", "data:image/png;base64,a b", "data:image/png;base64,AAA"):
+        with pytest.raises(RequestError) as refused:
+            fetch(url)
+        assert refused.value.status == 400
+    with pytest.raises(RequestError, match="an item may have 1048576"):
+        fetch(data_url(bytes(1 << 21)))
+
+
+def test_variables_of_the_environment_say_how() -> None:
+    env = Env.read({"VLLM_IMAGE_FETCH_TIMEOUT": "2.5", "QUIRE_MEDIA_LOADING_THREAD_COUNT": "2"})
+    assert (env.media.image_fetch_timeout, env.media.media_loading_thread_count) == (2.5, 2)
+    with pytest.raises(ConfigError, match="VLLM_MAX_IMAGE_PIXELS='0'"):
+        Env.read({"VLLM_MAX_IMAGE_PIXELS": "0"})
