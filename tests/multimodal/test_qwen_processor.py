@@ -75,14 +75,16 @@ def test_arguments_of_a_request_are_checked(base: Path) -> None:
     assert processor.process("image", image, {"max_pixels": 1024}).facts["grid"] == [1, 6, 8]
     size = {"shortest_edge": 256, "longest_edge": 1024}
     assert processor.process("image", image, {"size": size}).facts["grid"] == [1, 6, 8]
-    for wrong in (
-        {"max_pixels": -1},
-        {"max_pixel": 9},
-        {"size": {"height": 3}},
-        {"min_pixels": 99999},
-        {"fps": "a"},
-    ):
-        with pytest.raises(RequestError, match=next(iter(wrong)) if "min" not in str(wrong) else "99999"):
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"max_pixels": -1}, "positive integer"),
+        ({"max_pixel": 9}, "did you mean 'max_pixels'"),
+        ({"size": {"height": 3}}, "longest_edge"),
+        ({"min_pixels": 4096, "max_pixels": 2048}, "more than max_pixels"),
+        ({"max_pixels": 4097}, "4096 at most"),
+        ({"fps": "a"}, "positive number"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(RequestError, match=said):
             processor.process("image", image, wrong)
     with pytest.raises(RequestError, match="too narrow"):
         processor.process("image", Image.new("RGB", (2010, 10)), {})

@@ -16,6 +16,8 @@ from quire.multimodal.images import CLIP_MEAN, CLIP_STD, HALF, Finish, resample_
 
 _MOST_UNEQUAL = 200
 """How many times longer than the other a side may be."""
+_MOST_GROWN = 1 << 20
+"""Pixels that a small image, or each frame, may be asked to become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +97,20 @@ class GridSettings:
                 )
             changes |= _ARGUMENTS[name](name, value)
         settings = replace(self, **changes)
-        if settings.least > settings.most:
-            raise RequestError(
-                f"the least number of pixels, {settings.least}, is more than the most, {settings.most}",
-                "mm_processor_kwargs",
-            )
+        self._check(settings.least, settings.most)
         return settings
+
+    def _check(self, least: int, most: int) -> None:
+        """Nobody may ask for more than memory was set aside for, nor for much of what has little in it."""
+        wrong = ""
+        if most > self.most:
+            wrong = f"max_pixels is {most}, but this model's files allow for {self.most} at most"
+        elif least > most:
+            wrong = f"min_pixels is {least}, more than max_pixels, {most}"
+        elif least > max(self.least, _MOST_GROWN):
+            wrong = f"min_pixels is {least}, but an item may be enlarged to {_MOST_GROWN} at most"
+        if wrong:
+            raise RequestError(wrong, "mm_processor_kwargs")
 
 
 def _is_number(value: Any) -> bool:
