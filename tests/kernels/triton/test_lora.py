@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels import experts as reference
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.ops import Adapted, Entry
 from quire.kernels.reference import Reference
-from quire.kernels.triton.lora import add, assign, expand, shrink
+from quire.kernels.triton import experts as kernels
+from quire.kernels.triton.lora import add, assign
 from quire.kernels.triton.matmul import Rows, Tiles, gated, linear, multiply
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.qkv import enter
@@ -76,9 +79,7 @@ def test_behind_any_product(
 
 
 @pytest.mark.parametrize("num", [1, 2, 20])
-@pytest.mark.parametrize(
-    "plan", [Rows(2, 4), Tiles(16, 16, 32, 1, 4, 3), Tiles(32, 16, 32, 3, 4, 3)], ids=str
-)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_in_the_kernel_of_a_product(plan: Rows | Tiles, num: int) -> None:
     if isinstance(plan, Rows) and num > 1:
         return
@@ -89,10 +90,9 @@ def test_in_the_kernel_of_a_product(plan: Rows | Tiles, num: int) -> None:
     close(ours, point.expected(plain, x, slots))
 
 
-@pytest.mark.parametrize("plan", PLANS[:2], ids=str)
+@pytest.mark.parametrize(("plan", "num"), [(PLANS[0], 1), (PLANS[1], 3), (PLANS[1], 20)], ids=str)
 @pytest.mark.parametrize("sizes", [(32, 32), (64,)], ids=str)
-def test_in_the_kernel_of_gate_and_up(plan: Rows | Tiles, sizes: tuple[int, ...]) -> None:
-    num = 1 if isinstance(plan, Rows) else 3
+def test_in_the_kernel_of_gate_and_up(plan: Rows | Tiles, num: int, sizes: tuple[int, ...]) -> None:
     point, slots = Point(72, sizes, 16), slots_of(num)
     x, weight = random(num, 72), random(64, 72)
     expected = REFERENCE.gated(point.expected(x.float() @ weight.float().T, x, slots), "silu")
@@ -152,4 +152,37 @@ def test_a_row_is_the_same_beside_any_others() -> None:
 def test_rows_without_adapters_stay_as_they_are() -> None:
     point, out, x = Point(72, (40,), 8), random(20, 40), random(20, 72)
     before, none = out.clone(), point.adapted(torch.full((20,), -1, dtype=torch.int32, device=DEVICE))
-    assert torch.equal(expand(out, shrink(x, none), none), before)
+    assert torch.equal(add(out, x, none), before)
+
+
+SMALL = kernels.Tile(32, 32, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num"), [(kernels.Rows(16, 32, 4, 4), 3), (kernels.Tiles(16, SMALL, SMALL), 40)], ids=str
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts(plan: kernels.Plan, num: int, biased: bool) -> None:
+    """Each pair of a token and an expert has the expert's part of the token's adapter."""
+    experts, hidden, inner, rank = 5, 72, 40, 8
+    sizes = (2 * inner, hidden), (hidden, inner)
+    weights = [random(experts, *size) / size[1] ** 0.5 for size in sizes]
+    biases = [random(experts, size[0]) for size in sizes] if biased else []
+    matrices = [
+        random(SLOTS, experts, *size) / size[1] ** 0.5
+        for size in ((2 * rank, hidden), (2 * inner, rank), (rank, inner), (hidden, rank))
+    ]
+    ids = torch.rand(num, experts, device=DEVICE).topk(3).indices.int()
+    x, shares, slots = random(num, hidden), torch.rand(num, 3, device=DEVICE), slots_of(num)
+    ours = kernels.mixed(
+        x,
+        ids,
+        shares,
+        ExpertWeights(*weights, *biases),
+        "silu",
+        plan,
+        ExpertAdapters(*matrices, slots),
+    )
+    wide = ExpertWeights(*(each.float() for each in (*weights, *biases)))
+    adapters = ExpertAdapters(*(each.float() for each in matrices), slots)
+    close(ours, reference.mix(x.float(), ids, shares, wide, "silu", adapters))

@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.experts import ExpertWeights
+from quire.kernels.experts import ExpertAdapters, ExpertWeights
 from quire.kernels.fp8 import E4M3
 from quire.kernels.triton.activations import times as gate_times
 from quire.kernels.triton.dots import LONGEST, empty, times, upright
 from quire.kernels.triton.fp8 import along_x, plus, quantize, scales_of
 from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.lora_few import NOTHING, Added, PairAdapters, plus_added
 from quire.kernels.triton.matmul import has_room, tiled
 from quire.kernels.triton.pairs import Sorted, most_tiles, sort, sorted_mix
 from quire.kernels.triton.routing import choose, route
@@ -88,6 +89,8 @@ def _up_rows(
     size_in: tl.tensor,
     size_out: tl.tensor,
     x_stride: tl.tensor,
+    added: tl.tensor,
+    slots: tl.tensor,
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
@@ -122,6 +125,10 @@ def _up_rows(
     if BIASED:
         gate += tl.load(bias + expert * 2 * size_out + n, mask=n < size_out).to(tl.float32)
         up += tl.load(bias + (expert * 2 + 1) * size_out + n, mask=n < size_out).to(tl.float32)
+    if added is not None:
+        more, outputs = added + pair * 2 * size_out + n, tl.where(tl.load(slots + pair) >= 0, size_out, 0)
+        gate += tl.load(more, mask=n < outputs, other=0.0).to(tl.float32)
+        up += tl.load(more + size_out, mask=n < outputs, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
     y = gate_times(gate.to(kind), up.to(kind), ACTIVATION)
     tl.store(out + pair * size_out + n, y, mask=n < size_out)
@@ -138,6 +145,8 @@ def _down_rows(
     weights: tl.tensor,
     size_in: tl.tensor,
     size_out: tl.tensor,
+    added: tl.tensor,
+    slots: tl.tensor,
     TOP: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCKED: tl.constexpr,
@@ -178,6 +187,10 @@ def _down_rows(
         y = tl.sum(tl.sum(w.to(tl.float32) * values[:, None, :], 2) * by_row, 0)
     if BIASED:
         y += tl.sum(tl.load(bias + row, mask=known, other=0.0).to(tl.float32) * share[:, None], 0)
+    if added is not None:
+        has = known & (tl.load(slots + pair, mask=rank < TOP, other=-1) >= 0)[:, None]
+        more = tl.load(added + pair[:, None] * size_out + n[None, :], mask=has, other=0.0)
+        y += tl.sum(more.to(tl.float32) * share[:, None], 0)
     place = out + token.to(tl.int64) * size_out + n
     tl.store(place, y.to(out.dtype.element_ty), mask=n < size_out)
 
@@ -196,6 +209,8 @@ def _tiles(
     size_in: tl.tensor,
     size_out: tl.tensor,
     x_stride: tl.tensor,
+    added: tl.tensor,
+    slots: tl.tensor,
     TOP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIASED: tl.constexpr,
@@ -235,13 +250,17 @@ def _tiles(
             acc = _plus(acc, a, weight, row, at, block, scale, x_scale, own, num, size_in, BLOCKED)
     row += tl.arange(0, ROWS)
     acc = _scaled(acc, scale, x_scale, row, n < size_out, own, NUM, BLOCKED)
-    y = upright(_with(acc, bias + row, n < size_out, out, NUM, BIASED), NUM)
+    inside = (m < end)[:, None] & (n < size_out)[None, :]
+    # Adapters of `down` add to sorted pairs.
+    of = pair if ACTIVATION != "" else m.to(tl.int64)
+    more = of[:, None] * (2 * size_out if ACTIVATION != "" else size_out) + n[None, :]
+    y = _with(acc, bias + row, n < size_out, out, added, slots, of, more, inside, NUM, BIASED)
     if ACTIVATION != "":
         up = _scaled(up, scale, x_scale, row + size_out, n < size_out, own, NUM, BLOCKED)
-        up = _with(up, bias + row + size_out, n < size_out, out, NUM, BIASED)
-        y = gate_times(y, upright(up, NUM), ACTIVATION)
+        bias += size_out
+        up = _with(up, bias + row, n < size_out, out, added, slots, of, more + size_out, inside, NUM, BIASED)
+        y = gate_times(y, up, ACTIVATION)
         pair = m.to(tl.int64)
-    inside = (m < end)[:, None] & (n < size_out)[None, :]
     tl.store(out + pair[:, None] * size_out + n[None, :], y, mask=inside)
 
 
@@ -293,13 +312,22 @@ def _with(
     bias: tl.tensor,
     exist: tl.tensor,
     like: tl.tensor,
+    added: tl.tensor,
+    slots: tl.tensor,
+    of: tl.tensor,
+    more: tl.tensor,
+    inside: tl.tensor,
     NUM: tl.constexpr,
     BIASED: tl.constexpr,
 ) -> tl.tensor:
+    """Upright, with the bias and with what is added to the pairs `of`, at `more`."""
     if BIASED:
         offset = tl.load(bias, mask=exist, other=0.0).to(tl.float32)
         acc += offset[:, None] if NUM < 64 else offset[None, :]
-    return acc.to(like.dtype.element_ty)
+    if added is None:
+        return upright(acc.to(like.dtype.element_ty), NUM)
+    else:
+        return plus_added(upright(acc, NUM), added, slots, of, more, inside).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -318,7 +346,14 @@ def _stretch(at: tl.tensor, exist: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
         return tl.load(at, mask=exist[None, :], other=0.0)
 
 
-def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str) -> Tensor:
+def mix(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
     """[T, hidden] -> [T, hidden]: the weighted sum of what the chosen experts make of each token."""
     if not len(x):
         return torch.empty_like(x)
@@ -326,44 +361,66 @@ def mix(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activat
     dtype = x.dtype if experts.down_scale is None else E4M3
     sizes = ids.numel(), ids.shape[1], num_experts, x.shape[1], intermediate
     plan = plan_of(*sizes, dtype, blocked=experts.is_blocked)
-    return mixed(x, ids, weights, experts, activation, plan)
+    return mixed(x, ids, weights, experts, activation, plan, adapters)
 
 
 def mixed(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, activation: str, plan: Plan
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    plan: Plan,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """`mix` by a plan."""
     num_experts, _, inner = experts.down.shape
+    pairs = None if adapters is None else PairAdapters.of(adapters, ids)
     if isinstance(plan, Rows):
         between = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
         out = torch.empty_like(x)
-        up_rows(between, x, ids, experts, activation, plan)
-        down_rows(out, between, ids, weights, experts, plan)
+        up_rows(between, x, ids, experts, activation, plan, NOTHING if pairs is None else pairs.up(x))
+        added = NOTHING if pairs is None else pairs.down(between)
+        down_rows(out, between, ids, weights, experts, plan, added)
         return out
-    by_plan = functools.partial(multiply, experts=experts, plan=plan, top=ids.shape[1])
+    by_plan = functools.partial(multiply, experts=experts, plan=plan, top=ids.shape[1], adapters=pairs)
     up = functools.partial(by_plan, activation=activation)
     return sorted_mix(x, ids, weights, up, by_plan, sizes=(num_experts, inner), height=plan.num)
 
 
-def up_rows(out: Tensor, x: Tensor, ids: Tensor, experts: ExpertWeights, activation: str, plan: Rows) -> None:
+def up_rows(
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    experts: ExpertWeights,
+    activation: str,
+    plan: Rows,
+    added: Added = NOTHING,
+) -> None:
     num, hidden = x.shape
     inner, ahead = out.shape[1], overlap(num, hidden)
     launch(_up_rows, ids.numel() * triton.cdiv(inner, plan.up))(
         out, x, experts.gate_up, experts.gate_up_scale, _or(experts.gate_up_bias, x), ids, hidden, inner,
-        x.stride(0), TOP=ids.shape[1], ACTIVATION=activation, BIASED=experts.gate_up_bias is not None,
-        BLOCKED=experts.is_blocked, ROWS=plan.up, LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=plan.up_warps,
+        x.stride(0), *added, TOP=ids.shape[1], ACTIVATION=activation,
+        BIASED=experts.gate_up_bias is not None, BLOCKED=experts.is_blocked, ROWS=plan.up,
+        LENGTH=triton.next_power_of_2(hidden), OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.up_warps,
     )  # fmt: skip
 
 
 def down_rows(
-    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, plan: Rows
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    plan: Rows,
+    added: Added = NOTHING,
 ) -> None:
     num, hidden = out.shape
     inner, top, ahead = x.shape[1], ids.shape[1], overlap(num, hidden)
     launch(_down_rows, num * triton.cdiv(hidden, plan.down))(
         out, x, experts.down, experts.down_scale, _or(experts.down_bias, x), ids, weights, inner, hidden,
-        TOP=top, BIASED=experts.down_bias is not None, BLOCKED=experts.is_blocked,
+        *added, TOP=top, BIASED=experts.down_bias is not None, BLOCKED=experts.is_blocked,
         EXPERTS=triton.next_power_of_2(top), ROWS=plan.down, LENGTH=triton.next_power_of_2(inner),
         OVERLAP=ahead, launch_pdl=ahead, num_warps=plan.down_warps,
     )  # fmt: skip
@@ -378,6 +435,7 @@ def multiply(
     plan: Tiles,
     top: int,
     activation: str = "",
+    adapters: PairAdapters | None = None,
     ahead: bool,
 ) -> None:
     """With an activation gate and up of tokens, without one down of sorted pairs."""
@@ -385,14 +443,16 @@ def multiply(
     if not activation:
         weight, bias, scale = experts.down, experts.down_bias, experts.down_scale
     (num, size_out), size_in = out.shape, x.shape[1]
-    x_scale = None
+    added, x_scale = NOTHING, None
+    if adapters is not None:
+        added = adapters.up(x) if activation else adapters.down(x, pairs[0])
     if scale is not None:
         x, x_scale = quantize(x, grouped=experts.is_blocked)
     tile = plan.up if activation else plan.down
     rows: Tensor | TensorDescriptor = x if activation else tiled(x, plan.num, tile.length)
     launch(_tiles, most_tiles(num, len(weight), plan.num) * triton.cdiv(size_out, tile.rows))(
         out, rows, x_scale, tiled(weight.flatten(0, 1), tile.rows, tile.length), scale, _or(bias, out),
-        *pairs, len(x), size_in, size_out, x.stride(0), TOP=top, ACTIVATION=activation,
+        *pairs, len(x), size_in, size_out, x.stride(0), *added, TOP=top, ACTIVATION=activation,
         BIASED=bias is not None, BLOCKED=experts.is_blocked, EVEN=size_in % tile.length == 0, NUM=plan.num,
         ROWS=tile.rows, LENGTH=tile.length, OVERLAP=ahead, launch_pdl=ahead, num_warps=tile.warps,
         num_stages=tile.stages,

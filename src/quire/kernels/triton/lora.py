@@ -2,8 +2,8 @@
 
 Rows are sorted by the slot of their adapter once a step, and cut into tiles of one slot. Shrinking reads each
 adapter once, in as many splits as fill the GPU. In the products of few rows expanding is the last thing that
-the product's own kernel does (`expanded`, `expanded_rows`); behind any other it is a kernel of its own. Sums
-are made in a fixed order, and no row adds up what is another's.
+the product's own kernel does (`expanded`); behind any other it is a kernel of its own. Where adapters have
+few rows each, `lora_few.py` takes over. Sums are made in a fixed order, and no row adds up what is another's.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.kernels.ops import Adapted
 from quire.kernels.triton.dots import all_of, arrivals_of, empty, times, upright
 from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
+from quire.kernels.triton.lora_few import HEIGHT, Few, assign_few
 from quire.kernels.triton.pairs import most_tiles, sort
 
 _SHORT, _TALL = 16, 64
@@ -43,13 +44,16 @@ class Assigned(NamedTuple):
     """Of the tiles."""
     most: int
     """Tiles, however the rows fall."""
+    few: Few | None
+    """Where each adapter has few of them."""
 
 
 def assign(slots: Tensor, num_slots: int) -> Assigned:
     num = len(slots)
     height = _SHORT if num <= MOST_ROWS else _TALL
     order, work = sort(slots, num_slots, height, ahead=False)
-    return Assigned(slots, order, work, height, most_tiles(num, num_slots, height))
+    few = assign_few(slots, num_slots) if 1 < num <= min(MOST_ROWS, HEIGHT * num_slots - 1) else None
+    return Assigned(slots, order, work, height, most_tiles(num, num_slots, height), few)
 
 
 # A shrink stands between a product and the kernel before it. If it is `LATE` in letting the product come,
@@ -418,9 +422,7 @@ class Expansion(NamedTuple):
     ends: tuple[int, ...] = ()
 
     @staticmethod
-    def of(adapted: Adapted | None, h: Tensor | None) -> "Expansion":
-        if adapted is None:
-            return Expansion()
+    def of(adapted: Adapted, h: Tensor) -> "Expansion":
         b, rows = adapted.b, adapted.tokens
         reads = h, b, rows.slots, rows.work, b.shape[1], b.stride(0)
         return Expansion(reads, b.shape[2], _ends(adapted.sizes))

@@ -30,6 +30,7 @@ from quire.kernels.triton.lora import (
     shrink,
     wait,
 )
+from quire.kernels.triton.lora_few import NOTHING, Added, added, plus_added
 
 _FEWEST = 5
 """Rows that are multiplied in tiles, whatever the weight."""
@@ -115,10 +116,13 @@ def _tiles(
     size_in: tl.tensor,
     size_out: tl.tensor,
     adapted: tl.tuple,
+    added: tl.tensor,
+    slots: tl.tensor,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     RANK: tl.constexpr,
     ENDS: tl.constexpr,
+    LATE: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -126,12 +130,13 @@ def _tiles(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles. The last split
-    adds them all; `arrivals` is zero before and after."""
+    adds them all; `arrivals` is zero before and after. What adapters add is made at the end (`RANK`), or was
+    made before; if `LATE` the kernels in front only make that."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
-    begin(OVERLAP, RANK > 0)
+    begin(OVERLAP, LATE)
     if RANK:
         reach = reached(adapted, first_n, 0, RANK, ROWS)
         reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS) if GATED else reach
@@ -142,7 +147,7 @@ def _tiles(
         if GATED:
             up = times(a, weight.load([first_n + size_out, at]), up)
     acc, up = upright(acc, NUM), upright(up, NUM)
-    wait(OVERLAP, RANK > 0)
+    wait(OVERLAP, LATE)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
     inside = (m < num)[:, None] & (n < size_out)[None, :]
     place = m[:, None] * size_out + n[None, :]
@@ -159,6 +164,11 @@ def _tiles(
         acc += expanded(adapted, m, num, first_n, reach, RANK, ENDS, NUM, ROWS)
         if GATED:
             up += expanded(adapted, m, num, first_n + size_out, reach_up, RANK, ENDS, NUM, ROWS)
+    if added is not None:
+        own, more = tl.where(m < num, m, -1), m[:, None] * (size_out * (1 + GATED)) + n[None, :]
+        acc = plus_added(acc, added, slots, own, more, inside)
+        if GATED:
+            up = plus_added(up, added, slots, own, more + size_out, inside)
     y = acc.to(out.dtype.element_ty)
     if GATED:
         y = silu_times(y, up.to(out.dtype.element_ty))
@@ -183,9 +193,9 @@ def gated(x: Tensor, weight: Tensor, adapted: Adapted | None = None) -> Tensor:
 
 
 def takes_along(plan: Plan, adapted: Adapted) -> bool:
-    """Whether the kernel of a product does: the outputs of a program must be of one part, and its sums leave
-    registers for B."""
-    if isinstance(plan, Tiles):
+    """Whether the kernel of a product does. If it reads B, the outputs of a program must be of one part, and
+    its sums leave registers."""
+    if isinstance(plan, Tiles) and adapted.tokens.few is None:
         return plan.rows <= 64 and is_short(adapted) and not any(size % plan.rows for size in adapted.sizes)
     return plan is not None
 
@@ -211,18 +221,27 @@ def multiply(
             num_warps=plan.warps,
         )  # fmt: skip
         return out
-    reads, rank, ends = Expansion.of(adapted, None if adapted is None else shrink(x, adapted, late=True))
+    (reads, rank, ends), more = _adapted_by(x, adapted)
     parts = out
     if plan.splits > 1:
         parts = torch.empty(plan.splits * num * size_out, dtype=torch.float32, device=x.device)
     launch(_tiles, triton.cdiv(num, plan.num) * grid, plan.splits)(
         out, tiled(x, plan.num, plan.length), tiled(weight, plan.rows, plan.length),
-        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, GATED=gated,
-        BIASED=biased, RANK=rank, ENDS=ends, NUM=plan.num,
+        bias if biased else out, parts, arrivals_of(x.device), num, size_in, size_out, reads, *more,
+        GATED=gated, BIASED=biased, RANK=rank, ENDS=ends, LATE=adapted is not None, NUM=plan.num,
         ROWS=plan.rows, LENGTH=plan.length, SPLITS=plan.splits, OVERLAP=ahead, launch_pdl=ahead,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
+
+
+def _adapted_by(x: Tensor, adapted: Adapted | None) -> tuple[Expansion, Added]:
+    """What the kernel of a product does at its end."""
+    if adapted is None:
+        return Expansion(), NOTHING
+    if (few := adapted.tokens.few) is not None:
+        return Expansion(), added(x, adapted._replace(tokens=few))
+    return Expansion.of(adapted, shrink(x, adapted, late=True)), NOTHING
 
 
 def tiled(matrix: Tensor, rows: int, length: int) -> TensorDescriptor:
