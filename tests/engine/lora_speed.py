@@ -1,11 +1,12 @@
 """`python lora_speed.py CONFIG_DIR`: ms of a decode step and prompt tokens per second by number of adapters,
 and ms until the first token of a request whose adapter was never used; random weights and adapters.
 
-Not a test. Flags that are not its own are the engine's.
+Not a test. `--adapters 0` is an engine without them.
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -48,10 +49,10 @@ def write_adapter(path: Path, model: dict[str, Any], rank: int) -> None:
 
 
 def write_adapters(folder: Path, model: dict[str, Any], rank: int, count: int) -> list[LoRARequest]:
-    """All the same."""
+    """All the same files."""
     write_adapter(folder / "1", model, rank)
     for number in range(2, count + 1):
-        shutil.copytree(folder / "1", folder / str(number))
+        shutil.copytree(folder / "1", folder / str(number), copy_function=os.link)
     return [LoRARequest(f"a{number}", number, str(folder / str(number))) for number in range(1, count + 1)]
 
 
@@ -99,10 +100,11 @@ def first_use_ms(llm: LLM, adapters: list[LoRARequest]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--adapters", type=int, default=8, help="Slots; 0: an engine without adapters.")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--used", type=int, nargs="+", default=[0, 1, 8], help="Adapters in a batch.")
+    parser.add_argument("--prefill", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     model = json.loads((Path(args.config) / "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
@@ -110,20 +112,23 @@ def main() -> None:
     began = time.perf_counter()
     llm = LLM(
         args.config, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-        max_model_len=4096, gpu_memory_utilization=0.9, disable_log_stats=True, enable_lora=True,
-        max_loras=args.adapters, max_cpu_loras=args.adapters + 4, max_lora_rank=args.rank,
+        max_model_len=4096, gpu_memory_utilization=0.9, disable_log_stats=True,
+        enable_lora=args.adapters > 0, max_loras=max(args.adapters, 1), max_cpu_loras=args.adapters + 4,
+        max_lora_rank=args.rank,
     )  # fmt: skip
     seconds(llm, [[1, 2, 3]], 1, [])
     print(f"start {time.perf_counter() - began:.1f} s", flush=True)
-    seconds(llm, [[1, 2, 3]], 1, adapters[:1])
-    new, again = first_use_ms(llm, adapters[-4:])
-    print(f"first use {new:.1f} ms, the one after {again:.1f} ms", flush=True)
-    for used in args.used:
+    if args.adapters:
+        seconds(llm, [[1, 2, 3]], 1, adapters[:1])
+        new, again = first_use_ms(llm, adapters[-4:])
+        print(f"first use {new:.1f} ms, the one after {again:.1f} ms", flush=True)
+    for used in args.used if args.adapters else [0]:
         for batch in args.batch:
             if used <= batch:
                 ms = decode_ms(llm, batch, adapters[:used])
                 print(f"batch {batch}, {used} of {args.adapters} adapters: {ms:.3f} ms", flush=True)
-        print(f"prefill, {used} adapters: {prefill_rate(llm, adapters[:used]):.0f} tok/s", flush=True)
+        if args.prefill:
+            print(f"prefill, {used} adapters: {prefill_rate(llm, adapters[:used]):.0f} tok/s", flush=True)
     llm.llm_engine.close()
     shutil.rmtree(folder)
 

@@ -1,6 +1,8 @@
 """LoRA: adapters beside the weights of a model, many of them in one batch."""
 
+import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +25,14 @@ class Factors(NamedTuple):
     """[(experts,) parts, rank, size_in], of an embedding [vocab, rank]"""
     b: Tensor
     """[(experts,) outputs of all parts, rank]"""
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all parts and experts."""
+        return self.a.numel() // self.a.shape[-1]
+
+    def zero(self) -> None:
+        self.a.zero_(), self.b.zero_()
 
 
 class AdapterSlots:
@@ -57,6 +67,7 @@ class AdapterSlots:
         """What kernels want to know of `tokens`."""
         self.logit_assigned: Any = None
         self._memory: Tensor | None = None
+        self._spares: deque[Tensor] = deque()
 
     def use(self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None) -> None:
         """The slots of what is computed next; None: nothing of it has an adapter."""
@@ -95,12 +106,24 @@ class AdapterSlots:
         for point in self.points.values():
             point.unbind()
 
+    def keep_spares(self, count: int, size: int) -> None:
+        """Pinned memory for the next adapters, if they have so many numbers: to pin it takes longer than to
+        read one."""
+        while len(self._spares) < count:
+            self._spares.append(torch.empty(size, dtype=self.dtype, pin_memory=True))
+
+    def _host_memory(self, size: int) -> Tensor:
+        with contextlib.suppress(IndexError):
+            spare = self._spares.pop()
+            if size <= len(spare) < 2 * size:
+                return spare[:size]
+        return torch.empty(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+
     def room(self, ranks: Mapping[str, int]) -> dict[str, Factors]:
-        """Zeros in host memory, in one piece, for an adapter of these ranks, by point."""
+        """Host memory, in one piece, for an adapter of these ranks, by point."""
         shapes = {name: self.points[name].shapes(rank) for name, rank in ranks.items()}
         size = sum(math.prod(shape) for both in shapes.values() for shape in both)
-        memory = torch.zeros(size, dtype=self.dtype, pin_memory=self.device.type == "cuda")
-        found, at = {}, 0
+        memory, found, at = self._host_memory(size), {}, 0
         for name, (a, b) in shapes.items():
             middle, end = at + math.prod(a), at + math.prod(a) + math.prod(b)
             found[name] = Factors(memory[at:middle].view(a), memory[middle:end].view(b))
@@ -251,6 +274,10 @@ class Place(NamedTuple):
     def sizes(self) -> tuple[int, int]:
         """Inputs and outputs in the checkpoint."""
         return self.inputs.all, sum(run.all for run in self.outputs)
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.part.stop - self.part.start)
 
     def of(self, factors: Factors) -> Factors:
         """Its own part of the point's: [parts, rank, size_in] and [outputs, rank]."""

@@ -4,12 +4,14 @@ import hashlib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,7 +35,7 @@ _REPEATS = re.compile(r"[*+{]")
 _MAX_CONFIG = 1 << 20
 _MANY_BYTES = 1 << 30
 """Of an adapter of few points; slots that are larger may be filled by larger ones."""
-_DIGESTING, _DIGESTED = 8, 4 << 20
+_DIGESTING, _DIGESTED = 8, 2 << 20
 """Threads, and the bytes of a part."""
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _REFUSED = {
@@ -102,26 +104,18 @@ class AdapterReader:
         if not (path / CONFIG).is_file():
             raise FileNotFoundError(f"No adapter found for {path}")
         self._check_sizes(name, path)
-        with ThreadPoolExecutor(1, "quire-adapter") as pool:
-            try:
-                digest = pool.submit(_digest, path)
-                settings = Settings.of(Keys(CONFIG, read_json(path / CONFIG)))
-                fits = list(self._fits(_read(path), settings))
-                if not fits and self.layers is None and not self.slots.only:
-                    raise ConfigError(f"{_file(path).name} has no LoRA tensors")
-                factors = self._factors(fits)
-                found = digest.result()
-            except RequestError:
-                raise
-            except (
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                ArithmeticError,
-                RuntimeError,
-            ) as error:
-                raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
+        try:
+            settings = Settings.of(Keys(CONFIG, read_json(path / CONFIG)))
+            # Not beside the rest: threads of the digest and of torch would only be in each other's way.
+            found = _digest(path)
+            fits = list(self._fits(_read(path), settings))
+            if not fits and self.layers is None and not self.slots.only:
+                raise ConfigError(f"{_file(path).name} has no LoRA tensors")
+            factors = self._factors(fits)
+        except RequestError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         num_bytes = sum(each.nbytes for both in factors.values() for each in both)
         return Adapter(AdapterFacts(found, rank, num_bytes), factors)
@@ -209,16 +203,20 @@ class AdapterReader:
 
     def _factors(self, fits: list[Fit]) -> dict[str, Factors]:
         ranks: dict[str, int] = {}
+        filled: Counter[str] = Counter()
         for fit in fits:
-            rank = len(fit.a)
+            rank, name = len(fit.a), fit.place.point.name
             if rank > self.slots.max_rank:
                 raise RequestError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.slots.max_rank}.",
                     param="lora_request",
                 )
-            name = fit.place.point.name
             ranks[name] = max(rank, ranks.get(name, 0))
+            filled[name] += rank * fit.place.num_parts
         found = self.slots.room(ranks)
+        for name, factors in found.items():
+            if filled[name] < factors.num_ranks:
+                factors.zero()
         for fit in fits:
             _fill(fit, fit.place.of(found[fit.place.point.name]))
         return found
@@ -254,11 +252,14 @@ def _fill(fit: Fit, into: Factors) -> None:
         put(fit.a, Target(name_a, first, 1, (place.inputs,)))
         for other in others:
             other.copy_(first)
+    order, target = place.order(), Target(name_b, into.b[:, :rank], 0, place.outputs)
+    if order is None and target.is_whole and fit.b.dtype == into.b.dtype:
+        torch.mul(fit.b, fit.scale, out=target.tensor)
+        return
     scaled = fit.b.float() * fit.scale
     own = scaled.new_empty(sum(run.size for run in place.outputs), rank)
-    put(scaled, Target(name_b, own, 0, place.outputs))
-    order = place.order()
-    into.b[:, :rank].copy_(own if order is None else own[order])
+    put(scaled, target._replace(tensor=own))
+    target.tensor.copy_(own if order is None else own[order])
 
 
 @dataclass(frozen=True, slots=True)

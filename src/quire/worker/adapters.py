@@ -16,10 +16,39 @@ from quire.logs import get_logger
 
 log = get_logger(__name__)
 
+_MOST_SPARES, _SPARE_BYTES, _QUIET_S = 4, 1 << 30, 1.0
+"""Memory that waits for adapters to come: pieces, bytes in all, and when it is made."""
+
 
 class _Kept(NamedTuple):
     path: str
     adapter: Adapter
+
+
+class _Spares(threading.Thread):
+    """Pins memory for adapters to come, once none has been read for a while."""
+
+    def __init__(self, slots: AdapterSlots, max_kept: int) -> None:
+        super().__init__(name="quire-pinning", daemon=True)
+        self.slots = slots
+        self._max_kept, self._size = max_kept, slots.slot_size
+        self._asked = threading.Event()
+        self._asked.set()
+        self.start()
+
+    def ask(self, size: int) -> None:
+        """As many numbers as the last one had."""
+        self._size = size
+        self._asked.set()
+
+    def run(self) -> None:
+        torch.cuda.set_device(self.slots.device.index or 0)
+        while self._asked.wait():
+            self._asked.clear()
+            while self._asked.wait(_QUIET_S):
+                self._asked.clear()
+            most = max(_SPARE_BYTES // max(self._size * self.slots.dtype.itemsize, 1), 1)
+            self.slots.keep_spares(min(most, _MOST_SPARES, self._max_kept), self._size)
 
 
 class Adapters:
@@ -34,6 +63,7 @@ class Adapters:
         """By name, those that were used last at the end."""
         self._in_slots: dict[int, LoRARequest] = {}
         self._lock = threading.Lock()
+        self._spares = _Spares(slots, self.max_kept) if slots.device.type == "cuda" else None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -60,6 +90,8 @@ class Adapters:
     def refill(self, slots: AdapterSlots) -> None:
         """What was in slots goes into these, which may be of a model that was loaded again."""
         self.slots, self._reader = slots, AdapterReader(slots, self._reader.layers)
+        if self._spares is not None:
+            self._spares.slots = slots
         for slot, lora in self._in_slots.items():
             self.put(slot, lora)
 
@@ -74,6 +106,8 @@ class Adapters:
     @torch.inference_mode()
     def _read(self, lora: LoRARequest) -> Adapter:
         adapter = self._reader.read(lora.name, Path(lora.path))
+        if self._spares is not None:
+            self._spares.ask(adapter.facts.num_bytes // self.slots.dtype.itemsize)
         with self._lock:
             self._kept[lora.name] = _Kept(lora.path, adapter)
             self._kept.move_to_end(lora.name)
