@@ -12,6 +12,7 @@ from quire.errors import EngineError, RequestError
 from quire.executor.multiprocess import RankedExecutor
 from quire.executor.orders import Order, Returned, decode_order, decode_word, encode
 from quire.executor.rank import _read_adapters
+from quire.executor.reading import AdapterReading
 
 PATIENCE_S = 60.0
 ONE = LoRARequest("one", 1, "/one")
@@ -117,3 +118,26 @@ def test_contents_that_differ_between_machines_are_the_prefix_of_neither() -> No
         crew.hear(index)
     executor.watch()
     assert future.result(0).digest not in (b"a" * 32, b"b" * 32)
+
+
+def test_a_disk_that_does_not_answer_holds_up_its_own_adapter_alone() -> None:
+    """Others that wait behind it; what is told of one name happens in order."""
+    answers = threading.Event()
+
+    class Slow(Worker):
+        device = SimpleNamespace(type="cpu")
+
+        def fetch_adapter(self, lora: LoRARequest) -> AdapterFacts:
+            if lora.lora_path == "/slow":
+                assert answers.wait(PATIENCE_S)
+            return super().fetch_adapter(lora)
+
+    worker = Slow()
+    reading = AdapterReading(worker)
+    stuck = reading.fetch(LoRARequest("slow", 1, "/slow"))
+    reading.drop("slow")
+    again = reading.fetch(LoRARequest("slow", 1, "/quick"))
+    assert reading.fetch(ONE).result(PATIENCE_S) and not stuck.done() and not again.done()
+    answers.set()
+    assert again.result(PATIENCE_S) and worker.kept == ["one", "slow"]
+    reading.close()

@@ -11,7 +11,7 @@ from quire.data.lora import LoRARequest
 from quire.data.plan import StepPlan, StepResult
 from quire.data.stats import StepStats
 from quire.errors import EngineError, RequestError
-from quire.sched.adapters import TURN_S, AdapterGate
+from quire.sched.adapters import READ_S, TURN_S, AdapterGate
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -126,6 +126,40 @@ def test_read_again_the_new_content_is_for_those_who_come_and_the_old_for_those_
     assert room.is_right("old", "/adapters/x", 9)
     assert all(room.is_right(id, "new") for id in ("new", "too", "plain"))
     assert len(room.library.asked) == 2 and room.seen[1].num_cached == 0
+    room.check_left()
+
+
+def test_what_is_read_again_is_not_what_others_wait_for() -> None:
+    """Who has it read again gets what was read long ago, because somebody waits for a slot with that."""
+    room = Room(max_loras=1, max_cpu=4)
+    room.ask("before", lora("x"))
+    room.run()
+    room.ask("other", lora("y"), 9)
+    room.step()
+    room.ask("waits", lora("x"))
+    room.step()
+    room.library.contents["/adapters/x"] = "new"
+    room.ask("new", lora("x", load_inplace=True))
+    room.ask("too", lora("x", load_inplace=True))
+    room.run()
+    assert (
+        room.is_right("waits", "/adapters/x") and room.is_right("new", "new") and room.is_right("too", "new")
+    )
+    assert room.library.names[:2] == ["x", "y"] and len(room.library.names) == 3
+
+
+def test_an_adapter_that_is_never_read_is_waited_for_so_long_and_no_longer() -> None:
+    """Requests that hang for ever behind a disk that does not answer."""
+    room = Room(max_loras=2, at_once=False)
+    room.ask("a", lora("stuck"))
+    room.ask("b", None)
+    room.step()
+    room.now = READ_S
+    ended = room.step().finished
+    assert ended["a"].stop_reason == "Loading lora stuck failed: it was not read within 600 s"
+    assert not room.gate.is_reading
+    room.run()
+    assert room.is_right("b", None)
     room.check_left()
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,8 @@ from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.plan import Masks, StepPlan
 from quire.errors import EngineDead
 from quire.executor import Pending
-from quire.executor.calls import invoke, read_adapter
+from quire.executor.calls import invoke
+from quire.executor.reading import AdapterReading
 from quire.executor.remote import interface_to
 from quire.worker.worker import Worker
 
@@ -51,22 +52,21 @@ class InProcessExecutor:
         self._worker.draw(masks)
 
     def fetch(self, lora: LoRARequest) -> Future[AdapterFacts]:
-        return self._reading.submit(read_adapter, self._worker, lora)
+        return self._reading.fetch(lora)
 
     def drop(self, name: str) -> None:
-        self._reading.submit(self._worker.drop_adapter, name)
+        self._reading.drop(name)
 
     def watch(self) -> None:
         """It is here."""
 
     @cached_property
-    def _reading(self) -> ThreadPoolExecutor:
-        """Who reads adapters."""
-        return ThreadPoolExecutor(1, thread_name_prefix="quire-adapters")
+    def _reading(self) -> AdapterReading:
+        return AdapterReading(self._worker)
 
     def close(self) -> None:
         if "_reading" in self.__dict__:
-            self._reading.shutdown(cancel_futures=True)
+            self._reading.close()
         self._worker.close()
 
 

@@ -264,6 +264,8 @@ class RankedExecutor:
         try:
             values = [self._value(index, found[index]) for index in sorted(found)]
             future.set_result(united([msgspec.convert(each, AdapterFacts) for each in values]))
+        except RequestError as error:
+            future.set_exception(RequestError(str(error), param="lora_request"))
         except QuireError as error:
             future.set_exception(error)
 

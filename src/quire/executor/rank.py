@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -16,11 +18,12 @@ from quire.config.experts import steps_together
 from quire.config.ranks import Rank
 from quire.config.sections import ParallelSection
 from quire.data.codec import Outcome, decode_masks, decode_plan, encode_outcome
+from quire.data.lora import AdapterFacts
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.dist.process import adopt
 from quire.dist.shm import SPIN_S, Reader, Writer
 from quire.errors import EngineDead, QuireError, RequestError
-from quire.executor.calls import invoke, read_adapter
+from quire.executor.calls import invoke
 from quire.executor.orders import (
     DOING,
     Call,
@@ -34,6 +37,7 @@ from quire.executor.orders import (
     decode_order,
     encode,
 )
+from quire.executor.reading import AdapterReading
 from quire.logs import get_logger
 
 log = get_logger(__name__)
@@ -134,21 +138,23 @@ def serve(place: Place, port: Port) -> None:
 
 
 def _read_adapters(worker: Any, port: Port) -> None:
-    """Orders that come beside the steps, one after the other."""
-    if worker.device.type == "cuda":
-        import torch
-
-        torch.cuda.set_device(worker.device)  # each thread has its own
+    """Orders that come beside the steps."""
+    reading = AdapterReading(worker)
     while True:
         order = port.order()
         if order.phase == "drop":
-            worker.drop_adapter(order.name)
+            reading.drop(order.name)
             continue
-        try:
-            assert order.adapter is not None
-            port.say(Returned(order.number, read_adapter(worker, order.adapter)))
-        except Exception as error:
-            port.say(refusal(order.number, error))
+        assert order.adapter is not None
+        reading.fetch(order.adapter).add_done_callback(partial(_say_read, port, order.number))
+
+
+def _say_read(port: Port, number: int, read: Future[AdapterFacts]) -> None:
+    error = read.exception()
+    if isinstance(error, Exception):
+        port.say(refusal(number, error))
+    else:
+        port.say(Returned(number, read.result()))
 
 
 def refusal(number: int, error: Exception) -> Returned:

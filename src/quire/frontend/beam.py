@@ -3,6 +3,8 @@ logprobs."""
 
 import math
 
+import msgspec
+
 from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
@@ -56,6 +58,9 @@ class BeamSearch:
 
     def advance(self, continuations: list[dict[int, Logprob]]) -> None:
         """`continuations[i]` are the likeliest next tokens of `live[i]`."""
+        for beam in self.live:
+            if beam.lora_request is not None and beam.lora_request.load_inplace:  # once a search
+                beam.lora_request = msgspec.structs.replace(beam.lora_request, load_inplace=False)
         grown: list[BeamSearchSequence] = []
         for beam, choices in zip(self.live, continuations, strict=True):
             for token_id, choice in choices.items():

@@ -29,6 +29,8 @@ log = get_logger(__name__)
 
 TURN_S = 0.5
 """How long an adapter has its slot before another may have it in turn."""
+READ_S = 600.0
+"""After which nobody waits any more for an adapter that is being read."""
 
 
 class Reader(Protocol):
@@ -70,6 +72,10 @@ class Adapter:
     num_asking: int = 0
     """Operators who wait until it was read."""
     coming: Future[AdapterFacts] | None = None
+    since: float = 0.0
+    """When that began."""
+    is_new: bool = False
+    """Whether it was read again because somebody has asked for that, and nobody has run with it yet."""
     facts: AdapterFacts | None = None
     error: BaseException | None = None
     slot: Slot | None = None
@@ -148,6 +154,7 @@ class AdapterGate:
         if adapter is None:
             return
         del adapter.waiting[request.id]
+        adapter.is_new = False
         self._all[adapter.lora.lora_name] = self._all.pop(adapter.lora.lora_name)
         slot = adapter.slot
         if slot is None:
@@ -180,6 +187,7 @@ class AdapterGate:
         del adapter.waiting[request.id]
         if adapter.waiting:
             return
+        adapter.is_new = False
         self._without.pop(adapter, None)
         self._claim_no_more(adapter)
         self.opened = True
@@ -220,10 +228,10 @@ class AdapterGate:
     def take_in(self) -> None:
         """What was read since the last time."""
         for adapter, coming in list(self._reading.items()):
-            if not coming.done():
+            if not coming.done() and self._clock() - adapter.since < READ_S:
                 continue
             del self._reading[adapter]
-            adapter.coming, adapter.error = None, coming.exception()
+            adapter.coming, adapter.error = None, _error_of(coming)
             if adapter.error is not None:
                 quiet = isinstance(adapter.error, RequestError)
                 log.error(
@@ -251,7 +259,7 @@ class AdapterGate:
         """The newest, unless it is to be read again. Those who ask for that before the first of them runs ask
         for the same."""
         found = self._newest.get((lora.lora_name, lora.lora_path))
-        fresh = found is not None and (found.facts is None or bool(found.waiting))
+        fresh = found is not None and (found.facts is None or found.is_new)
         return self._another(lora) if found is None or (lora.load_inplace and not fresh) else found
 
     def _another(self, lora: LoRARequest) -> Adapter:
@@ -259,7 +267,8 @@ class AdapterGate:
         name, own = lora.lora_name, lora.lora_name
         while own in self._all:
             own = f"{name}#{next(self._numbers)}"
-        adapter = Adapter(name, msgspec.structs.replace(lora, lora_name=own, load_inplace=False))
+        known_as = msgspec.structs.replace(lora, lora_name=own, load_inplace=False)
+        adapter = Adapter(name, known_as, is_new=lora.load_inplace)
         self._all[own] = self._newest[name, lora.lora_path] = adapter
         self._unread[adapter] = None
         return adapter
@@ -280,6 +289,7 @@ class AdapterGate:
                 num_read -= 1
             del self._unread[adapter]
             adapter.coming = self._reading[adapter] = self._reader.fetch(adapter.lora)
+            adapter.since = self._clock()
             num_read += 1
 
     def _may_go(self, adapter: Adapter) -> bool:
@@ -411,6 +421,12 @@ def _mark(request: Request, facts: AdapterFacts) -> None:
     """Its prefixes are those of this adapter."""
     if request.adapter_digest != facts.digest:
         request.adapter_digest, request.block_keys = facts.digest, []
+
+
+def _error_of(coming: Future[AdapterFacts]) -> BaseException | None:
+    if not coming.done():
+        return RequestError(f"it was not read within {READ_S:g} s", param="lora_request")
+    return coming.exception()
 
 
 def _why(adapter: Adapter) -> str | None:
