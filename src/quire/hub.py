@@ -1,5 +1,6 @@
 """From a model argument to files on this disk: directory, GGUF file, hub id, or the packaged default."""
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -11,8 +12,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from quire.config.engine import DEFAULT_MODEL_ID, DEFAULT_MODEL_NAMES
 from quire.config.gguf import part_names, split_parts
@@ -20,6 +22,7 @@ from quire.errors import ConfigError
 from quire.logs import get_logger
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?::(?P<quant>[\w.-]+))?")
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)[/:](?P<file>.+\.gguf)")
@@ -110,9 +113,10 @@ def locate(
     return hub.snapshot([*_WANTED, "*.py"] if with_code else _WANTED, load_format, check)
 
 
-def fetch_adapter(repo: str) -> Path:
-    """The directory of an adapter that is on the hub, or in its local cache."""
-    return _Hub(repo, progress=False, what="adapter").adapter()
+def fetch_adapter(repo: str, check: Callable[[int], None]) -> Path:
+    """The directory of an adapter that is on the hub, or in its local cache; `check` is told how many bytes
+    it has on the hub before they are fetched."""
+    return _Hub(repo, progress=False, what="adapter").adapter(check)
 
 
 def _with_file(model: str | None, gguf_file: str) -> str:
@@ -180,8 +184,16 @@ class _Hub:
                 break
         return folder
 
-    def adapter(self) -> Path:
-        return self._download(allow_patterns=["adapter_config.json", "adapter_model.*"])
+    def adapter(self, check: Callable[[int], None]) -> Path:
+        import huggingface_hub
+
+        wanted = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
+            asked = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])
+            with contextlib.suppress(ConfigError):  # it may be in the local cache
+                check(sum(getattr(file, "size", 0) for file in self._ask(asked)))
+        return self._download(allow_patterns=wanted)
 
     def quantized(self, quant: str) -> Path:
         starts = [f"{mark}{text}" for text in {quant, quant.upper(), quant.lower()} for mark in "-._"]
@@ -217,7 +229,7 @@ class _Hub:
         settings: dict[str, Any] = {**patterns, **self.settings}
         return Path(self._ask(lambda: str(huggingface_hub.snapshot_download(self.repo, **settings))))
 
-    def _ask(self, download: Callable[[], str]) -> str:
+    def _ask(self, download: Callable[[], T]) -> T:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         if not self.progress:

@@ -153,6 +153,8 @@ class FakeEngine:
         self.script = [*self.tokenizer.encode(answer, add_special_tokens=False), EOS]
         self.step_s, self.fail_after = step_s, fail_after
         self.adapters: dict[str, LoRARequest] = {}
+        self.addition_error: Exception | None = None
+        self.removal_error: Exception | None = None
         self.removals: list[tuple[str, int]] = []
         """Names, and how many requests were being answered."""
         self.loras: list[LoRARequest | None] = []
@@ -298,12 +300,17 @@ class FakeEngine:
     async def add_adapter(self, lora: LoRARequest) -> AdapterFacts:
         """Takes any file that is not empty for a good one."""
         await asyncio.sleep(self.step_s)
+        if self.addition_error is not None:
+            raise self.addition_error
         if not Path(lora.lora_path, "adapter_config.json").read_bytes():
-            raise RequestError("layers.0.q_proj.lora_A.weight has shape (1, 2), expected (1, 3)")
+            wrong = "layers.0.q_proj.lora_A.weight has shape (1, 2), expected (1, 3)"
+            raise RequestError(wrong, param="lora_request")
         self.adapters[lora.lora_name] = lora
         return AdapterFacts(b"digest", 8, 1024)
 
     async def remove_adapter(self, name: str) -> bool:
+        if self.removal_error is not None:
+            raise self.removal_error
         self.removals.append((name, self.num_in_flight))
         return self.adapters.pop(name, None) is not None
 

@@ -1,6 +1,7 @@
 """Adapters over HTTP: their names answer like models, and only what is allowed can be loaded."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
 from fake_engine import FakeEngine
 
 from quire.config.env import Env
-from quire.errors import ConfigError
-from quire.server.adapters import resolver
+from quire.errors import ConfigError, EngineDead, RequestError
+from quire.server.adapters import resolver, search
 from quire.server.adapters.modules import Module, check_modules, read_modules
 from quire.server.adapters.places import Places
 from quire.server.adapters.roster import Roster
@@ -248,6 +249,34 @@ def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(t
     with_client(use, engine, {"lora_modules": [f"a={path}"]})
 
 
+def test_an_adapter_that_a_core_does_not_let_go_is_still_there(tmp_path: Path) -> None:
+    engine, path = an_engine(), adapter(tmp_path / "a")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        engine.removal_error = EngineDead("a core is gone")
+        assert (await client.post(UNLOAD, json={"lora_name": "a"})).status_code == 503
+        assert (await client.get("/v1/models/a")).status_code == 200
+        engine.removal_error = None
+        assert (await client.post(UNLOAD, json={"lora_name": "a"})).status_code == 200
+        refused(await client.get("/v1/models/a"), 404)
+
+    with_client(use, engine, {"lora_modules": [f"a={path}"]})
+
+
+def test_a_process_that_dies_while_it_unloads_leaves_no_name_behind(tmp_path: Path) -> None:
+    """Another process takes the name for one that still leaves, for ever."""
+    file, folder = tmp_path / "roster", tmp_path / "customers"
+    path = adapter(folder / "acme")
+    Roster.create(file, [Module("acme", str(path), str(path), is_leaving=True)])
+
+    async def use(client: httpx.AsyncClient) -> None:
+        reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": "acme"})
+        assert reply.status_code == 200, reply.text
+
+    env = CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)}
+    with_client(use, an_engine(), env=env, roster=Roster(file))
+
+
 def test_an_adapter_is_loaded_once_however_many_ask_at_once(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a")
 
@@ -330,14 +359,22 @@ def test_a_folder_for_each_customer(tmp_path: Path) -> None:
 
 def test_hub_ids_are_found_if_they_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = adapter(tmp_path / "a")
-    monkeypatch.setattr("quire.server.adapters.places.fetch_adapter", lambda repo: path)
+
+    def fetch(repo: str, check: Callable[[int], None]) -> Path:
+        check(5000 if repo == "org/large" else 10)
+        return path
+
+    monkeypatch.setattr("quire.server.adapters.places.fetch_adapter", fetch)
 
     async def use(client: httpx.AsyncClient) -> None:
         for name, status in (("org/any", 200), ("me/one", 200), ("me/two", 404), ("org", 404)):
             reply = await client.post(COMPLETIONS, json={"prompt": "ab", "model": name})
             assert reply.status_code == status, reply.text
+        large = await client.post(LOAD, json={"lora_name": "x", "lora_path": "org/large"})
+        assert "--lora-max-download-bytes" in refused(large)["message"]
 
-    with_client(use, an_engine(), {"lora_resolver_hub": ["org/*", "me/one"]})
+    settings = {"lora_resolver_hub": ["org/*", "me/one"], "lora_max_download_bytes": 4000}
+    with_client(use, an_engine(), settings)
 
 
 def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,18 +397,26 @@ def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pyte
         for place in (
             "memory://other/a",
             "memory://k/../other/a",
+            "memory://k/%2e%2e/other/a",
+            "memory://k/./acme",
+            "memory://k/acme?version=1",
+            "memory://k/acme#part",
             "memory://kk/a",
             "zip://a::memory://k/acme",
         ):
             await load(place, 403)
         assert "--lora-max-download-bytes" in await load("memory://k/large", 400)
         await load("memory://k/acme", 200)
+        store.pipe("/k/acme/adapter_model.bin", b"others!")  # as many bytes
+        again = {"lora_name": "x", "lora_path": "memory://k/acme", "load_inplace": True}
+        assert (await client.post(LOAD, json=again)).status_code == 200
 
     engine = an_engine()
     with_client(use, engine, {"lora_resolver_dir": "memory://k/", "lora_max_download_bytes": 4000})
-    found = {Path(lora.lora_path) for lora in engine.adapters.values()}
-    assert len(found) == 1, "the same adapter is kept once"
-    assert (found.pop() / "adapter_model.bin").read_bytes() == b"weights"
+    found = {name: Path(lora.lora_path, "adapter_model.bin") for name, lora in engine.adapters.items()}
+    contents = {name: file.read_bytes() for name, file in found.items()}
+    assert contents == {"acme": b"weights", "x": b"others!"}, "what changes there is fetched again"
+    assert len(list((tmp_path / "adapters").iterdir())) == 2, "the same adapter is kept once"
 
 
 def test_a_url_that_nothing_here_can_read_says_what_is_missing(tmp_path: Path) -> None:
@@ -386,3 +431,35 @@ def test_names_that_were_not_found_are_not_looked_for_again_at_once(tmp_path: Pa
     found = resolver.Resolver("memory://k", Places(roots=["memory://k"], cache=tmp_path, max_bytes=1))
     assert found.may_have("gone") and found.find("gone") is None
     assert not found.may_have("gone")
+
+
+def test_an_engine_that_sleeps_breaks_no_adapter(tmp_path: Path) -> None:
+    """What was asked for meanwhile is refused for ten seconds after."""
+    engine, folder = an_engine(), tmp_path / "customers"
+    adapter(folder / "acme")
+
+    async def use(client: httpx.AsyncClient) -> None:
+        body = {"prompt": "ab", "model": "acme"}
+        engine.addition_error = RequestError("the engine sleeps: wake it up first")
+        assert "sleeps" in refused(await client.post(COMPLETIONS, json=body))["message"]
+        engine.addition_error = None
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+
+    with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
+
+
+def test_a_store_that_never_answers_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SEARCH_S", 0.2)
+    never = threading.Event()
+
+    async def go() -> None:
+        looks = search.Search()
+        assert await looks(str.upper, "a") == "A"
+        stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
+        found = await asyncio.gather(*stuck, return_exceptions=True)
+        assert [type(each) for each in found] == [EngineDead] * 6
+        never.set()
+        monkeypatch.setattr(search, "SEARCH_S", PATIENCE_S)
+        assert await looks(str.upper, "b") == "B"
+
+    asyncio.run(go())

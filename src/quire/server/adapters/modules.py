@@ -25,6 +25,8 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str | None = None
     """What the model that it belongs to is called."""
     is_3d: bool = False
+    is_leaving: bool = False
+    """It is being unloaded: those who have it are still answered."""
 
     def request(self, *, load_inplace: bool = False) -> LoRARequest:
         return LoRARequest(

@@ -4,9 +4,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +17,7 @@ from quire.server.adapters.modules import Module, check_modules, name_problem
 from quire.server.adapters.places import Places, is_url, resolved
 from quire.server.adapters.resolver import Resolver
 from quire.server.adapters.roster import Roster
+from quire.server.adapters.search import Search
 from quire.server.engine import Engine
 from quire.server.errors import Forbidden, InvalidUserInput, NotFound
 from quire.server.settings import ServerSettings
@@ -38,34 +37,41 @@ class Adapters:
         self._users: Counter[str] = Counter()
         """Requests of this process that are being answered, by adapter."""
         self._left = asyncio.Event()
-        self._leaving: set[str] = set()
-        self._threads = ThreadPoolExecutor(4, "adapters")
+        self._search = Search()
 
     def __iter__(self) -> Iterator[Module]:
-        return iter(self._roster.all().values() if self.enabled else ())
+        known = self._roster.all().values() if self.enabled else ()
+        return (module for module in known if not module.is_leaving)
 
     def get(self, name: str) -> Module | None:
-        return self._roster.all().get(name) if self.enabled else None
+        module = self._roster.all().get(name) if self.enabled else None
+        return None if module is None or module.is_leaving else module
 
     # ---- requests
 
     async def settle(self, name: str) -> None:
         """Have it, if it can be found by its name."""
         resolver = self._resolver
-        if resolver is None or not self.enabled or name in self._leaving or name in self._roster.all():
+        if resolver is None or not self.enabled or self._is_taken(name):
             return
-        if not resolver.may_have(name) or (module := await self._in_thread(resolver.find, name)) is None:
+        if not resolver.may_have(name) or (module := await self._search(resolver.find, name)) is None:
             return
         async with self._roster.only(name):
-            if name in self._roster.all() or not resolver.may_have(name):  # somebody else was quicker
+            if self.get(name) is not None or not resolver.may_have(name):  # somebody else was quicker
                 return
             try:
                 await self._engine.add_adapter(module.request())
             except RequestError as error:
-                resolver.note(name, error)
+                if error.param == "lora_request":  # not an engine that sleeps
+                    resolver.note(name, error)
                 raise
             self._roster.put(module)
             logger.info("Adapter %r found at %r", name, module.root)
+
+    def _is_taken(self, name: str) -> bool:
+        """Somebody answers to it, or is about to leave; if that one has died meanwhile, it has left."""
+        known = self._roster.all().get(name)
+        return known is not None and not (known.is_leaving and self._roster.is_free(name))
 
     def take(self, name: str, scope: Scope) -> LoRARequest | None:
         """The adapter of this name, which stays until the request of this scope is answered."""
@@ -120,14 +126,14 @@ class Adapters:
         if name in self._engine.facts.model_names:
             raise InvalidUserInput(f"{name!r} is a name of the model itself", param="lora_name")
         async with self._roster.only(name):
-            if name in self._roster.all() and not inplace:
+            if self.get(name) is not None and not inplace:
                 raise InvalidUserInput(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
                     "place, set 'load_inplace' to True.",
                     param="lora_name",
                 )
             try:
-                path = await self._in_thread(self._places.for_client, place)
+                path = await self._search(self._places.for_client, place)
                 module = Module(name, place, str(path), base, is_3d)
                 # Whatever a core still has of this name: it lies there anew.
                 await self._engine.add_adapter(module.request(load_inplace=True))
@@ -140,26 +146,26 @@ class Adapters:
         """Nobody gets it any more from now on; over when those who have it are answered."""
         self._check_enabled()
         unknown = NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-        if name not in self._roster.all():
+        if self.get(name) is None:
             raise unknown
         async with self._roster.only(name):
-            if self._roster.drop(name) is None:
+            module = self.get(name)
+            if module is None:
                 raise unknown
-            self._leaving.add(name)
+            self._roster.put(msgspec.structs.replace(module, is_leaving=True))
             try:
                 while self._users[name]:
                     await self._left.wait()
                 await self._engine.remove_adapter(name)
-            finally:
-                self._leaving.discard(name)
+            except BaseException:  # whoever asked went away, or a core is gone: it is still there
+                self._roster.put(module)
+                raise
+            self._roster.drop(name)
         logger.info("Adapter %r unloaded", name)
 
     def _check_enabled(self) -> None:
         if not self.enabled:
             raise RequestError("this server has no adapters; start it with --enable-lora")
-
-    async def _in_thread(self, call: Any, given: str) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, given)
 
 
 def _named(name: str, error: RequestError) -> RequestError:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _URL = re.compile(r"[a-zA-Z][\w+.-]*://[^:]+(:\d+)?[^:]*")
 """Not those with `::`, which name a file inside a file."""
+_ODD = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
+"""What a server may take for something else than the name of a folder below a root."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MAX_SAID = 200
 _CHUNK_BYTES = 1 << 20
@@ -46,7 +49,7 @@ class Places:
     def for_client(self, place: str) -> Path:
         """The same, of one that a client names: only from where that is allowed."""
         if is_url(place):
-            if ".." in place or not any(place.startswith(root) for root in self._urls):
+            if _ODD.search(place) or not any(place.startswith(root) for root in self._urls):
                 raise self._outside(place)
             return self._download(place)
         folder = resolved(place)
@@ -76,7 +79,7 @@ class Places:
 
     def _from_hub(self, id: str) -> Path:
         try:
-            return _checked(fetch_adapter(id), id)
+            return _checked(fetch_adapter(id, partial(self._check_size, id)), id)
         except ConfigError as error:
             raise NotFound(str(error), param="lora_path") from None
 
@@ -84,24 +87,22 @@ class Places:
         """Into a directory of its own for each state of what is there."""
         fs, base = _opened(url)
         try:
-            listed = {each["name"].rpartition("/")[2]: each for each in fs.ls(base, detail=True)}
-        except FileNotFoundError:
-            listed = {}
+            fs.invalidate_cache()  # of what was there when somebody looked last
+            found = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in (CONFIG, *WEIGHTS)}
         except Exception as error:  # every store has its own
             raise _unreachable(url, error) from None
-        wanted = [name for name in (CONFIG, *WEIGHTS) if listed.get(name, {}).get("type") == "file"][:2]
+        wanted = [name for name, info in found.items() if info.get("type") == "file"][:2]
         if CONFIG not in wanted or len(wanted) < 2:
             raise missing(url)
-        num_bytes = sum(int(listed[name]["size"] or 0) for name in wanted)
-        if num_bytes > self._max_bytes:
-            raise self._too_large(url, num_bytes)
-        state = repr([url, *(sorted(listed[name].items(), key=str) for name in wanted)])
+        num_bytes = sum(int(found[name].get("size") or 0) for name in wanted)
+        self._check_size(url, num_bytes)
+        state = repr([url, *(sorted(found[name].items(), key=str) for name in wanted)])
         folder = self._cache / hashlib.sha256(state.encode()).hexdigest()[:32]
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             for name in wanted:
                 if not (folder / name).exists():
-                    self._copy(fs, listed[name]["name"], folder / name)
+                    self._copy(fs, f"{base.rstrip('/')}/{name}", folder / name)
         return folder
 
     def _copy(self, fs: Any, source: str, target: Path) -> None:
@@ -112,16 +113,16 @@ class Places:
                     num_bytes += out.write(chunk)
         except Exception as error:
             raise _unreachable(source, error) from None
-        if num_bytes > self._max_bytes:  # the store said something else of it
-            raise self._too_large(source, num_bytes)
+        self._check_size(source, num_bytes)  # the store may have said something else of it
         new.replace(target)
 
-    def _too_large(self, url: str, num_bytes: int) -> RequestError:
-        return RequestError(
-            f"the adapter at {url!r:.200} has {num_bytes} bytes or more, above the {self._max_bytes} of "
-            "--lora-max-download-bytes",
-            param="lora_path",
-        )
+    def _check_size(self, place: str, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise RequestError(
+                f"the adapter at {place!r:.200} has {num_bytes} bytes or more, above the {self._max_bytes} "
+                "of --lora-max-download-bytes",
+                param="lora_path",
+            )
 
 
 def is_url(place: str) -> bool:
@@ -159,6 +160,14 @@ def _opened(url: str) -> tuple[Any, str]:
     except Exception as error:  # no such kind of url, or no way in
         raise _unreachable(url, error) from None
     return fs, str(base)
+
+
+def _info(fs: Any, file: str) -> dict[str, Any]:
+    """Size, time and tag, as far as the store tells them; empty if there is no such file."""
+    try:
+        return dict(fs.info(file))
+    except FileNotFoundError:
+        return {}
 
 
 def _unreachable(url: str, error: Exception) -> RequestError:

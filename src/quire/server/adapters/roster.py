@@ -73,10 +73,21 @@ class Roster:
             yield known
             _write(self._file, known, os.stat(self._file).st_mtime_ns + _TICK_NS)
 
+    def is_free(self, name: str) -> bool:
+        """Whether nobody is changing what this name means."""
+        number = _number(name)
+        if self._file is None or self._locks[number].locked():
+            return not self._locks[number].locked()
+        try:
+            with FileLock(f"{self._file}.{number}.lock", blocking=False):
+                return True
+        except Timeout:
+            return False
+
     @asynccontextmanager
     async def only(self, name: str) -> AsyncIterator[None]:
         """Nobody else changes what this name means, in whatever process."""
-        number = zlib.crc32(name.encode()) % _NUM_LOCKS
+        number = _number(name)
         async with self._locks[number]:
             if self._file is None:
                 yield
@@ -92,6 +103,11 @@ class Roster:
                 yield
             finally:
                 lock.release()
+
+
+def _number(name: str) -> int:
+    """Of its lock."""
+    return zlib.crc32(name.encode()) % _NUM_LOCKS
 
 
 def _write(file: Path, known: Mapping[str, Module], version_ns: int) -> None:
