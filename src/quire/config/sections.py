@@ -289,7 +289,7 @@ class LoRASection:
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Type of the adapters' weights; `auto` is the model's."""
     fully_sharded_loras: bool = False
-    """Divide the first half of each adapter between devices, too."""
+    """Accepted and unused: of each adapter a device has what it needs, and the first half of some whole."""
     lora_target_modules: tuple[str, ...] = ()
     """Names of the layers that adapters may change, as `q_proj`. Default: all that can be."""
     lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256
