@@ -449,12 +449,12 @@ def test_an_engine_that_sleeps_breaks_no_adapter(tmp_path: Path) -> None:
 
 
 def test_a_store_that_never_answers_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SEARCH_S", 0.2)
     never = threading.Event()
 
     async def go() -> None:
         looks = search.Search()
         assert await looks(str.upper, "a") == "A"
+        monkeypatch.setattr(search, "SEARCH_S", 0.2)
         stuck = [looks(lambda _: never.wait(), "a") for _ in range(6)]
         found = await asyncio.gather(*stuck, return_exceptions=True)
         assert [type(each) for each in found] == [EngineDead] * 6
