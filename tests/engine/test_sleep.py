@@ -14,7 +14,7 @@ from tiny_text import TextModel, open_text, text_model
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, EngineError, RequestError
 from quire.executor.calls import open_methods
-from quire.worker.sleep import Stowed, _pin
+from quire.worker.sleep import Stowed, pin
 from quire.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -261,7 +261,7 @@ def test_memory_that_cannot_be_pinned_is_nobody_elses_failure(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     monkeypatch.setattr(torch, "ones", launch)
-    assert not _pin(torch.empty(8, dtype=torch.uint8))
+    assert not pin(torch.empty(8, dtype=torch.uint8))
     assert not errors
 
 

@@ -10,7 +10,7 @@ from oracle import make_tiny
 
 from quire import LLM, SamplingParams
 from quire.errors import EngineError
-from quire.worker.sleep import _host_memory, _pin
+from quire.worker.sleep import _host_memory, pin
 
 pytestmark = pytest.mark.gpu
 CACHE_BYTES = 1 << 30
@@ -144,9 +144,9 @@ def test_weights_fit_and_the_cache_does_not(
 
 def test_memory_that_cannot_be_pinned_is_nobody_elses_failure() -> None:
     memory = _host_memory(1 << 20)
-    assert _pin(memory)
+    assert pin(memory)
     try:
-        assert not _pin(memory), "it is pinned already"
+        assert not pin(memory), "it is pinned already"
         assert torch.full((8,), 3, device="cuda").sum().item() == 24
     finally:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

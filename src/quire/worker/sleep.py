@@ -29,7 +29,7 @@ class Stowed:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self.num_bytes = sum(self._sizes)
         self._host = _host_memory(self.num_bytes)  # before anything is given up
-        self._is_pinned = _pin(self._host)
+        self._is_pinned = pin(self._host)
         for storage, part in zip(self._storages, self._host.split(self._sizes), strict=True):
             part.copy_(_bytes_of(storage), non_blocking=self._is_pinned)
         _wait()
@@ -48,7 +48,7 @@ class Stowed:
     def drop(self) -> None:
         """Let go of the copy."""
         if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+            unpin(self._host)
         self._is_pinned, self._storages = False, []
 
 
@@ -65,7 +65,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _pin(memory: Tensor) -> bool:
+def pin(memory: Tensor) -> bool:
     """Have the device read and write it by itself, which is several times as fast. torch's own pinned memory
     would take up to twice the room, and keep it."""
     if not torch.cuda.is_available() or not len(memory):
@@ -76,6 +76,10 @@ def _pin(memory: Tensor) -> bool:
             torch.ones(1, device="cuda")  # CUDA keeps the error for whoever launches something next
         log.warning("%d bytes of host memory cannot be pinned (CUDA error %d)", len(memory), failed)
     return not failed
+
+
+def unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _wait() -> None:
