@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.triton.sampling import argmax, sample
+from quire.kernels.triton.masks import apply_masks
+from quire.kernels.triton.sampling import LATER, Confined, argmax, sample
 from quire.sampling.chance import floors
 
 CUDA = torch.cuda.is_available()
@@ -29,6 +30,7 @@ def sampled(
     min_p: float = 0.0,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
+    confined: Confined | None = None,
 ) -> Tensor:
     def filled(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((len(logits),), value, dtype=dtype, device=DEVICE)
@@ -41,6 +43,7 @@ def sampled(
         filled(min_p, torch.float32),
         torch.arange(len(logits), device=DEVICE) if seeds is None else seeds,
         filled(7, torch.int64) if positions is None else positions,
+        confined,
     )
 
 
@@ -199,3 +202,26 @@ def test_kept_sets_of_real_vocabularies(spread: float, limits: Limits) -> None:
     logits = spread * torch.randn(24, 151936, device=DEVICE).bfloat16().float()
     for seed in range(20):
         same_as_among_the_kept(logits, limits, seed)
+
+
+@pytest.mark.parametrize(("vocab", "words"), [(3, 1), (4100, 131), (4100, 100)])
+def test_confined_rows_sample_as_if_the_rest_were_not_there(vocab: int, words: int) -> None:
+    """Masks shorter and longer than the vocabulary, in any order, one of them of a single token; a row
+    without one; limits, by which logits are looked at again."""
+    logits = (3 * torch.randn(4, vocab + 3, device=DEVICE)).bfloat16()[:, :vocab]
+    bits = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64, device=DEVICE).int()
+    bits[1] = 0
+    bits[1, 0] = 2
+    mask_of = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    width = torch.tensor([words], dtype=torch.int32, device=DEVICE)
+    confined, alone = Confined(mask_of, width, bits.flatten()), logits.clone()
+    places = torch.tensor([[2], [3], [0]], dtype=torch.int32, device=DEVICE)
+    apply_masks(alone, torch.cat((places, bits), 1))
+    cases: list[Limits] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}]
+    for limits in cases:
+        found = sampled(logits.clone(), confined=confined, **limits)
+        assert torch.equal(found, sampled(alone, **limits)), limits
+    later = confined._replace(mask_of=torch.full_like(mask_of, LATER))
+    kept = logits.clone()
+    sampled(kept, top_k=5, confined=later)
+    assert torch.equal(kept, logits), "nobody was to sample"

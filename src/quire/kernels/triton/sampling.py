@@ -9,7 +9,12 @@ winner of the whole row stands if the limits keep it; if not, they keep nothing 
 above it is next. The limits are those of `sampling/chance.py`.
 
 Probabilities are added as integers, so that the order of the sum does not matter.
+
+Rows may be confined to the bits of a mask, and whole steps may be passed over, by what stands in memory when
+the kernels run: they may be captured before anybody knows.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,6 +36,19 @@ _ROUNDS = tl.constexpr(7)
 _NEVER = tl.constexpr(float("-inf"))
 _BIG = tl.constexpr(2**31 - 1)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+FREE, LATER = -1, -2
+_LATER = tl.constexpr(LATER)
+
+
+class Confined(NamedTuple):
+    """Which rows may sample what, on the device."""
+
+    mask_of: Tensor
+    """[N] int32, the mask of each row; FREE: it has none; LATER, of all rows: none is sampled now"""
+    width: Tensor
+    """[1] int32, the words of a mask"""
+    bits: Tensor
+    """int32, mask after mask; token t is bit t % 32 of word t // 32, and none of those behind the last"""
 
 
 @triton.jit
@@ -127,16 +145,38 @@ def _wanted(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _confine(
+    x: tl.tensor, row: tl.tensor, ids: tl.tensor, vocab: tl.tensor, mask: tl.tensor, bits: tl.tensor,
+    width: tl.tensor, stays: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """What the mask leaves of `x`, the logits of a tile; where it `stays`, also of those in memory. And
+    whether it leaves any."""
+    width = tl.load(width)
+    words = tl.load(bits + mask.to(tl.int64) * width + ids // 32, mask=ids // 32 < width, other=0)
+    allowed = ((words >> (ids % 32)) & 1) != 0
+    if stays:
+        tl.store(row + ids, _NEVER, mask=(ids < vocab) & (allowed == 0))
+    return tl.where(allowed, x, _NEVER), tl.max(allowed.to(tl.int32), 0)
+
+
+@triton.jit
 def _scan(
     logits: tl.tensor,
     temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
+    mask_of: tl.tensor,
+    width: tl.tensor,
+    bits: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
     RANDOM: tl.constexpr,
+    CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (rows, tiles). Of a tile: best, best under noise, and the maxima of its chunks.
@@ -146,8 +186,16 @@ def _scan(
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = tile * TILE + tl.arange(0, TILE)
     follow(OVERLAP)
-    heat = tl.load(temperature + row) if RANDOM else 0.0
+    heat, some = tl.load(temperature + row) if RANDOM else 0.0, 1
+    if CONFINED:
+        mask = tl.load(mask_of + row)
+        if mask == _LATER:
+            return
     x = load_logits(logits + row * stride, ids, vocab, heat)
+    if CONFINED:  # noqa: SIM102
+        if mask >= 0:
+            limited = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+            x, some = _confine(x, logits + row * stride, ids, vocab, mask, bits, width, limited & (heat > 0))
     top, top_id = _best(x, ids)
     floats += row * ((2 + _CHUNKS) * tiles + _FEW)
     ints += row * (2 * tiles + _FEW + 2)
@@ -155,7 +203,9 @@ def _scan(
     tl.store(ints + tile, top_id)
     if RANDOM:
         if heat > 0:
-            noisy = x + _tile_noise(tl.load(seeds + row), tl.load(positions + row), tile * TILE)
+            noisy = x
+            if some > 0:
+                noisy += _tile_noise(tl.load(seeds + row), tl.load(positions + row), tile * TILE)
             noisy_top, noisy_id = _best(noisy, ids)
             tl.store(floats + tiles + tile, noisy_top)
             tl.store(ints + tiles + tile, noisy_id)
@@ -337,17 +387,22 @@ def _finish_sample(
     min_p: tl.tensor,
     seeds: tl.tensor,
     positions: tl.tensor,
+    mask_of: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
     vocab: tl.tensor,
     stride: tl.tensor,
     tiles: tl.tensor,
     TILES: tl.constexpr,
+    CONFINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (rows, splits). Only rows with top_k need more than the first of their programs."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     follow(OVERLAP)
+    if CONFINED:  # noqa: SIM102
+        if tl.load(mask_of + row) == _LATER:
+            return
     heat, k = tl.load(temperature + row), tl.load(top_k + row).to(tl.int32)
     mass, least = tl.load(top_p + row).to(tl.float32), tl.load(min_p + row).to(tl.float32)
     k = tl.where(k < vocab, k, 0)
@@ -400,8 +455,8 @@ def argmax(logits: Tensor) -> Tensor:
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
         none = out
         launch(_scan, *grid)(
-            logits, none, none, none, floats, ints, vocab, stride, RANDOM=False, OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=8,
+            logits, none, none, none, none, none, none, none, none, none, floats, ints, vocab, stride,
+            RANDOM=False, CONFINED=False, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
         launch(_finish_argmax, len(logits))(
             out, floats, ints, grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=1
@@ -417,22 +472,27 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    confined: Confined | None = None,
 ) -> Tensor:
     """[N] int64 a token of each row of `logits` [N, V], which stay as they are; all else is [N].
 
     Temperature 0 takes the best. A top_k of 0 is none. `seeds` and `positions` are integers: the token is a
     function of them and of the row's logits alone. Which kernels run does not depend on what the rows ask.
+    Logits that are not in the mask of a row that is `confined` may become -inf.
     """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         grid, tiles, floats, ints = _scratch(logits)
         ahead, (_, vocab), stride = overlap(len(logits)), logits.shape, logits.stride(0)
+        mask_of, width, bits = confined or (out, out, out)
         launch(_scan, *grid)(
-            logits, temperature, seeds, positions, floats, ints, vocab, stride, RANDOM=True, OVERLAP=ahead,
-            launch_pdl=ahead, num_warps=8,
+            logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, width, bits, floats, ints,
+            vocab, stride, RANDOM=True, CONFINED=confined is not None, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=8,
         )  # fmt: skip
         launch(_finish_sample, len(logits), min(_SPLITS, grid[1], max(_PROGRAMS // len(logits), 1)))(
-            out, logits, temperature, top_k, top_p, min_p, seeds, positions, floats, ints, vocab, stride,
-            grid[1], TILES=tiles, OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
+            out, logits, temperature, top_k, top_p, min_p, seeds, positions, mask_of, floats, ints, vocab,
+            stride, grid[1], TILES=tiles, CONFINED=confined is not None, OVERLAP=ahead, launch_pdl=ahead,
+            num_warps=8,
         )  # fmt: skip
     return out
