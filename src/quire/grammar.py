@@ -33,7 +33,7 @@ MAX_LEXER_STATES = 50_000
 """Of one lexer, 1 to 2 KiB each."""
 MAX_SERVED = 64
 """Sequences that one lexer serves, one after the other: it keeps the states of all."""
-LEXERS_S = 0.25
+LEXERS_S = 0.5
 """That may be spent on compiling the lexers of one grammar. With those that there are by then it makes do."""
 WHITESPACE = r"[ \t]{0,2}([\r\n]{1,2}[ \t]{0,40})?"
 """Between the parts of JSON, unless a request says otherwise: small models write newlines without end."""
@@ -122,8 +122,10 @@ class Lexer:
     """A grammar compiled. Its matchers share the states that it finds on the way, and its lock: those of one
     lexer take turns, those of several fill their masks at the same time."""
 
-    def __init__(self, start: "LLMatcher") -> None:
+    def __init__(self, start: "LLMatcher", seconds: float) -> None:
         self._start = start
+        self.seconds = seconds
+        """That it took to compile."""
         self._num_served = 0
         self.users: WeakSet[Matcher] = WeakSet()
         self.is_spent = False
@@ -141,7 +143,6 @@ class Lexers:
 
     def __init__(self) -> None:
         self._all: list[Lexer] = []
-        self._spent_s = 0.0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -152,10 +153,10 @@ class Lexers:
         if not self._all:
             return None
         idlest = min(self._all, key=lambda lexer: len(lexer.users))
-        return None if idlest.users and self._spent_s < LEXERS_S else idlest.serve()
+        spent_s = sum(lexer.seconds for lexer in self._all)
+        return None if idlest.users and spent_s < LEXERS_S else idlest.serve()
 
-    def add(self, lexer: Lexer, seconds: float) -> None:
-        self._spent_s = seconds * (len(self._all) + 1)
+    def add(self, lexer: Lexer) -> None:
         self._all.append(lexer)
 
 
@@ -184,10 +185,10 @@ class Grammars:
                 if (matcher := found.serve()) is not None:
                     return matcher
         started = time.thread_time()
-        lexer = Lexer(self._compile(grammar))
-        seconds = time.thread_time() - started
+        compiled = self._compile(grammar)
+        lexer = Lexer(compiled, time.thread_time() - started)
         with self._lock:
-            self._compiled.setdefault(grammar, Lexers()).add(lexer, seconds)
+            self._compiled.setdefault(grammar, Lexers()).add(lexer)
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > MAX_KEPT or self._num_lexers > MAX_LEXERS:
                 self._compiled.popitem(last=False)
@@ -208,7 +209,7 @@ class Grammars:
         """Whether masks are filled on other cores than layers are computed on."""
         return self._num_threads is None
 
-    @property
+    @cached_property
     def num_words(self) -> int:
         """Of a mask."""
         return -(-self.open().vocab_size // 32)
@@ -230,7 +231,10 @@ class Grammars:
         """Each of these sequences has one more token: what `Matcher.advance` says, of many at once."""
         if len(moves) < FEW:
             return [matcher.advance(token_id) for matcher, token_id in moves]
-        taken = self._executor.consume_token_par([(matcher.inner, id) for matcher, id in moves])
+        each = [(matcher.inner, token_id) for matcher, token_id in moves]
+        taken = self._executor.consume_token_par(each)
+        if all(taken) and not any(inner.is_stopped() for inner, _ in each):
+            return [""] * len(moves)
         return [matcher.verdict(is_taken) for (matcher, _), is_taken in zip(moves, taken, strict=True)]
 
     @cached_property
