@@ -51,18 +51,18 @@ class Scripted:
 def filled(executor: Scripted, num_steps: int = 3) -> Pipeline:
     pipeline = Pipeline(executor, depth=num_steps)
     for step in range(num_steps):
-        assert pipeline.has_room
+        assert pipeline.has_room()
         pipeline.submit(plan(step))
     return pipeline
 
 
 def test_results_come_in_the_order_of_submission_and_make_room() -> None:
     pipeline = filled(Scripted())
-    assert not pipeline.has_room
+    assert not pipeline.has_room()
     for step in range(3):
         done, result = pipeline.next()
         assert result is not None and (done.step, result.token_ids.tolist()) == (step, [step])
-        assert pipeline.has_room and len(pipeline) == 2 - step
+        assert pipeline.has_room() and len(pipeline) == 2 - step
 
 
 def test_a_failed_step_takes_those_behind_it_along_but_waits_for_them() -> None:
@@ -78,10 +78,10 @@ def test_a_refused_step_is_the_last_one_and_fails_in_its_turn() -> None:
     pipeline = Pipeline(Scripted(refused={1: ValueError("no")}), depth=3)
     pipeline.submit(plan(0))
     pipeline.submit(plan(1))
-    assert not pipeline.has_room
-    assert pipeline.next()[1] is not None and not pipeline.has_room
+    assert not pipeline.has_room()
+    assert pipeline.next()[1] is not None and not pipeline.has_room()
     failed, result = pipeline.next()
-    assert failed.step == 1 and result is None and pipeline.has_room
+    assert failed.step == 1 and result is None and pipeline.has_room()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_nobody_waits_after_clear() -> None:
     executor = Scripted()
     pipeline = filled(executor)
     pipeline.clear()
-    assert len(pipeline) == 0 and pipeline.has_room
+    assert len(pipeline) == 0 and pipeline.has_room()
     assert not any(step.waited for step in executor.steps.values())
 
 

@@ -14,6 +14,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.data.outputs import CompletionOutput
 from quire.data.params import ReasoningIds
 from quire.errors import RequestError
+from quire.grammar import Grammars
 from quire.prepare import vocabulary_of
 
 PERSON = {
@@ -252,6 +253,7 @@ def alone(llm: LLM) -> list[list[Any]]:
 ENGINES: dict[str, dict[str, Any]] = {
     "one batch": {},
     "two steps in flight": {"async_scheduling": True},
+    "masks beside the layers": {"async_scheduling": True},
     "small chunks": {"max_num_batched_tokens": 16, "async_scheduling": True},
     "few blocks": {"num_gpu_blocks_override": 40, "async_scheduling": True, "max_model_len": 128},
     "no graphs": {"enforce_eager": True, "enable_prefix_caching": False},
@@ -262,9 +264,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_of_all_kinds_say_what_they_say_alone(
-    engine: str, model: TextModel, alone: list[list[Any]]
+    engine: str, model: TextModel, alone: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches masks that reach the wrong row, the wrong step or the wrong rank, and neighbours they touch."""
+    monkeypatch.setattr(Grammars, "is_beside", engine == "masks beside the layers")
     other = open_text(model, **ENGINES[engine])
     try:
         assert mixed(other) == alone

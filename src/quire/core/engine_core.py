@@ -51,11 +51,15 @@ class EngineCore:
     def step(self, timeout_s: float | None = None) -> StepOutput | None:
         """The output of the oldest step, once those behind it are on their way; None if there is none, and
         none can be planned, or if it is not done in time."""
+        constraints = self.scheduler.constraints
         if refused := self.scheduler.settle():
             return StepOutput([], [], finished=refused, at=time.monotonic())
-        while self.pipeline.has_room and (plan := self.pipeline.agreed(self._plan())) is not None:
+        while self.pipeline.has_room(constraints.has_begun) and (plan := self._plan()) is not None:
+            self.draw()
             self.pipeline.submit(plan)
-            self._draw()
+            if not constraints.has_begun:
+                self.draw()
+        self.draw()
         if not len(self.pipeline) and self._wait_outside(timeout_s):
             return self.step(timeout_s)
         if not len(self.pipeline) or (timeout_s is not None and not self.pipeline.ready(timeout_s)):
@@ -64,9 +68,7 @@ class EngineCore:
         if result is None or not len(plan.rows):
             finished = self.scheduler.fail(plan) if result is None else {}
             return StepOutput([], [], finished=finished, at=time.monotonic())
-        output = self.scheduler.update(plan, result)
-        self._draw()
-        return output
+        return self.scheduler.update(plan, result)
 
     def _wait_outside(self, timeout_s: float | None) -> bool:
         """Where nobody can run: whether something has come that somebody waits for."""
@@ -77,16 +79,15 @@ class EngineCore:
             self.executor.watch()
         return False
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
         """Let the newest step sample, once it is known what its rows may."""
         if self.pipeline.undrawn:
-            scheduler = self.scheduler
-            masks = scheduler.constraints.masks(scheduler.running, scheduler.in_flight[-1])
+            masks = self.scheduler.constraints.masks(self.scheduler.running)
             if masks is not None:
                 self.pipeline.draw(masks)
 
     def _plan(self) -> StepPlan | None:
-        return None if self.gate.is_shut else self.scheduler.plan()
+        return self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())
 
     def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()

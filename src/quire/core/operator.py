@@ -189,8 +189,10 @@ class Operator:
 
     def _until_drawn(self) -> Work:
         """Workers hear masks right behind their plan, and nothing in between."""
+        self.core.draw()
         while self.core.pipeline.undrawn:
             yield None
+            self.core.draw()
 
     def abort(self, names: Iterable[str]) -> dict[str, Finish]:
         """End the requests with these ids, as users know them."""

@@ -44,12 +44,17 @@ class Pipeline:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def has_room(self, masks_come: bool = False) -> bool:
+        """For one more plan. None behind a step that was refused, since it would begin where that one should
+        have ended, nor before the last one is drawn, unless its masks are being made."""
+        is_held = self.undrawn and not masks_come
+        return len(self._steps) < self.depth and not is_held and self._refused is None
+
     @property
-    def has_room(self) -> bool:
-        """None behind a step that was refused, since it would begin where that one should have ended, nor
-        before the last one is drawn."""
-        refused = bool(self._steps) and isinstance(self._steps[-1][1], Refused)
-        return len(self._steps) < self.depth and not refused and not self.undrawn
+    def _refused(self) -> Refused | None:
+        """The last step, if it is that."""
+        last = self._steps[-1][1] if self._steps else None
+        return last if isinstance(last, Refused) else None
 
     @property
     def is_called(self) -> bool:
@@ -61,7 +66,7 @@ class Pipeline:
         return plan if self.lockstep is None else self.lockstep.agreed(plan)
 
     def submit(self, plan: StepPlan) -> None:
-        pending = self._launch(plan)
+        pending = self._refused or self._launch(plan)
         self.undrawn = len(plan.confined) > 0 and not isinstance(pending, Refused)
         self._steps.append((plan, pending))
 

@@ -1,8 +1,11 @@
 """Constraints: the requests whose text must fit a grammar, where each stands, and what it may say next."""
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
+from functools import cached_property, partial
+from itertools import cycle
+from mmap import mmap
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +15,7 @@ from quire.data.params import SamplingParams, StructuredOutputsParams
 from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
 from quire.logs import get_logger
+from quire.sched.beside import Beside
 from quire.sched.follower import Follower, Matcher
 from quire.sched.in_flight import Flight
 from quire.sched.landed import Landed
@@ -20,6 +24,10 @@ from quire.sched.running import Running
 log = get_logger(__name__)
 
 Bits = NDArray[np.uint32]
+_FEW = 4
+"""Masks that are filled sooner than another thread has begun."""
+_NUM_ROOMS = 3
+"""Masks may be read until their step is over, and two are under way."""
 
 
 class Grammars(Protocol):
@@ -43,12 +51,18 @@ class Grammars(Protocol):
         """Whether it has cores to itself while layers are computed."""
 
 
-class _Draw(NamedTuple):
-    """One of the draws of a row in a step, and who says what it may be."""
+class _Filling(NamedTuple):
+    """Masks of a step, and what they are made of."""
 
-    row: int
-    draw: int
-    follower: Follower
+    masks: Masks
+    matched: list[tuple[Matcher, int]]
+    """Who fills which of them."""
+    also: list[tuple[int, int]]
+    """Tokens that are allowed beside what the matchers say, or alone, and in which of them."""
+
+    def add(self) -> None:
+        for token_id, at in self.also:
+            self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 class Constraints:
@@ -62,9 +76,13 @@ class Constraints:
         """Of those."""
         self._followers: dict[str, Follower] = {}
         """By request id. They advance by tokens that are known, whether their request has a row or not."""
-        self._bits: Bits = np.empty((0, 0), np.uint32)
-        self._ahead: Future[Masks] | None = None
-        """The masks of the newest plan, if they could be begun with it."""
+        self._rooms = cycle([_Room() for _ in range(_NUM_ROOMS)])
+        self._awaiting: deque[Flight] = deque()
+        """Plans whose masks nobody has yet, oldest first."""
+        self._filling: _Filling | None = None
+        """Those of the oldest, once they are begun."""
+        self._is_beside = False
+        """Whether somebody else fills them."""
 
     def add(self, request: Request) -> None:
         params = request.params
@@ -113,91 +131,155 @@ class Constraints:
     # ---- what may come next
 
     def launch(self, running: Running, flight: Flight) -> None:
-        """A plan was made: note whose masks follow, and begin with them if all tokens before are known and
-        there are cores for it."""
-        self._ahead = None
+        """A plan was made: note whose masks follow."""
         if not self._followers:
             return
         plan = flight.plan
         plan.confined = plan.sampling_rows[running.constrained[plan.sampling_rows]]
-        is_beside = self._grammars is not None and self._grammars.is_beside
-        if is_beside and len(plan.confined) and self._are_known(running, plan.confined):
-            self._ahead = self._thread.submit(self._fill, self._wanted(running, plan, plan.confined))
+        if len(plan.confined):
+            self._awaiting.append(flight)
+            self.begin(running)
 
-    def masks(self, running: Running, flight: Flight) -> Masks | None:
-        """Those of the newest plan; None while they depend on tokens that are under way. They are good until
-        the next plan is made. Who has gone needs none."""
-        if self._ahead is not None:
-            return self._ahead.result()
-        rows = flight.plan.confined
-        rows = rows[np.isin(rows, flight.rows[flight.alive(running)])]
-        if not self._are_known(running, rows):
-            return None
-        return self._fill(self._wanted(running, flight.plan, rows))
+    @property
+    def has_begun(self) -> bool:
+        """Whether the masks of the oldest plan that has none are being made."""
+        return self._filling is not None
 
-    def _are_known(self, running: Running, rows: Ints) -> bool:
-        """All tokens but those that the plan itself samples."""
-        return bool((running.num_tokens[rows] - running.num_known[rows] <= 1).all())
-
-    def _wanted(self, running: Running, plan: StepPlan, rows: Ints) -> list[_Draw]:
-        """The draws that may not be what they like."""
-        drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
-        return [
-            _Draw(row, draw, follower)
-            for row in rows.tolist()
-            for draw, follower in enumerate(self._followers[running.ids[row]].along(drafts.get(row, ())))
-            if follower.matcher is not None or follower.also is not None
-        ]
-
-    def _fill(self, wanted: list[_Draw]) -> Masks:
-        if not wanted:
-            return Masks()
-        rows, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
-        followers = [follower for _, _, follower in wanted]
-        matched = [(one.matcher, at) for at, one in enumerate(followers) if one.matcher is not None]
-        more = [(one.also, at) for at, one in enumerate(followers) if one.also is not None]
-        width = max((token_id // 32 + 1 for token_id, _ in more), default=0)
-        if self._grammars is not None and matched:
-            bits = self._room(len(rows), max(width, self._grammars.num_words))
-            self._grammars.fill(matched, bits)
+    def begin(self, running: Running) -> None:
+        """Have them made meanwhile, if all tokens before are known and there are cores for it."""
+        grammars = self._grammars
+        if grammars is None or not grammars.is_beside or self.has_begun or not self._awaiting:
+            return
+        self._filling = filling = self._next(running)
+        if filling is None:
+            return
+        self._is_beside = len(filling.matched) > _FEW
+        if self._is_beside:
+            self._beside.begin(partial(grammars.fill, filling.matched, filling.masks.bits))
         else:
-            bits = self._room(len(rows), width)
-        for token_id, at in more:
-            if followers[at].matcher is None:
-                bits[at] = 0
-            bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
-        return Masks(rows, bits, draws if draws.any() else draws[:0])
+            self._fill(filling)
 
-    def _room(self, count: int, width: int) -> Bits:
-        """The same memory again and again: new pages would take longer than what is written to them."""
-        if self._bits.shape[1] != width or len(self._bits) < count:
-            self._bits = np.zeros((max(count, len(self._bits)), width), np.uint32)
-        return self._bits[:count]
+    def masks(self, running: Running) -> Masks | None:
+        """Those of the oldest plan that has none; None while they depend on tokens that are under way. They
+        are good until two more plans were made."""
+        filling = self._filling
+        if filling is None:
+            filling = self._next(running)
+            if filling is None:
+                return None
+            self._fill(filling)
+        elif self._is_beside:
+            self._is_beside = False
+            self._beside.wait()
+        self._filling = None
+        self._awaiting.popleft()
+        filling.add()
+        return filling.masks
+
+    def forget(self) -> None:
+        """Nobody will ask for the masks of what was planned."""
+        if self._is_beside:
+            self._is_beside = False
+            self._beside.wait()
+        self._filling = None
+        self._awaiting.clear()
+
+    def _next(self, running: Running) -> _Filling | None:
+        """Who has gone needs none."""
+        flight = self._awaiting[0]
+        rows, alive = flight.plan.confined, flight.alive(running)
+        if not alive.all():
+            rows = rows[np.isin(rows, flight.rows[alive])]
+        if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
+            return None
+        followers = [self._followers[id] for id in running.ids[rows].tolist()]
+        bound = [one.bound for one in followers]
+        if len(flight.plan.num_drafts) or None in bound:
+            return self._various(rows, followers, flight.plan)
+        matched = [(matcher, at) for at, matcher in enumerate(bound) if matcher is not None]
+        return _Filling(Masks(rows, self._bits(len(rows), matched)), matched, [])
+
+    def _various(self, rows: Ints, followers: list[Follower], plan: StepPlan) -> _Filling:
+        """With drafts, or with reasoning before the grammar: the draws that may not be what they like."""
+        drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
+        wanted = [
+            (row, draw, here)
+            for row, follower in zip(rows.tolist(), followers, strict=True)
+            for draw, here in enumerate(follower.along(drafts.get(row, ())))
+            if here.matcher is not None or here.also is not None
+        ]
+        if not wanted:
+            return _Filling(Masks(), [], [])
+        matched = [(here.matcher, at) for at, (_, _, here) in enumerate(wanted) if here.matcher is not None]
+        also = [(here.also, at) for at, (_, _, here) in enumerate(wanted) if here.also is not None]
+        places, draws = np.array([(row, draw) for row, draw, _ in wanted], np.int32).T
+        width = max((token_id // 32 + 1 for token_id, _ in also), default=0)
+        bits = self._bits(len(wanted), matched, width)
+        for at, (_, _, here) in enumerate(wanted):
+            if here.matcher is None:
+                bits[at] = 0
+        return _Filling(Masks(places, bits, draws if draws.any() else draws[:0]), matched, also)
+
+    def _fill(self, filling: _Filling) -> None:
+        if self._grammars is not None and filling.matched:
+            self._grammars.fill(filling.matched, filling.masks.bits)
+
+    def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
+        """As wide as grammars want them, if some are there."""
+        if self._grammars is not None and matched:
+            width = max(width, self._grammars.num_words)
+        return next(self._rooms).take(count, width)
 
     @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+    def _beside(self) -> Beside:
+        return Beside("quire-masks")
 
     def advance(self, landed: Landed) -> dict[int, Verdict]:
         """Rows got tokens. Returns, by place among them, those that a grammar ends with."""
         ended: dict[int, Verdict] = {}
         if not self._followers:
             return ended
-        running, over = landed.running, set()
+        running = landed.running
+        over: set[int] = set()
         for wave in landed.waves(running.constrained[landed.rows]):
-            moved = [
-                (place, row, self._followers[running.ids[row]], int(landed.result.token_ids[place]))
-                for place, row in zip(wave.tolist(), landed.rows[wave].tolist(), strict=True)
-                if row not in over
-            ]
-            bound = [(one.bound, token_id) for _, _, one, token_id in moved if one.bound]
-            verdicts = iter(self._grammars.advance(bound) if self._grammars is not None else ())
-            for place, row, follower, token_id in moved:
-                verdict = next(verdicts) if follower.bound else follower.advance(token_id)
+            rows = landed.rows[wave]
+            if over:
+                wave = wave[~np.isin(rows, list(over))]
+                rows = landed.rows[wave]
+            followers = [self._followers[id] for id in running.ids[rows].tolist()]
+            verdicts = self._move(followers, landed.result.token_ids[wave].tolist())
+            for at, (follower, verdict) in enumerate(zip(followers, verdicts, strict=True)):
                 if verdict:
-                    ended[place] = verdict
+                    ended[int(wave[at])] = verdict
                 if verdict or follower.is_free:
-                    over.add(row)
+                    over.add(int(rows[at]))
                 if follower.is_free:
-                    running.constrained[row] = False
+                    running.constrained[rows[at]] = False
         return ended
+
+    def _move(self, followers: list[Follower], token_ids: list[int]) -> list[Verdict]:
+        """Each by a token."""
+        bound = [one.bound for one in followers]
+        moves = [each for each in zip(bound, token_ids, strict=True) if each[0] is not None]
+        moved = self._grammars.advance(moves) if self._grammars is not None else []
+        if len(moved) == len(followers):
+            return moved
+        verdicts = iter(moved)
+        return [
+            one.advance(token_id) if matcher is None else next(verdicts)
+            for one, matcher, token_id in zip(followers, bound, token_ids, strict=True)
+        ]
+
+
+class _Room:
+    """The same memory again and again: new pages would take longer than what is written to them. A worker in
+    this process knows it again, and may have it read by its device."""
+
+    def __init__(self) -> None:
+        self._words: Bits = np.empty(0, np.uint32)
+
+    def take(self, count: int, width: int) -> Bits:
+        if len(self._words) < count * width:
+            size = max(2 * count * width, 1)
+            self._words = np.frombuffer(mmap(-1, size * 4), np.uint32)
+        return self._words[: count * width].reshape(count, width)

@@ -272,6 +272,7 @@ class Scheduler:
             self._acquit(int(sampled[0]))
         stats.num_running, stats.num_waiting = len(running), len(self.admitter.waiting)
         stats.kv_usage = self.kv.pool.usage
+        self.constraints.begin(running)
         return output
 
     def fail(self, plan: StepPlan) -> dict[str, Finish]:
@@ -303,6 +304,7 @@ class Scheduler:
         self.kv.forget(self.kv.take_fresh())
         self.media.forget_all(key for flight in self.in_flight for key in flight.plan.forgotten)
         self.in_flight.clear()
+        self.constraints.forget()
         self.adapters.empty_slots()
 
     def _acquit(self, row: int) -> None:
