@@ -379,7 +379,7 @@ def test_masked_rows_sample_what_they_may_and_others_as_ever(device: str) -> Non
             logits = torch.stack([each.logits for each in cases]).to(device)
             sampler = Sampler(VOCAB, torch.device(device))
             plain = (logits, rows, state, tokens, lens, np.ones(MAX_ROWS, np.int32))
-            results.append(sampler(*plain, masks=asked))
+            results.append(sampler(*plain, masks=asked or Masks()))
         free, bound = (result.token_ids.tolist() for result in results)
         assert [bound[at] for at in (0, 2, 5)] == [free[at] for at in (0, 2, 5)]
         assert padded[0, bound[1]] and padded[1, bound[3]] and bound[4] == 5

@@ -46,7 +46,7 @@ def make(num_seqs: int) -> Runner:
     sampling = SamplingRows(num_seqs, VOCAB, CPU)
     all_rows = Rows(max_rows=num_seqs, max_len=4096, block_size=16, sampling=sampling)
     model = Model(head, head, Attention())  # type: ignore[arg-type]
-    device = Blank(model, all_rows, lambda logits, asked: logits, CPU)
+    device = Blank(model, all_rows, lambda logits, *asked: logits, CPU)
     device.graphs._by_size = {(num_seqs, False): stand_in(num_seqs, device.block_tables)}
     device.graphs._sizes = [num_seqs]
     sampler = Sampler(VOCAB, CPU, "raw_logprobs", device.sample)

@@ -160,7 +160,7 @@ def test_graphs_with_adapters_and_without(tiny: Tiny, monkeypatch: pytest.Monkey
     """A row with an adapter in a graph that knows of none, slots of the step before, padding with a slot."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
-        return WithGraphs(model, all_rows, lambda logits, asked: logits.argmax(-1), device)
+        return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
 
     pretend_graphs(monkeypatch)
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -22,7 +22,9 @@ from quire.sampling.transfer import take_rows, to_device
 
 History = tuple[Ints, Ints, Ints]
 """The tokens of all rows, how many there are, and how many of them are prompt."""
-_NO_ROWS: Ints = np.empty(0, np.int32)
+Redraw = Callable[[Masks, Ints], Tensor | None]
+"""Masks, and the first place of each row in the batch."""
+_FREE = Masks()
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -77,7 +79,8 @@ class Sampler:
         prompt_lens: Ints,
         in_passing: Tensor | None = None,
         asked: Asked | None = None,
-        masks: Masks | None = None,
+        masks: Masks = _FREE,
+        redraw: Redraw | None = None,
     ) -> Sampled:
         """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
 
@@ -86,24 +89,27 @@ class Sampler:
         several times in succession draws as often, each time one position further, as if the tokens that lie
         behind those were its own. `in_passing` are the
         tokens that `self.sample` gave for the logits as they are: good for rows that ask for nothing special.
-        `masks` say what some of the rows may sample at all: the rest of their logits goes first.
+        `masks` say what some of the rows may sample at all: the rest of their logits goes first. `redraw` may
+        do both at once for rows that ask for nothing special.
         """
         assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        if masks is not None:
-            self.confine(logits, masks, state.places(rows))
         special = np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
-        if not special and masks is None and in_passing is not None:
+        drawn = None if special or redraw is None else redraw(masks, state.places(rows))
+        if drawn is not None:
+            return Sampled(drawn)
+        if len(masks.rows):
+            self.confine(logits, masks, state.places(rows))
+        elif not special and in_passing is not None:
             return Sampled(in_passing)
         if not special and self.sample is not None and asked is not None:
             return Sampled(self.sample(logits, asked))
         history = (tokens, num_tokens, prompt_lens)
-        confined = _NO_ROWS if masks is None else masks.rows
         step = rows_at_once(self.vocab)
         if len(rows) <= step and not (rows[1:] == rows[:-1]).any():
-            return self._special(logits, rows, state, history, asked, confined)
-        return self._in_parts(logits, rows, state, history, asked, masks or Masks())
+            return self._special(logits, rows, state, history, asked, masks.rows)
+        return self._in_parts(logits, rows, state, history, asked, masks)
 
     def _in_parts(
         self,

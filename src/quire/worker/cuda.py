@@ -12,10 +12,9 @@ from quire.attention.batch import Batch
 from quire.capacity import rows_at_once
 from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
-from quire.data.plan import Ints, Pending, StepPlan, StepResult
+from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.masks import apply_masks
-from quire.sampling.chance import Asked
 from quire.sampling.rehearsal import rehearse
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.device import (
@@ -30,6 +29,7 @@ from quire.worker.device import (
     device_failures,
 )
 from quire.worker.drafter import Drafter
+from quire.worker.draws import Draws
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, wide_shapes
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
@@ -57,7 +57,7 @@ class Cuda:
         self,
         model: Model,
         all_rows: Rows,
-        sample: Callable[[Tensor, Asked], Tensor],
+        sample: Callable[..., Tensor],
         device: torch.device,
         drafts: SpecFacts | None = None,
     ) -> None:
@@ -66,6 +66,7 @@ class Cuda:
         in_flight = max(IN_FLIGHT, self.num_stages + 1)
         self.model = model
         self.sample = sample
+        """Of logits, what is asked of them, and who is confined"""
         self.device = device
         self.block_tables = torch.zeros(all_rows.block_tables.shape, dtype=torch.int32, device=device)
         self.max_len = all_rows.tokens.shape[1]
@@ -80,6 +81,7 @@ class Cuda:
         if self.speculation is not None:
             room, kind = max_rows * (2 + self.speculation.most), torch.int32
         self._landings = cycle([pinned(room, dtype=kind) for _ in range(in_flight)])
+        self._draws = Draws(max_rows, room, all_rows.sampling.vocab, device)
         self._in_passing: Tensor | None = None
         self._drafter: Drafter | None = None
 
@@ -161,7 +163,9 @@ class Cuda:
     @torch.inference_mode()
     def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
         asked = asked_of(self._blank(_decodes(size))[1])
-        self.sample(torch.zeros((size, vocab), dtype=dtype, device=self.device), asked)
+        logits = torch.zeros((size, vocab), dtype=dtype, device=self.device)
+        for confined in (None, self._draws.in_passing(size)):
+            self.sample(logits, asked, confined)
 
     @torch.inference_mode()
     def _mask_blank(self, vocab: int, dtype: torch.dtype) -> None:
@@ -198,8 +202,14 @@ class Cuda:
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
             follow = self._verify if self.speculation is not None and self._drafter is None else None
+            self._draws.open()
             self.graphs.capture(
-                self.compute, self._most_decodes(config), self._kinds, seconds=seconds, follow=follow
+                self.compute,
+                self._most_decodes(config),
+                self._kinds,
+                seconds=seconds,
+                follow=follow,
+                redraw=self._draw_by_masks,
             )
 
     def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
@@ -216,6 +226,7 @@ class Cuda:
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         reach = self.model.reach(plan, all_rows, self.device)
+        self._draws.hold(len(plan.confined) > 0)
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
@@ -294,10 +305,24 @@ class Cuda:
         each = len(batch.logit_tokens) == len(hidden) and not (given and batch.max_query_len > 1)
         wanted = hidden if each else hidden[batch.logit_tokens]
         logits, asked = self.model.head(wanted), asked_of(sheet)
-        token_ids = self._in_passing = self.sample(logits, asked)
+        token_ids = self._in_passing = self.sample(logits, asked, self._draws.in_passing(len(logits)))
         if given is None:
             self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
         return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], given, batch.taps)
+
+    def _draw_by_masks(self, done: Computed) -> Tensor:
+        count = len(done.logits)
+        token_ids = self.sample(done.logits, done.asked, self._draws.confined(count))
+        if done.given is None and done.rows is not None:
+            self.last_tokens.index_copy_(0, done.rows, token_ids)
+        return token_ids
+
+    def redraw(self, done: Computed, masks: Masks, places: Ints) -> Tensor | None:
+        if done.redraw is None or not self._draws.send(masks, places):
+            return None
+        token_ids = self._in_passing = done.redraw()[: len(done.logits)]
+        self._draws.applied()
+        return token_ids
 
     def _set_blocks(self, places: Tensor, ids: Tensor) -> None:
         self.block_tables.view(-1).index_copy_(0, places, ids)

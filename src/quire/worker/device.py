@@ -14,7 +14,7 @@ from quire.attention.backend import AttentionBackend
 from quire.attention.batch import Batch
 from quire.comm.dispatch import Dispatch
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, Pending, StepPlan, StepResult
+from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
 from quire.errors import EngineDead
 from quire.layers.lora import AdapterSlots
 from quire.sampling.chance import Asked
@@ -47,6 +47,8 @@ class Computed(NamedTuple):
     """See `Batch.taps`."""
     follow: Callable[[], Tensor] | None = None
     """What is done with tokens that were sampled in passing, where it was captured."""
+    redraw: Callable[[], Tensor] | None = None
+    """Samples [N] by the masks that lie on the device, where that was captured."""
 
 
 class Undrawn:
@@ -142,6 +144,9 @@ class Device(Protocol):
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         """The step, ready to run."""
+
+    def redraw(self, done: Computed, masks: Masks, places: Ints) -> Tensor | None:
+        """Tokens by masks, the quick way; None if there is none. `places` [max_rows] of rows in the step."""
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         """Bring the sampled tokens back; called before the rows advance."""

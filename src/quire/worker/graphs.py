@@ -80,10 +80,11 @@ class Graphs:
         *,
         seconds: float,
         follow: Follow | None = None,
+        redraw: Follow | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without. `kinds`: without adapters, with them. `follow` is captured
-        behind each, and played by itself."""
+        not done within `seconds` is done without. `kinds`: without adapters, with them. `follow` and
+        `redraw` are captured behind each, and played by themselves."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
@@ -95,6 +96,7 @@ class Graphs:
                     None,
                     self.in_flight,
                     follow,
+                    redraw,
                 )
         for size in reversed(ladder(largest)):
             before, query_len = self.room(size), min(self.query_lens, default=0)
@@ -107,6 +109,7 @@ class Graphs:
                     before,
                     self.in_flight,
                     follow,
+                    redraw,
                 )
             if time.monotonic() - started > seconds:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
@@ -170,6 +173,7 @@ class Graph:
         before: Tensor | None,
         in_flight: int,
         follow: Follow | None = None,
+        redraw: Follow | None = None,
     ) -> None:
         size, query_len, adapters, axes = shape
         num_groups, num_rows, width = block_tables.shape
@@ -197,18 +201,10 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._done = compute(batch, self._sheet)
-        if follow is not None and isinstance(self._done, Computed):
-            follow(self._done)
-            torch.cuda.synchronize()
-            behind = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(behind, pool=pool):
-                found = follow(self._done)
-
-            def played() -> Tensor:
-                behind.replay()
-                return found
-
-            self._done = self._done._replace(follow=played)
+        if isinstance(self._done, Computed):
+            done = self._done
+            behind = [each and _captured(each, done, pool) for each in (follow, redraw)]
+            self._done = done._replace(follow=behind[0], redraw=behind[1])
         self._done_for: dict[int, Computed | Passed] = {}
 
     def _blank(self, page: Page, first: int) -> None:
@@ -232,13 +228,27 @@ class Graph:
         return done
 
 
+def _captured(follow: Follow, done: Computed, pool: Any) -> Callable[[], Tensor]:
+    follow(done)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        found = follow(done)
+
+    def play() -> Tensor:
+        graph.replay()
+        return found
+
+    return play
+
+
 def _first(done: Computed | Passed, count: int) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows, given, taps, follow = done
+    hidden, logits, token_ids, asked, rows, given, taps, follow, redraw = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
     if given is None:
         hidden, taps = hidden[:count], tuple(tap[:count] for tap in taps)
     some = logits[:count], token_ids[:count], columns, rows[:count]
-    return Computed(hidden, *some, given, taps, follow)
+    return Computed(hidden, *some, given, taps, follow, redraw)

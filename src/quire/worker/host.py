@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.capacity import MAX_TAPED, activation_bytes, tape_bytes
 from quire.config.engine import EngineConfig
-from quire.data.plan import Ints, Pending, StepPlan, StepResult, spread
+from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult, spread
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
@@ -134,6 +134,9 @@ class Host:
         in_passing = in_passing and self.sample is not None and len(logits) > 0
         token_ids = self.sample(logits, asked) if in_passing and self.sample is not None else None
         return Computed(hidden, logits, token_ids, asked, taps=batch.taps)
+
+    def redraw(self, done: Computed, masks: Masks, places: Ints) -> None:
+        """The sampler does it."""
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts

@@ -1,6 +1,7 @@
 """The runner: one step on the device."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -44,8 +45,10 @@ class Runner:
         plan, done = step.plan, step.done
         del step.done
         asked = (plan.logit_rows, self.all_rows.sampling, *self.all_rows.history)
-        some = masks if len(masks.rows) else None
-        sampled = self.sampler(done.logits, *asked, done.token_ids, done.asked, some)
+        in_passing, redraw = done.token_ids, None
+        if len(plan.confined):  # of which nothing was sampled in passing
+            in_passing, redraw = None, partial(self.device.redraw, done)
+        sampled = self.sampler(done.logits, *asked, in_passing, done.asked, masks, redraw)
         for part in self.parts:
             part.end(plan, done.hidden, sampled)
         step.drawn = self.device.land(plan, done, sampled, self.all_rows)

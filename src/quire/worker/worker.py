@@ -485,7 +485,7 @@ def open_device(
         if native.library() is None:
             return Host(model, all_rows)
         return Host(model, all_rows, lambda logits, asked: sampling.sample(logits, *asked))
-    from quire.kernels.triton.sampling import sample
     from quire.worker.cuda import Cuda
+    from quire.worker.draws import draw
 
-    return Cuda(model, all_rows, lambda logits, asked: sample(logits, *asked), device, drafts)
+    return Cuda(model, all_rows, draw, device, drafts)

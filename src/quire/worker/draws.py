@@ -1,0 +1,134 @@
+"""Draws by masks: where what grammars allow lies on the device, for steps that were captured before anybody
+knew it."""
+
+from itertools import cycle
+from mmap import mmap
+from weakref import finalize
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.data.plan import Ints, Masks
+from quire.kernels.triton.sampling import FREE, LATER, Confined, sample
+from quire.sampling.chance import Asked
+from quire.worker.sleep import pin, unpin
+
+_NUM_PAGES = 3
+"""One more than there are steps under way."""
+_MOST_KEPT = 8
+"""Pieces of the planner's memory that the device reads by itself."""
+
+
+def draw(logits: Tensor, asked: Asked, confined: Confined | None = None) -> Tensor:
+    return sample(logits, *asked, confined)
+
+
+class Draws:
+    """The masks of one step after the other. They travel on a stream of their own, while the layers still
+    compute, and are all that the draw of a captured step waits for."""
+
+    def __init__(self, max_rows: int, max_draws: int, vocab: int, device: torch.device) -> None:
+        self.device = device
+        self._later = torch.full((max_draws,), FREE, dtype=torch.int32, device=device)
+        self._is_later = False
+        self._max_words = max_rows * -(-vocab // 32)
+        self._max_draws = max_draws
+        self._placed = b""
+        """Which masks the device has in which place."""
+
+    def hold(self, is_later: bool) -> None:
+        """Whether tokens of the next step are sampled once its masks are there, and not in passing."""
+        if is_later != self._is_later:
+            self._is_later = is_later
+            self._later.fill_(LATER if is_later else FREE)
+
+    def in_passing(self, count: int) -> Confined | None:
+        """What draws in passing look at; None: there are more than ever wait."""
+        later = self._later[:count]
+        return None if count > self._max_draws else Confined(later, later, later)
+
+    def open(self) -> None:
+        """Before anything is captured."""
+        self._page = torch.full((1 + self._max_draws,), FREE, dtype=torch.int32, device=self.device)
+        """How wide masks are; then of each draw which one it has."""
+        self._bits = torch.zeros(self._max_words, dtype=torch.int32, device=self.device)
+        self._pages = cycle(torch.empty(_NUM_PAGES, *self._page.shape, dtype=torch.int32).pin_memory())
+        self._host = HostMemory()
+        self._stream = torch.cuda.Stream(self.device)
+        self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
+        self._placed = b""
+
+    def confined(self, count: int) -> Confined:
+        """What so many draws of a captured step look at."""
+        return Confined(self._page[1 : 1 + count], self._page[:1], self._bits)
+
+    def send(self, masks: Masks, places: Ints) -> bool:
+        """Have them there before what is launched next; `places` [max_rows] are those of rows in the batch.
+        False: they are too many."""
+        if masks.bits.size > len(self._bits):
+            return False
+        at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
+        width = masks.bits.shape[1]
+        placed = at.tobytes() + width.to_bytes(4, "little")
+        with torch.cuda.stream(self._stream):
+            self._applied.wait()
+            if placed != self._placed:
+                self._placed, page = placed, next(self._pages)
+                array = page.numpy()
+                array[:] = FREE
+                array[0] = width
+                array[1 + at] = np.arange(len(at))
+                self._page.copy_(page, non_blocking=True)
+            if masks.bits.size:
+                self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
+            self._sent.record()
+        self._sent.wait()
+        return True
+
+    def applied(self) -> None:
+        """What looks at them is launched."""
+        self._applied.record()
+
+
+class HostMemory:
+    """Memory that masks come in again and again, as the device reads it by itself; for others, a copy."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        """By where it is."""
+        finalize(self, _let_go, self._kept).atexit = False
+
+    def of(self, bits: NDArray[np.uint32]) -> Tensor:
+        """[words] of all masks, one after the other."""
+        memory, at = _owner(bits), bits.ctypes.data
+        if memory is not None and at not in self._kept:
+            self._keep(memory)
+        kept = self._kept.get(at)
+        if kept is None or len(kept) < bits.size:
+            kept = torch.from_numpy(bits.reshape(-1).view(np.int32)).pin_memory()
+        return kept[: bits.size]
+
+    def _keep(self, memory: mmap) -> None:
+        if len(self._kept) >= _MOST_KEPT:
+            _let_go(self._kept)
+        words = torch.frombuffer(memory, dtype=torch.int32)
+        if pin(words.view(torch.uint8)):
+            self._kept[words.data_ptr()] = words
+
+
+def _owner(bits: NDArray[np.uint32]) -> mmap | None:
+    """Pages of its own that an array lies in, if it does."""
+    base = bits.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    memory = base.obj if isinstance(base, memoryview) else base
+    return memory if isinstance(memory, mmap) else None
+
+
+def _let_go(kept: dict[int, Tensor]) -> None:
+    if kept:
+        torch.cuda.synchronize()
+    while kept:
+        unpin(kept.popitem()[1])
