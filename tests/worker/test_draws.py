@@ -1,0 +1,81 @@
+"""Masks on their way to a captured draw, without a GPU."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.data.plan import Masks
+from quire.kernels.triton.sampling import FREE, LATER
+from quire.sched.constraints import _Room
+from quire.worker import draws as module
+from quire.worker.draws import Draws
+
+ROWS, DRAWS, VOCAB = 12, 30, 200
+
+
+class NoStream:
+    """Everything is over at once."""
+
+    def __init__(self, *device: Any) -> None: ...
+    def wait(self) -> None: ...
+    def record(self) -> None: ...
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draws]:
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(module, "pin", lambda memory: True)
+    monkeypatch.setattr(module, "unpin", lambda memory: None)
+    made = Draws(ROWS, DRAWS, VOCAB, torch.device("cpu"))
+    made.open()
+    yield made
+    module._let_go(made._host._kept)
+
+
+def test_every_draw_finds_its_mask(draws: Draws) -> None:
+    """Rows in any order, some without a mask, some with several draws; memory of the planner's, which grows
+    and comes again, and memory that is new each time."""
+    rng, rooms = np.random.default_rng(0), [_Room() for _ in range(3)]
+    for step in range(40):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS)].astype(np.int32)
+        num_draws = rng.integers(1, 3) if step % 2 else 1
+        places = np.full(ROWS, -1, np.int32)
+        places[rows] = np.arange(len(rows)) * num_draws
+        chosen = np.repeat(rows[rng.random(len(rows)) < 0.6], num_draws)
+        which = np.tile(np.arange(num_draws, dtype=np.int32), len(chosen) // num_draws)
+        width = int(rng.integers(1, VOCAB // 64))
+        bits = rooms[step % 3].take(len(chosen), width)
+        bits[:] = rng.integers(2**32, size=bits.shape, dtype=np.uint32)
+        given = bits if step % 5 else bits.copy()
+        assert draws.send(Masks(chosen, given, which if num_draws > 1 else which[:0]), places)
+        mask_of, found_width, found = draws.confined(DRAWS)
+        assert found_width.item() == width
+        expected = dict(zip((places[chosen] + which).tolist(), bits, strict=True))
+        for place, mask in enumerate(mask_of.tolist()):
+            if place not in expected:
+                assert mask == FREE
+            else:
+                words = found[mask * width : (mask + 1) * width].numpy().view(np.uint32)
+                assert (words == expected[place]).all(), f"step {step}, draw {place}"
+
+
+def test_masks_for_which_there_is_no_room_are_not_sent(draws: Draws) -> None:
+    rows = np.arange(ROWS, dtype=np.int32)
+    assert draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32)), np.uint32)), rows)
+    assert not draws.send(Masks(rows, np.zeros((ROWS, -(-VOCAB // 32) + 1), np.uint32)), rows)
+
+
+def test_draws_in_passing_wait_only_where_masks_follow(draws: Draws) -> None:
+    looked_at = draws.in_passing(5)
+    assert looked_at is not None and draws.in_passing(DRAWS + 1) is None
+    for is_later in (False, True, True, False):
+        draws.hold(is_later)
+        assert looked_at.mask_of.tolist() == [LATER if is_later else FREE] * 5
