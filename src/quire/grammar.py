@@ -1,6 +1,7 @@
 """Structured output: what a request asks its text to be, as a grammar over the tokens of the model."""
 
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -46,6 +47,11 @@ MAX_REASON_CHARS = 500
 COMPILING_THREADS = 2
 FEW = 4
 """Matchers that are moved, and asked for a mask, faster by one thread than by several."""
+SHARE = 3 / 8
+"""Of the cores, for masks that are filled while a device computes: more threads wake later, and slow down the
+one that plans,"""
+DEAR_S = 1.5e-3
+"""unless filling takes so long, which only more of them help."""
 
 _ENDS: dict[str, Verdict] = {
     "NotStopped": "",
@@ -174,6 +180,8 @@ class Grammars:
         self._opening = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._is_dear = False
+        """Whether the last masks took long."""
 
     def compile(self, asked: StructuredOutputsParams) -> Matcher:
         """The start of what is asked for. A RequestError if it is no grammar, is one that no text fits, is
@@ -225,7 +233,9 @@ class Grammars:
                 fill_next_token_bitmask(matcher.inner, into[:, :words], place)
         else:
             each = [(matcher.inner, place) for matcher, place in matchers]
-            fill_next_token_bitmask_par(self._executor, each, into)
+            started = time.perf_counter()
+            fill_next_token_bitmask_par(self._many if self._is_dear else self._executor, each, into)
+            self._is_dear = self.is_beside and time.perf_counter() - started > DEAR_S
 
     def advance(self, moves: Sequence[tuple[Matcher, int]]) -> list[Verdict]:
         """Each of these sequences has one more token: what `Matcher.advance` says, of many at once."""
@@ -241,7 +251,13 @@ class Grammars:
     def _executor(self) -> "LLExecutor":
         from llguidance import LLExecutor
 
-        return LLExecutor(self._num_threads)
+        return LLExecutor(self._num_threads or max(int((os.cpu_count() or 1) * SHARE), 2))
+
+    @cached_property
+    def _many(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor()
 
     def _compile(self, grammar: str) -> "LLMatcher":
         from llguidance import LLMatcher, LLParserLimits

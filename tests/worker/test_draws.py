@@ -1,6 +1,5 @@
 """Masks on their way to a captured draw, without a GPU."""
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +20,14 @@ class NoStream:
     """Everything is over at once."""
 
     def __init__(self, *device: Any) -> None: ...
-    def wait(self) -> None: ...
-    def record(self) -> None: ...
+    def wait(self, stream: Any) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draws]:
-    for name in ("Stream", "Event"):
+    for name in ("Stream", "Event", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, NoStream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
     monkeypatch.setattr(module, "pin", lambda memory: True)

@@ -57,8 +57,7 @@ class EngineCore:
         while self.pipeline.has_room(constraints.has_begun) and (plan := self._plan()) is not None:
             self.draw()
             self.pipeline.submit(plan)
-            if not constraints.has_begun:
-                self.draw()
+            constraints.begin(self.scheduler.running)
         self.draw()
         if not len(self.pipeline) and self._wait_outside(timeout_s):
             return self.step(timeout_s)
@@ -81,10 +80,9 @@ class EngineCore:
 
     def draw(self) -> None:
         """Let the newest step sample, once it is known what its rows may."""
-        if self.pipeline.undrawn:
-            masks = self.scheduler.constraints.masks(self.scheduler.running)
-            if masks is not None:
-                self.pipeline.draw(masks)
+        constraints = self.scheduler.constraints
+        if self.pipeline.undrawn and constraints.has_begun:
+            self.pipeline.draw(constraints.masks())
 
     def _plan(self) -> StepPlan | None:
         return self.pipeline.agreed(None if self.gate.is_shut else self.scheduler.plan())

@@ -19,7 +19,7 @@ from quire.sched.beside import Beside
 from quire.sched.follower import Follower, Matcher
 from quire.sched.in_flight import Flight
 from quire.sched.landed import Landed
-from quire.sched.running import Running
+from quire.sched.running import RowIds, Running
 
 log = get_logger(__name__)
 
@@ -60,9 +60,10 @@ class _Filling(NamedTuple):
     also: list[tuple[int, int]]
     """Tokens that are allowed beside what the matchers say, or alone, and in which of them."""
 
-    def add(self) -> None:
+    def whole(self) -> Masks:
         for token_id, at in self.also:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
+        return self.masks
 
 
 class Constraints:
@@ -76,6 +77,8 @@ class Constraints:
         """Of those."""
         self._followers: dict[str, Follower] = {}
         """By request id. They advance by tokens that are known, whether their request has a row or not."""
+        self._bound_key, self._matchers = b"", list[Matcher]()
+        """Rows and whom they were given to, and the matchers of these."""
         self._rooms = cycle([_Room() for _ in range(_NUM_ROOMS)])
         self._awaiting: deque[Flight] = deque()
         """Plans whose masks nobody has yet, oldest first."""
@@ -103,7 +106,8 @@ class Constraints:
         """Its follower stays where it is."""
 
     def drop(self, request: Request) -> None:
-        self._followers.pop(request.id, None)
+        if self._followers.pop(request.id, None) is not None:
+            self._bound_key, self._matchers = b"", []
         coming = self._coming.pop(request.id, None)
         if coming is not None:
             coming.cancel()
@@ -138,7 +142,6 @@ class Constraints:
         plan.confined = plan.sampling_rows[running.constrained[plan.sampling_rows]]
         if len(plan.confined):
             self._awaiting.append(flight)
-            self.begin(running)
 
     @property
     def has_begun(self) -> bool:
@@ -146,35 +149,28 @@ class Constraints:
         return self._filling is not None
 
     def begin(self, running: Running) -> None:
-        """Have them made meanwhile, if all tokens before are known and there are cores for it."""
-        grammars = self._grammars
-        if grammars is None or not grammars.is_beside or self.has_begun or not self._awaiting:
+        """Have them made if all tokens before are known; meanwhile, if there are cores for it."""
+        if self.has_begun or not self._awaiting or (filling := self._next(running)) is None:
             return
-        self._filling = filling = self._next(running)
-        if filling is None:
+        self._filling = filling
+        if self._grammars is None or not filling.matched:
             return
-        self._is_beside = len(filling.matched) > _FEW
+        fill = partial(self._grammars.fill, filling.matched, filling.masks.bits)
+        self._is_beside = self._grammars.is_beside and len(filling.matched) > _FEW
         if self._is_beside:
-            self._beside.begin(partial(grammars.fill, filling.matched, filling.masks.bits))
+            self._beside.begin(fill)
         else:
-            self._fill(filling)
+            fill()
 
-    def masks(self, running: Running) -> Masks | None:
-        """Those of the oldest plan that has none; None while they depend on tokens that are under way. They
-        are good until two more plans were made."""
-        filling = self._filling
-        if filling is None:
-            filling = self._next(running)
-            if filling is None:
-                return None
-            self._fill(filling)
-        elif self._is_beside:
+    def masks(self) -> Masks:
+        """Those that are begun. They are good until two more plans were made."""
+        assert self._filling is not None
+        if self._is_beside:
             self._is_beside = False
             self._beside.wait()
-        self._filling = None
+        masks, self._filling = self._filling.whole(), None
         self._awaiting.popleft()
-        filling.add()
-        return filling.masks
+        return masks
 
     def forget(self) -> None:
         """Nobody will ask for the masks of what was planned."""
@@ -192,15 +188,27 @@ class Constraints:
             rows = rows[np.isin(rows, flight.rows[alive])]
         if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
             return None
-        followers = [self._followers[id] for id in running.ids[rows].tolist()]
-        bound = [one.bound for one in followers]
-        if len(flight.plan.num_drafts) or None in bound:
-            return self._various(rows, followers, flight.plan)
-        matched = [(matcher, at) for at, matcher in enumerate(bound) if matcher is not None]
+        matchers = self._bound(running, rows.astype(np.intp))
+        if matchers is None or len(flight.plan.num_drafts):
+            return self._various(running, rows, flight.plan)
+        matched = list(zip(matchers, range(len(rows)), strict=True))
         return _Filling(Masks(rows, self._bits(len(rows), matched)), matched, [])
 
-    def _various(self, rows: Ints, followers: list[Follower], plan: StepPlan) -> _Filling:
+    def _bound(self, running: Running, rows: RowIds) -> list[Matcher] | None:
+        """The matchers of rows that nothing else decides of; None if some are others. Mostly they are the
+        same as the last time."""
+        key = rows.tobytes() + running.admission[rows].tobytes()
+        if key != self._bound_key:
+            found = [self._followers[id].bound for id in running.ids[rows].tolist()]
+            matchers = [matcher for matcher in found if matcher is not None]
+            if len(matchers) < len(found):
+                return None
+            self._bound_key, self._matchers = key, matchers
+        return self._matchers
+
+    def _various(self, running: Running, rows: Ints, plan: StepPlan) -> _Filling:
         """With drafts, or with reasoning before the grammar: the draws that may not be what they like."""
+        followers = [self._followers[id] for id in running.ids[rows].tolist()]
         drafts = plan.drafts_by_row() if len(plan.num_drafts) else {}
         wanted = [
             (row, draw, here)
@@ -219,10 +227,6 @@ class Constraints:
             if here.matcher is None:
                 bits[at] = 0
         return _Filling(Masks(places, bits, draws if draws.any() else draws[:0]), matched, also)
-
-    def _fill(self, filling: _Filling) -> None:
-        if self._grammars is not None and filling.matched:
-            self._grammars.fill(filling.matched, filling.masks.bits)
 
     def _bits(self, count: int, matched: Sequence[object], width: int = 0) -> Bits:
         """As wide as grammars want them, if some are there."""
@@ -246,8 +250,15 @@ class Constraints:
             if over:
                 wave = wave[~np.isin(rows, list(over))]
                 rows = landed.rows[wave]
+            token_ids = landed.result.token_ids[wave].tolist()
+            matchers = self._bound(running, rows)
             followers = [self._followers[id] for id in running.ids[rows].tolist()]
-            verdicts = self._move(followers, landed.result.token_ids[wave].tolist())
+            if self._grammars is None or matchers is None:
+                verdicts = self._move(followers, token_ids)
+            else:
+                verdicts = self._grammars.advance(list(zip(matchers, token_ids, strict=True)))
+                if not any(verdicts):
+                    continue
             for at, (follower, verdict) in enumerate(zip(followers, verdicts, strict=True)):
                 if verdict:
                     ended[int(wave[at])] = verdict
@@ -261,10 +272,7 @@ class Constraints:
         """Each by a token."""
         bound = [one.bound for one in followers]
         moves = [each for each in zip(bound, token_ids, strict=True) if each[0] is not None]
-        moved = self._grammars.advance(moves) if self._grammars is not None else []
-        if len(moved) == len(followers):
-            return moved
-        verdicts = iter(moved)
+        verdicts = iter(self._grammars.advance(moves) if self._grammars is not None else [])
         return [
             one.advance(token_id) if matcher is None else next(verdicts)
             for one, matcher, token_id in zip(followers, bound, token_ids, strict=True)
@@ -277,9 +285,13 @@ class _Room:
 
     def __init__(self) -> None:
         self._words: Bits = np.empty(0, np.uint32)
+        self._last: Bits = self._words.reshape(0, 0)
 
     def take(self, count: int, width: int) -> Bits:
+        if self._last.shape == (count, width):
+            return self._last
         if len(self._words) < count * width:
             size = max(2 * count * width, 1)
             self._words = np.frombuffer(mmap(-1, size * 4), np.uint32)
-        return self._words[: count * width].reshape(count, width)
+        self._last = self._words[: count * width].reshape(count, width)
+        return self._last

@@ -80,7 +80,10 @@ class Cuda:
         room, kind = max_rows, torch.int64
         if self.speculation is not None:
             room, kind = max_rows * (2 + self.speculation.most), torch.int32
-        self._landings = cycle([pinned(room, dtype=kind) for _ in range(in_flight)])
+        is_cuda = device.type == "cuda"
+        self._landings = cycle(
+            [(pinned(room, dtype=kind), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
+        )
         self._draws = Draws(max_rows, room, all_rows.sampling.vocab, device)
         self._in_passing: Tensor | None = None
         self._drafter: Drafter | None = None
@@ -349,9 +352,11 @@ class Cuda:
     def _landing(
         self, found: Tensor, sampled: Sampled, new: NewTokens, all_rows: Rows, read: Read
     ) -> "Landing":
-        landing = next(self._landings)[: len(found)]
+        room, landed = next(self._landings)
+        landing = room[: len(found)]
         landing.copy_(found, non_blocking=True)
-        landed = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        if landed is not None:
+            landed.record()
         return Landing(landed, landing, sampled, new, all_rows, read)
 
 
