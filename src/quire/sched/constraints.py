@@ -266,6 +266,8 @@ class Constraints:
                     over.add(int(rows[at]))
                 if follower.is_free:
                     running.constrained[rows[at]] = False
+        if not ended:
+            self.begin(running)  # as soon as can be: who ends for another reason has a mask for nothing
         return ended
 
     def _move(self, followers: list[Follower], token_ids: list[int]) -> list[Verdict]:
