@@ -5,7 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from symbolic import LAYOUTS, Engine, continuation, logprobs_of, widened
 
@@ -226,7 +226,20 @@ def test_after_clear_the_engine_is_as_new(
     check_answers(engine, traffic)
 
 
+_SIZES = [(0, 1, 1), (0, 1, 0), (0, 7, 0), (2, 22, 0), *[(0, 1, 0)] * 9, (1, 25, 0)]
+CLAIMED = (
+    [Arrival(*size[:2], 1, size[2], 0, None, False, False, False) for size in _SIZES],
+    {
+        **{"layout": "full", "num_blocks": 13, "max_num_seqs": 2, "max_num_batched_tokens": 7},
+        **{"long_prefill_token_threshold": 0, "policy": "fcfs", "share": False, "watermark": 0.0},
+        **{"reserve_full_prompt": False, "fair": True, "drafts": None},
+    },
+)
+"""Tokens are left to one who is next in line, in a step that lets nobody in: somebody was preempted."""
+
+
 @settings(max_examples=60)
+@example(*CLAIMED)
 @given(TRAFFIC, ONE_BY_ONE)
 def test_without_chunked_prefill_only_what_no_step_can_hold_is_split(
     traffic: list[Arrival], limits: dict[str, Any]

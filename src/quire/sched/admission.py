@@ -55,14 +55,16 @@ class Admitter:
         line = LINES[policy]() if self.shares is None else FairLine(policy, self.shares)
         self.waiting = GatedLine(line, gates)
 
-    def divide(self, pending: Ints) -> Ints:
-        """The tokens of a step, to the running rows in order."""
+    def divide(self, pending: Ints, *, admits: bool) -> Ints:
+        """The tokens of a step, to the running rows in order; with some left to who is next in line, if
+        anybody is let in."""
         pending = self.media.allow(self.running, pending, self.limits)
         if self.shares is None:
             chunks = self.limits.divide(pending)
         else:
             levels = self.shares.levels[self.running.tenant[self.running.order]]
-            chunks = self.limits.divide(pending, levels, self._claim(int(pending.sum())))
+            claim = self._claim(int(pending.sum())) if admits else None
+            chunks = self.limits.divide(pending, levels, claim)
         return self.media.undivided(self.running, chunks, self.limits)
 
     def _claim(self, num_pending: int) -> Claim | None:

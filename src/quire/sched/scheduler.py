@@ -200,9 +200,11 @@ class Scheduler:
         if self.trial and self.in_flight:
             return None
         self.kv.slide(running)
+        num_preemptions = self.num_preemptions
         while True:
             rows = running.order
-            chunks = self.admitter.divide(running.pending())
+            admits = self.num_preemptions == num_preemptions
+            chunks = self.admitter.divide(running.pending(), admits=admits)
             growth = self.kv.growth(rows, running.reach(chunks))
             if not growth.shortage:
                 chunks, growth, drafts = self.admitter.draft(chunks, growth)
