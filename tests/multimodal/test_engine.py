@@ -10,6 +10,7 @@ import pytest
 import torch
 from cuda_on_cpu import OnCPU
 from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
+from fake_inputs import END, PAD, START, inputs, media, picture
 from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
 
@@ -22,6 +23,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.plan import StepPlan
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
+from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
 from quire.prepare import configure
 from quire.worker.device import Model
@@ -82,8 +84,8 @@ def run(llm: LLM, prompts: list[Seen], *, preempt: tuple[int, ...] = (), **asked
             scheduler._preempt(int(scheduler.running.order[0]))
         found |= {output.request_id: output for output in engine.step() if output.finished}
         step += 1
-    media = scheduler.media
-    assert not media.rows and not media.num_held and not len(media.shelf)
+    cache = scheduler.media
+    assert not cache.rows and not cache.num_held and not len(cache.shelf)
     return [found[id] for id in ids]
 
 
@@ -139,14 +141,24 @@ def test_images_that_must_not_be_divided(fake: Fake) -> None:
         rows = llm.llm_engine.core.scheduler.running
         for row in plan.rows.tolist():
             ends.add((row, int(rows.num_computed[row])))
-            media = rows.request(row).media
-            for item in media.items if media else ():
+            its = rows.request(row).media
+            for item in its.items if its else ():
                 assert not item.offset < rows.num_computed[row] < item.end, "a step ends inside an image"
         return submit(plan)
 
     llm.llm_engine.core.executor.submit = watch  # type: ignore[method-assign]
     check(fake, PROMPTS, run(llm, PROMPTS))
     assert ends
+
+
+def test_what_no_step_can_hold_is_refused_at_the_door() -> None:
+    reader = media()
+    reader._max_span = len([START, PAD, PAD, END])
+    given = {"prompt": "see <i> and <i>", "multi_modal_data": {"image": [picture(20, 10), picture(20, 16)]}}
+    assert inputs(reader).parse(given).media is not None
+    given["multi_modal_data"] = {"image": [picture(20, 10), picture(20, 17)]}
+    with pytest.raises(RequestError, match="One image stands for 6 tokens.* a step holds 4: take a smaller"):
+        inputs(reader).parse(given)
 
 
 def test_sequences_of_one_prompt_share_its_image(fake: Fake) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from quire.capacity import max_span
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
 from quire.config.media.limits import limits_of
@@ -34,9 +35,12 @@ class MediaReader:
         *,
         takes_embeds: bool = False,
         interleaves: bool = False,
+        max_span: int | None = None,
     ) -> None:
+        """An item stands for at most `max_span` tokens; None: for any number."""
         self._model, self._kitchen, self._limits = model, kitchen, limits or {}
         self._takes_embeds = takes_embeds
+        self._max_span = max_span
         self.interleaves = interleaves
         """Whether items keep their places among texts where a template knows only text."""
 
@@ -73,7 +77,14 @@ class MediaReader:
 
     def place(self, token_ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[list[int], Media]:
         assert self._kitchen is not None
-        return place(token_ids, prepared, self._kitchen.processor)
+        placed, media = place(token_ids, prepared, self._kitchen.processor)
+        for item in media.items:
+            if self._max_span is not None and item.length > self._max_span:
+                raise RequestError(
+                    f"One {item.modality} stands for {item.length} tokens, which are computed in one step, "
+                    f"and a step holds {self._max_span}: take a smaller one, or raise max_num_batched_tokens"
+                )
+        return placed, media
 
     def spelled(self, text: str) -> str:
         """A prompt with media, as its tokens are to be made."""
@@ -104,6 +115,7 @@ def media_reader(config: EngineConfig, tokenizer: Tokenizer | None) -> MediaRead
         limits,
         takes_embeds=section.enable_mm_embeds,
         interleaves=section.interleave_mm_strings,
+        max_span=max_span(config),
     )
 
 
