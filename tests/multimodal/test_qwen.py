@@ -130,7 +130,7 @@ def test_what_is_said_of_media_is_what_transformers_says(
     """One image, several of mixed sizes with text between, a video, none; all at once, in chunks that end in
     the middle of items; then again, when their beginnings are kept."""
     twin = Twin(family, tmp_path_factory.getbasetemp())
-    contents = prompts(family.startswith("Glm4v"))
+    contents = prompts(family.startswith("Glm"))
     llm = open_llm(twin.path, max_num_batched_tokens=24)
     expected = [twin.says(content) for content in contents]
     first = generate(llm, contents)

@@ -134,6 +134,11 @@ def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> Non
     got = processor_of("Glm4v", base).process("video", Video(frames, fps=4.0), {})  # 8, of 4 seconds
     expected = [(BEGIN, *[IMAGE] * 6, END, *words.encode(time, add_special_tokens=False)) for time in "0122"]
     assert got.token_ids == [token for frame in expected for token in frame]
+    got = processor_of("Glm46V", base).process("video", Video(frames, fps=4.0), {})  # all of them
+    assert [words.decode(got.token_ids[8 + 19 * i : 19 + 19 * i]) for i in (0, 5)] == [
+        "0.0 seconds",
+        "2.5 seconds",
+    ]
     seen = Video(frames[:3], indices=(0, 40, 80), source_fps=10.0, total_frames=120)
     got = processor.process("video", seen, {})
     assert got.facts["grid"] == [2, 4, 6] and words.decode(got.token_ids[:13]) == "<2.0 seconds>"

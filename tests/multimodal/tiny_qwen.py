@@ -58,6 +58,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
         _VISION | {"image_size": 20, "hidden_act": "silu"},
     ),
+    "Glm46V": (
+        {
+            "model_type": "glm4v_text",
+            "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+        },
+        _VISION | {"model_type": "glm4v_vision", "image_size": 20},
+    ),
     "Glm4vMoe": (
         {
             "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
@@ -98,7 +105,7 @@ def made(family: str, directory: Path) -> tuple[Path, Any]:
 
     text, vision = FAMILIES[family]
     kind = getattr(transformers, f"{family}ForConditionalGeneration")
-    ids = _GLM_IDS if family.startswith("Glm4v") else _IDS
+    ids = _GLM_IDS if family.startswith("Glm") else _IDS
     config = kind.config_class(
         text_config=_TEXT | text, vision_config=vision, tie_word_embeddings=False, **ids
     )
@@ -109,7 +116,7 @@ def made(family: str, directory: Path) -> tuple[Path, Any]:
             is_one = "norm" in name or "ln_q" in name
             tensor.copy_(torch.randn_like(tensor) * (0.2 if tensor.ndim == 1 else 0.15) + is_one)
     model.save_pretrained(path)
-    size = PIXELS if not family.startswith("Glm4v") else {"shortest_edge": 512, "longest_edge": 8192}
+    size = PIXELS if not family.startswith("Glm") else {"shortest_edge": 512, "longest_edge": 8192}
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | {"size": size}))
     video = {"size": {"shortest_edge": 256, "longest_edge": 16384}}
     (path / "video_preprocessor_config.json").write_text(json.dumps(PROCESSOR | video))

@@ -7,8 +7,9 @@ from quire.config.keys import Keys
 from quire.config.media import anyres, gemma, intern, llava, pixtral, qwen
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
-    "Glm4vForConditionalGeneration": qwen.glm4v("Glm4ForCausalLM", partial_rotary_factor=1.0),
-    "Glm4vMoeForConditionalGeneration": qwen.glm4v("Glm4MoeForCausalLM", partial_rotary_factor=0.5),
+    "Glm46VForConditionalGeneration": qwen.glm46v,
+    "Glm4vForConditionalGeneration": qwen.glm4v,
+    "Glm4vMoeForConditionalGeneration": qwen.glm4v,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),

@@ -53,7 +53,8 @@ class GridFacts:
     pace: float = 0.0
     """Positions that pass in a second of a video; 0: one for each of its steps, however long."""
     times: str = ""
-    """How frames of a video are told apart: by their time `before` each, or `behind`; or not at all."""
+    """How frames of a video are told apart: by their time `before` each, or `behind`, or by that with the
+    word `seconds`; or not at all."""
 
 
 def qwen2_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
@@ -113,29 +114,36 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
     return read
 
 
-def glm4v(architecture: str, **defaults: Any) -> Read:
-    """With this decoder, of which all that holds where its configuration is silent."""
+def glm4v(keys: Keys, times: str = "behind") -> tuple[Keys, MediaFacts]:
+    """Also GLM-4.5V, whose decoder has experts."""
+    vision = _vision(keys)
+    sizes = {"hidden_size": 1536, "num_heads": 12, "depth": 24, "intermediate_size": 13696}
+    grid = _grid(
+        keys,
+        sizes | {"out_hidden_size": 4096},
+        _GLM_MARKS,
+        norm_eps=vision.number("rms_norm_eps", 1e-5),
+        qkv_bias=vision.flag("attention_bias"),
+        positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
+        times=times,
+    )
+    return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
 
-    def read(keys: Keys) -> tuple[Keys, MediaFacts]:
-        vision = _vision(keys)
-        sizes = {"hidden_size": 1536, "num_heads": 12, "depth": 24, "intermediate_size": 13696}
-        grid = _grid(
-            keys,
-            sizes | {"out_hidden_size": 4096},
-            _GLM_MARKS,
-            norm_eps=vision.number("rms_norm_eps", 1e-5),
-            qkv_bias=vision.flag("attention_bias"),
-            positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
-            times="behind",
-        )
-        text = _text(keys, architecture, {"mrope_section": [8, 12, 12]}, rms_norm_eps=1e-5, **defaults)
-        head_dim = text.size("hidden_size") // text.size("num_attention_heads")
-        if architecture == "Glm4ForCausalLM":  # whatever it says of these
-            text = text.but(attention_bias=True, head_dim=head_dim)
-        text = with_defaults(text, attention_bias=True, head_dim=head_dim)
-        return text, MediaFacts("glm4v", ("image", "video"), grid)
 
-    return read
+def glm46v(keys: Keys) -> tuple[Keys, MediaFacts]:
+    """The same with either decoder."""
+    return glm4v(keys, "seconds")
+
+
+def _glm4(keys: Keys) -> Keys:
+    rope = {"mrope_section": [8, 12, 12]}
+    has_experts = (keys.get("text_config") or {}).get("model_type") == "glm4v_moe_text"
+    if has_experts:
+        text = _text(keys, "Glm4MoeForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+    else:
+        text = _text(keys, "Glm4ForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=1.0)
+    own = {"attention_bias": True, "head_dim": text.size("hidden_size") // text.size("num_attention_heads")}
+    return with_defaults(text, **own) if has_experts else text.but(**own)
 
 
 def _vision(keys: Keys) -> Keys:

@@ -98,11 +98,38 @@ def _by_second(count: int, fps: float, settings: GridSettings) -> list[int]:
         wanted = int(settings.max_seconds * rate)
         picked = [min(last, math.ceil(t * fps)) for t in np.linspace(0, seconds, wanted)]
         picked = list(range(count)) if wanted >= count else picked
+    return _even(picked)
+
+
+def _even(picked: list[int]) -> list[int]:
+    """Each once, and an even number of them."""
     picked = list(dict.fromkeys(picked))
     return picked if len(picked) % 2 == 0 else [*picked, picked[-1]]
 
 
-_PICKS = {"": _evenly, "before": _spaced, "behind": _by_second}
+def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
+    """GLM-4.6V's: the longer the video, the fewer of a second."""
+    last, depth = count - 1, settings.frames
+    seconds = round(last / fps) + 1
+    rate = next((rate for most, rate in _RATES if seconds <= most), _RATES[-1][1])
+    wanted = min(int(min(seconds, _RATES[-1][0]) * rate * depth), _MOST_FRAMES)
+    picked: list[int] = []
+    if count >= wanted:
+        time = 0.0
+        for frame in range(count):
+            if frame / fps >= time and (not picked or time < int(seconds)):
+                picked.append(frame)
+                time += 1 / (depth * rate)
+    if len(picked) != wanted:
+        first, end = (picked[0], picked[-1]) if 0 < len(picked) < wanted else (0, last)
+        picked = np.linspace(first, end, wanted, dtype=int).tolist()
+    return _even(picked)
+
+
+_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
+"""Up to so many seconds: steps of a second."""
+_MOST_FRAMES = 640
+_PICKS = {"": _evenly, "before": _spaced, "behind": _by_second, "seconds": _by_length}
 """By how frames are told apart."""
 
 

@@ -1,7 +1,7 @@
 """Qwen's and GLM's: an image or a video becomes patches of a grid, of a number of pixels within bounds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ from quire.multimodal.families.grid import USUAL_FPS, Grid, patches_of, position
 from quire.multimodal.families.grid_settings import GridSettings, read_settings
 from quire.multimodal.images import resized
 from quire.text.tokenizer import Tokenizer
+
+_TIMES: dict[str, Callable[[float, float], str]] = {
+    "before": lambda first, last: f"<{(first + last) / 2:.1f} seconds>",
+    "behind": lambda first, last: str(int(first)),
+    "seconds": lambda first, last: f"{first:.1f} seconds",
+}
+"""How the time of a step is written, out of those of its first and last frame."""
 
 
 class GridProcessor:
@@ -74,17 +81,18 @@ class GridProcessor:
             processed = Processed([tower.video_id] * count)
             processed.facts["step"] = (tower.pace * seconds) if tower.pace else 1.0
             return processed
-        processed = Processed([])
+        processed, is_before = Processed([]), tower.times == "before"
         ids, frames, last = processed.token_ids, tower.frames, len(times) - 1
-        token = tower.video_id if tower.times == "before" else tower.image_id
+        token = tower.video_id if is_before else tower.image_id
         for step in range(grid.steps):
-            first, end = (times[min(step * frames + i, last)] for i in (0, frames - 1))
-            text = f"<{(first + end) / 2:.1f} seconds>" if tower.times == "before" else str(int(first))
+            text = _TIMES[tower.times](
+                times[min(step * frames, last)], times[min((step + 1) * frames - 1, last)]
+            )
             time = self.tokenizer.encode(text, add_special_tokens=False)
-            ids += [*time, tower.start_id] if tower.times == "before" else [tower.start_id]
+            ids += [*time, tower.start_id] if is_before else [tower.start_id]
             processed.runs.append((len(ids), count // grid.steps))
             ids += [token] * (count // grid.steps)
-            ids += [tower.end_id] if tower.times == "before" else [tower.end_id, *time]
+            ids += [tower.end_id] if is_before else [tower.end_id, *time]
         return processed
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
