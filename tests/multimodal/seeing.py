@@ -304,12 +304,30 @@ def _llava_onevision() -> tuple[str, Any, Any, str]:
     return "LlavaOnevisionForConditionalGeneration", config, processor, "<image>"
 
 
+def _idefics3() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    names = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    tokenizer = make_tokenizer(["<fake_token_around_image>", "<image>", "<global-img>", *names, "<end>"])
+    images = hf.models.idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil(
+        size={"longest_edge": 70}, max_image_size={"longest_edge": 28}
+    )
+    processor = hf.Idefics3Processor(images, tokenizer, image_seq_len=4)
+    config = hf.Idefics3Config(
+        vision_config=VISION | {"image_size": 28, "patch_size": 7},
+        text_config=hf.LlamaConfig(**TEXT),
+        image_token_id=processor.image_token_id,
+    )
+    return "Idefics3ForConditionalGeneration", config, processor, "<image>"
+
+
 FAMILIES = {
     "llava": _llava,
     "gemma3": _gemma3,
     "internvl": _internvl,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
+    "idefics3": _idefics3,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
 }

@@ -52,7 +52,8 @@ _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
 _BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
-    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
+    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|mlp1)\."
+    r"|^(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|input_zero_point|weight_format|g_idx|weight_shape)$"
 )
 """The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that see,
@@ -243,7 +244,8 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     if name in stored:
         return name
     body, _, rest = name.partition(".")
-    known = [name, rest, f"{body}.language_model.{rest}", f"language_model.{name}"]
+    inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
+    known = [name, rest, *inner, f"language_model.{name}"]
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)

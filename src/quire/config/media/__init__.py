@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media import anyres, gemma, intern, llava, pixtral, qwen
+from quire.config.media import anyres, gemma, idefics, intern, llava, pixtral, qwen
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm46VForConditionalGeneration": qwen.glm46v,
@@ -19,12 +19,14 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
     "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
     "LlavaForConditionalGeneration": llava.llava,
     "LlavaNextForConditionalGeneration": anyres.llava_next,
     "LlavaOnevisionForConditionalGeneration": anyres.llava_onevision,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
+    "SmolVLMForConditionalGeneration": idefics.idefics3,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
 one of the families of decoders), and what it says of the rest."""

@@ -34,6 +34,7 @@ TOWERS = LazyTable(
     "tower",
     {
         "gemma3": "quire.models.towers.gemma:Gemma3",
+        "idefics3": "quire.models.towers.idefics:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
         "llava": "quire.models.towers.llava:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",

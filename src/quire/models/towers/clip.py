@@ -55,6 +55,8 @@ class ViT(nn.Module):
         )
         places = embeddings / "position_embedding" / "weight"
         self.places = Learned(places, facts.tokens, facts.hidden)
+        self.order: Tensor | None = None
+        """Which of the places each patch has; None: its own."""
         self.all: Learned | None = None
         self.first_norm: LayerNorm | None = None
         if facts.has_class:
@@ -71,7 +73,8 @@ class ViT(nn.Module):
         if self.all is not None:
             x = torch.cat((self.all.vectors.expand(len(x), 1, -1), x), 1)
         count = x.shape[1]
-        x = (x + self.places.vectors).flatten(0, 1)
+        places = self.places.vectors
+        x = (x + (places if self.order is None else places[self.order])).flatten(0, 1)
         x = x if self.first_norm is None else self.first_norm.alone(x)
         images = spans_of(np.full(len(pixels), count, np.int32), x.device)
         states = [x]

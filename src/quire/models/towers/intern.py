@@ -12,7 +12,7 @@ from quire.kernels.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
-from quire.models.towers.squares import Squares
+from quire.models.towers.squares import Squares, gathered
 
 
 class Names(NamedTuple):
@@ -124,14 +124,6 @@ class InternViT(nn.Module):
             x = layer(x, tiles)
         x = x if self.last_norm is None else self.last_norm.alone(x)
         return x.view(len(pixels), count, -1)
-
-
-def gathered(x: Tensor, square: int) -> Tensor:
-    """[N, patches, hidden] of square images -> [N, fewer, hidden * square * square]: those of each square of
-    patches side by side."""
-    side = round(x.shape[1] ** 0.5) // square
-    grid = x.view(len(x), side, square, side, square, -1)
-    return grid.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
 class InternVL(Squares):

@@ -43,3 +43,11 @@ class Squares(nn.Module):
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         return item["pixels"][0]
+
+
+def gathered(x: Tensor, square: int) -> Tensor:
+    """[N, patches, hidden] of square images -> [N, fewer, hidden * square * square]: those of each square of
+    patches side by side."""
+    side = round(x.shape[1] ** 0.5) // square
+    grid = x.view(len(x), side, square, side, square, -1)
+    return grid.transpose(2, 3).flatten(3).flatten(1, 2)

@@ -116,6 +116,7 @@ PROCESSORS: LazyTable = LazyTable(
         "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
+        "idefics3": "quire.multimodal.families.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",
         "llava": "quire.multimodal.families.llava:LlavaProcessor",
         "llava_next": "quire.multimodal.families.anyres:AnyresProcessor",
