@@ -11,6 +11,7 @@ from zoo import SHARED, UNTAPED, ZOO
 from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
 from quire.config.keys import Keys
 from quire.config.layout import cache_specs
+from quire.config.media import MEDIA_FAMILIES
 from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
@@ -49,8 +50,24 @@ With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder e
 def page() -> str:
     seeing = ", ".join(f"`{name}`" for name in WITH_OTHER_PARTS)
     return "\n".join(
-        [HEAD, f"Of models that also see the decoder runs alone, for text: {seeing}.\n", *_tables()]
+        [
+            HEAD,
+            f"Of models that also see the decoder runs alone, for text: {seeing}.\n",
+            *_tables(),
+            *_seeing(),
+        ]
     )
+
+
+def _seeing() -> Iterator[str]:
+    yield "## Models that see\n"
+    yield "Their decoders are among those above.\n"
+    yield "| architecture | read by |"
+    yield "|---|---|"
+    for name in sorted(MEDIA_FAMILIES):
+        module = MEDIA_FAMILIES[name].__module__.removeprefix("quire.").replace(".", "/")
+        yield f"| `{name}` | `{module}.py` |"
+    yield ""
 
 
 def _tables() -> Iterator[str]:

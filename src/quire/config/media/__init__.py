@@ -2,9 +2,15 @@
 
 from collections.abc import Callable
 
+import quire.config.media.anyres as anyres
+import quire.config.media.gemma as gemma
+import quire.config.media.idefics as idefics
+import quire.config.media.intern as intern
+import quire.config.media.llava as llava
+import quire.config.media.pixtral as pixtral
+import quire.config.media.qwen as qwen
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media import anyres, gemma, idefics, intern, llava, pixtral, qwen
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm46VForConditionalGeneration": qwen.glm46v,
