@@ -216,12 +216,15 @@ def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_who_brings_what_no_tower_can_read_fails(fake: Fake) -> None:
-    """Several in one step: each is tried alone."""
+    """Several in one step: each is tried alone. Too bright, not as many vectors as tokens, not there."""
     llm = open_fake(fake)
-    bad = see(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0])
-    found = run(llm, [PROMPTS[0], bad, PROMPTS[1], PROMPTS[2]])
-    check(fake, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], [found[0], *found[2:]])
-    assert found[1].outputs[0].finish_reason == "error"
+    bad, short = see(TEXTS[1], np.full_like(CAT, 1e9), TEXTS[0]), see(TEXTS[1], DOG, TEXTS[0])
+    short.media.items[0].length, short.media.items[0].key = len(DOG) - 1, b"another"
+    absent = see(TEXTS[1], DOG[::-1].copy())
+    absent.media.items[0].arrays = None
+    found = run(llm, [PROMPTS[0], bad, short, PROMPTS[1], absent, PROMPTS[2]])
+    check(fake, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], [found[0], found[3], found[5]])
+    assert [found[n].outputs[0].finish_reason for n in (1, 2, 4)] == ["error"] * 3
     check(fake, PROMPTS, run(llm, PROMPTS))
 
 

@@ -57,25 +57,30 @@ class Encoder:
         seen: dict[str, list[Item]] = {}
         for item in items:
             if item.arrays is None:
-                raise EngineError(f"nobody has brought {_name(item)}")
+                raise EngineError(f"nobody has brought the {item.modality} {item.key.hex()[:16]}")
             if _EMBEDS in item.arrays:
-                made[item.key] = self._widened(self._on_device(item.arrays[_EMBEDS]))
+                given = self._on_device(item.arrays[_EMBEDS])
+                made[item.key] = self._checked(item, self._widened(given))
             else:
                 seen.setdefault(item.modality, []).append(item)
         for modality, those in seen.items():
             vectors = self._run(modality, those) if self.group.size == 1 else self._spread(modality, those)
             made |= {item.key: part for item, part in zip(those, vectors, strict=True)}
-        for item in items:
-            if made[item.key].shape != (item.num_vectors, self.width):
-                shape = tuple(made[item.key].shape)
-                raise EngineError(f"{_name(item)} became {shape}, not {item.num_vectors} x {self.width}")
         self.kept |= made
 
     def _run(self, modality: str, items: Sequence[Item]) -> list[Tensor]:
         given = [
             {name: self._on_device(array) for name, array in (item.arrays or {}).items()} for item in items
         ]
-        return [part.to(self.dtype) for part in self.tower.encode(modality, given)]
+        made = zip(items, self.tower.encode(modality, given), strict=True)
+        return [self._checked(item, part.to(self.dtype)) for item, part in made]
+
+    def _checked(self, item: Item, vectors: Tensor) -> Tensor:
+        """Not as a part of a larger tensor, all of which would be kept with it."""
+        if vectors.shape != (item.num_vectors, self.width):
+            shape, wanted = tuple(vectors.shape), (item.num_vectors, self.width)
+            raise EngineError(f"the {item.modality} {item.key.hex()[:16]} became {shape}, not {wanted}")
+        return vectors if vectors.untyped_storage().nbytes() == vectors.nbytes else vectors.clone()
 
     def _on_device(self, array: Array) -> Tensor:
         numbers = array.numbers()
@@ -222,7 +227,3 @@ def _weights(tower: Tower) -> list[Tensor]:
     """Matrices."""
     found = tower.parameters() if isinstance(tower, torch.nn.Module) else ()
     return [each for each in found if each.ndim > 1]
-
-
-def _name(item: Item) -> str:
-    return f"the {item.modality} {item.key.hex()[:16]}"
