@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import torch
 from cuda_on_cpu import OnCPU
 from fake import MOST, Fake, FakeTower, Seen, image, make_fake, register, see
 from fake_inputs import END, PAD, START, inputs, media, picture
+from fake_inputs import FakeProcessor as InputsProcessor
 from staged import Engine
 from tiny import logits_of, open_tiny, prompts_of
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.capacity import max_span, max_vectors
+from quire.config.facts import MediaFacts
+from quire.config.sections import MultimodalSection
 from quire.core import build
 from quire.data.codec import decode_plan, encode_plan
 from quire.data.media import Array, Media
@@ -23,8 +27,9 @@ from quire.data.outputs import RequestOutput
 from quire.data.plan import StepPlan
 from quire.data.request import Request
 from quire.data.wire import Add, decode_to_core, encode
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.frontend.inputs import Prompt
+from quire.multimodal import largest
 from quire.prepare import configure
 from quire.worker.device import Model
 from quire.worker.media import Encoder, shares
@@ -259,6 +264,34 @@ def test_the_largest_item_is_what_the_processor_says(fake: Fake, monkeypatch: py
     assert config.largest_items == {"image": MOST} and max_vectors(config) == MOST
     for more, most in (({"max_model_len": 20}, 20), ({"limit_mm_per_prompt": {"image": 0}}, 16)):
         assert max_vectors(build.with_largest(configure(given | more))) == most
+
+
+class Sized(InputsProcessor):
+    """One with videos and sounds of some size."""
+
+    def largest(self, modality: str) -> tuple[int, ...]:
+        return {"image": (128, 128), "video": (64, 8, 8), "audio": (6300,)}[modality]
+
+
+def test_settings_say_how_large_items_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest, "PROCESSORS", {"fake": lambda *given: Sized()})
+    facts = MediaFacts("fake", ("image", "video", "audio"), None)
+
+    def found(kwargs: dict[str, Any] | None = None, **limits: Any) -> dict[str, int]:
+        section = MultimodalSection(limit_mm_per_prompt=limits, mm_processor_kwargs=kwargs or {})
+        tokenizer: Any = "a tokenizer"
+        return largest.largest_items(Path(), facts, section, tokenizer, 90)
+
+    some: dict[str, Any] = {"video": 0, "audio": {"count": 0}}
+    assert found() == {"image": 64, "video": 64, "audio": 64} and found(**some) == {"image": 64}
+    assert found(**some, image={"count": 2, "width": 40}) == {"image": 3 * 8}
+    assert found({"side": 32}, **some) == {"image": 16}
+    assert found(image=0, video={"num_frames": 7, "width": 9, "height": 9}, audio={"length": 450}) == {
+        "video": 7,
+        "audio": 5,
+    }
+    with pytest.raises(ConfigError, match="limit_mm_per_prompt.image has no depth=3; it takes count and"):
+        found(image={"depth": 3})
 
 
 # ---- over devices

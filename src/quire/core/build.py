@@ -43,14 +43,11 @@ def with_largest(config: EngineConfig) -> EngineConfig:
     media = config.checkpoint.facts.media
     if media is None:
         return config
-    from quire.multimodal.families import PROCESSORS
+    from quire.multimodal.largest import largest_items
 
-    longest, most = config.model.max_model_len, config.multimodal.limit_mm_per_prompt
-    largest = {name: longest for name in media.modalities if most.get(name) != 0}
-    if (tokenizer := open_tokenizer(config)) is not None:
-        processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
-        largest = {name: min(processor.most_vectors(name), longest) for name in largest}
-    return replace(config, largest_items=largest)
+    path, longest = config.checkpoint.path, config.model.max_model_len
+    found = largest_items(path, media, config.multimodal, open_tokenizer(config), longest)
+    return replace(config, largest_items=found)
 
 
 def build_scheduler(
