@@ -18,6 +18,8 @@ _NEVER = tl.constexpr(-1.0e30)
 _LOG2_E = 1.4426950408889634
 _LEAST = 16
 """Numbers of a product on the tensor cores."""
+_ALIGNED = 16
+"""Of what tokens are apart, a multiple, or Triton 3.6 gives wrong sums for heads in two parts."""
 
 
 class Shape(NamedTuple):
@@ -29,11 +31,13 @@ class Shape(NamedTuple):
 
 
 # Measured on an H200: encoder_speed.py among the tests of these kernels.
-def shape_of(dtype: torch.dtype, height: int) -> Shape:
+def shape_of(dtype: torch.dtype, dim: int, height: int) -> Shape:
     """For tiles of so many queries."""
     if dtype == torch.float32:
         return Shape(32, 4, 1)
-    return Shape(64, 4, 3) if height > 64 else Shape(64, 4, 2)
+    if height <= 64:
+        return Shape(64, 4, 2)
+    return Shape(64, 4 if dim <= 96 else 8, 3)
 
 
 @triton.jit
@@ -184,8 +188,10 @@ def attend(
     _, heads, dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     assert all(each.stride(1) == dim and each.stride(2) == 1 for each in (q, k, v, out))
-    shape = shape or shape_of(q.dtype, spans.height)
+    shape = shape or shape_of(q.dtype, dim, spans.height)
     left, right = parts_of(dim)
+    if any(each.stride(0) % _ALIGNED for each in (q, k, v)):
+        left, right = max(triton.next_power_of_2(dim), _LEAST), 0
     launch(_tiles, len(tiles), heads)(
         out,
         q,
