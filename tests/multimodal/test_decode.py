@@ -1,6 +1,7 @@
 """Files become images, videos and sounds, or one clear error."""
 
 import contextlib
+import io
 import random
 import struct
 import sys
@@ -211,3 +212,60 @@ def test_channels_are_mixed_and_lengths_that_lie_are_cut() -> None:
 def test_sounds_that_cannot_be_read_are_refused(data: bytes, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         sound(data)
+
+
+def film(container: str, codec: str, count: int = 20) -> bytes:
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index in range(count):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * index, np.uint8), format="rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("avi", "mpeg4")])
+def test_films_are_decoded_by_pyav(container: str, codec: str) -> None:
+    pytest.importorskip("av")
+    data = film(container, codec)
+    found = video(data, num_frames=5)
+    assert found.indices == (0, 4, 9, 14, 19) and found.total_frames == 20
+    assert found.frames.shape == (5, 48, 64, 3)
+    assert (found.source_fps, found.fps) == (10.0, 2.5)
+    assert np.allclose(found.frames.mean(axis=(1, 2, 3)), [0, 40, 90, 140, 190], atol=4)
+    for wrong, options in ((data[:300], {}), (data, {"max_pixels": 64 * 48})):
+        with pytest.raises(RequestError):
+            video(wrong, **options)
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp3", "mp3"), ("flac", "flac"), ("mp4", "aac")])
+def test_sounds_are_decoded_by_pyav(container: str, codec: str) -> None:
+    av = pytest.importorskip("av")
+    wanted = np.sin(np.arange(16000) / 20).astype(np.float32)
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=16000, layout="stereo")
+        form = stream.codec_context.format.name
+        resampler = av.AudioResampler(format=form, layout="stereo", rate=16000)
+        frame = av.AudioFrame.from_ndarray(wanted[None], format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        for each in resampler.resample(frame):
+            each.pts = None
+            output.mux(stream.encode(each))
+        output.mux(stream.encode())
+    found = sound(file.getvalue())
+    assert found.rate == 16000 and abs(len(found.samples) - 16000) < 3000
+    assert 0.6 < float(np.abs(found.samples).max()) < 1.1
+
+
+def test_lists_of_other_files_are_not_taken_for_films() -> None:
+    pytest.importorskip("av")
+    for data in (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n"):
+        with pytest.raises(RequestError, match="not a video"):
+            video(data)
+        with pytest.raises(RequestError):
+            video(b"G" + data)

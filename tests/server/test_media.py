@@ -5,9 +5,10 @@ import base64
 import json
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
-from ask import ask, chat, refused
+from ask import CHAT, chat, refused
 from fake_engine import FakeEngine
 from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
 from hostile import hostile_server
@@ -37,7 +38,22 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-def seen(engine: FakeEngine) -> list[tuple[str, int, int]]:
+ENGINE = seeing()
+APPLICATION = Application(ENGINE, make_settings({"enable_prompt_tokens_details": True}))
+"""One for all tests: to make one takes longer than to ask it."""
+
+
+def send(path: str = CHAT, **body: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(APPLICATION.asgi, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    ENGINE.seen.clear()
+    return asyncio.run(go())
+
+
+def seen(engine: FakeEngine = ENGINE) -> list[tuple[str, int, int]]:
     """The items of the only request."""
     ((_, prompt, _, _),) = engine.seen
     assert prompt.media is not None
@@ -89,45 +105,43 @@ def seen(engine: FakeEngine) -> list[tuple[str, int, int]]:
     ids=["chat", "responses", "messages", "messages-url"],
 )
 def test_an_image_comes_by_every_api(path: str, body: dict[str, Any]) -> None:
-    engine = seeing()
-    reply = ask("POST", path, engine=engine, json=body)
+    reply = send(path, **body)
     assert reply.status_code == 200, reply.text
-    assert seen(engine) == [("image", len("user:"), 4)]
+    assert seen() == [("image", len("user:"), 4)]
     usage = reply.json()["usage"]
     prompt_len = len("user:\nab\nassistant:") + 4
-    assert usage.get("prompt_tokens", usage.get("input_tokens")) == prompt_len
+    told = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+    assert told + usage.get("cache_read_input_tokens", 0) == prompt_len
 
 
 def test_tools_may_answer_with_images() -> None:
-    engine = seeing()
     messages = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "eye", "input": {}}]},
         {"role": "user", "content": [RESULT]},
     ]
-    body = {"max_tokens": 5, "messages": messages}
-    assert ask("POST", "/v1/messages", engine=engine, json=body).status_code == 200
-    assert [kind for kind, _, _ in seen(engine)] == ["image"]
+    assert send("/v1/messages", max_tokens=5, messages=messages).status_code == 200
+    assert [kind for kind, _, _ in seen()] == ["image"]
 
 
 def test_arguments_of_a_request_reach_the_processor() -> None:
-    engine = seeing()
     frames = [picture(seed=seed).quantize() for seed in range(6)]
     film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     video = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
-    chat(
-        engine,
+    reply = send(
         messages=turn(image_part(URL), video),
         mm_processor_kwargs={"side": 10},
         media_io_kwargs={"video": {"num_frames": 2}},
     )
-    assert seen(engine) == [("image", 5, 4), ("video", 10, 4)]
+    assert seen() == [("image", 5, 4), ("video", 10, 4)]
+    details = reply.json()["usage"]["prompt_tokens_details"]
+    assert details["multimodal_tokens"] == {"image": 4, "video": 4}
 
 
 def test_counting_and_rendering_see_the_spans() -> None:
     messages = turn(TEXT, image_part(URL))
-    counted = ask("POST", "/tokenize", engine=seeing(), json={"messages": messages}).json()
-    rendered = ask("POST", "/v1/chat/completions/render", engine=seeing(), json={"messages": messages}).json()
+    counted = send("/tokenize", messages=messages).json()
+    rendered = send(f"{CHAT}/render", messages=messages).json()
     assert counted["count"] == len(rendered["token_ids"]) == len("user:\nab\nassistant:") + 4
     assert counted["tokens"] == rendered["token_ids"]
     (place,) = rendered["features"]["mm_placeholders"]["image"]
@@ -157,13 +171,12 @@ SOUND = base64.b64encode(wav(np.zeros((10, 1), np.int16), rate=0)).decode()
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(part: Any, status: int, param: str, words: str) -> None:
-    engine = seeing()
-    error = refused(chat(engine, messages=turn(TEXT, part)), status)
+    error = refused(send(messages=turn(TEXT, part)), status)
     assert error["message"].startswith("messages[0].content[1]: ")
     assert any(word in error["message"] for word in words.split("|")), error
     kind = "UnprocessableEntityError" if status == 422 else "BadRequestError"
     assert (error["type"], error["param"]) == (kind, param)
-    assert chat(engine).status_code == 200
+    assert send(messages=turn(TEXT)).status_code == 200
 
 
 def test_more_than_the_limit_and_models_of_text_are_refused() -> None:
@@ -172,8 +185,8 @@ def test_more_than_the_limit_and_models_of_text_are_refused() -> None:
     said = "At most 1 image(s) may be provided in one prompt."
     assert error["message"] == f"{said} Set `--limit-mm-per-prompt` to increase this limit."
     assert "is not a multimodal model" in refused(chat(messages=two))["message"]
-    assert "cannot be cut" in refused(chat(seeing(), messages=two, truncate_prompt_tokens=8))["message"]
-    assert "beam search" in refused(chat(seeing(), messages=two, use_beam_search=True, n=2))["message"]
+    assert "cannot be cut" in refused(send(messages=two, truncate_prompt_tokens=8))["message"]
+    assert "beam search" in refused(send(messages=two, use_beam_search=True, n=2))["message"]
 
 
 def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:

@@ -74,6 +74,13 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     """[3, prompt] int32, for models that turn by time, height and width: those of each token. What follows
     the prompt goes on behind the largest."""
 
+    def num_tokens(self) -> dict[str, int]:
+        """Of all spans, by modality."""
+        found: dict[str, int] = {}
+        for item in self.items:
+            found[item.modality] = found.get(item.modality, 0) + item.length
+        return found
+
     def marks(self, tokens: list[int]) -> list[int]:
         """The tokens, and in place of those of items numbers out of their keys: where the like of it went is
         found by them."""

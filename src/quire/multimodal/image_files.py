@@ -90,6 +90,12 @@ def _formats() -> list[str]:
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
+def allow_pixels(count: int) -> None:
+    """Pillow has a limit of its own, for the whole process: twice this number."""
+    if Image.MAX_IMAGE_PIXELS is not None and count > 2 * Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = count // 2 + 1
+
+
 def check_pixels(width: int, height: int, count: int = 1, *, max_pixels: int) -> None:
     if width * height * count > max_pixels:
         several = f"{count} pictures of " if count > 1 else ""

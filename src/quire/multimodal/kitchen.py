@@ -13,6 +13,7 @@ from quire.multimodal.decode import decode
 from quire.multimodal.families import Processed, Processor
 from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
+from quire.multimodal.image_files import allow_pixels
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -45,6 +46,7 @@ class Kitchen:
         self._keys = Keys(section.mm_hasher_algorithm)
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
         self._max_pixels = env.max_image_pixels
+        allow_pixels(self._max_pixels)
 
     def prepare_now(
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None

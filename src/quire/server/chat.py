@@ -189,6 +189,9 @@ class ChatEncoder:
 
     def _counted(self, num_prompt: int, num_output: int, num_cached: int | None) -> dict[str, Any]:
         usage = self._api.usage(num_prompt, num_output, num_cached, self._job.timeline)
+        media = self._job.prompts[0].media
+        if media is not None and "prompt_tokens_details" in usage:
+            usage["prompt_tokens_details"]["multimodal_tokens"] = media.num_tokens()
         if self._counts:
             num_reasoning = sum(listener.num_reasoning for listener in self._listeners)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -26,7 +26,7 @@ async def _valid_text(request: Request) -> None:
 
 BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}
 """Of a route that takes one."""
-CODES = (400, 404, 413, 429, 500, 503)
+CODES = (400, 404, 413, 422, 429, 500, 503)
 """With which a route that the engine works for may fail."""
 
 
@@ -47,12 +47,13 @@ def replies_of(
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with 400 in place of the 422 that this server never sends."""
+    """FastAPI's document, with 400 in place of its 422: here that means an item that cannot be fetched."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in document["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None)
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
         for name in ("HTTPValidationError", "ValidationError"):
             document.get("components", {}).get("schemas", {}).pop(name, None)
         app.openapi_schema = document

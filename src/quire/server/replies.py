@@ -26,6 +26,7 @@ class CachedTokens(BaseModel):
     """Prompt tokens that the prefix cache held."""
 
     cached_tokens: int | None = None
+    multimodal_tokens: dict[str, int] | None = Field(None, description="Of media, by modality.")
 
 
 class ReasoningTokens(BaseModel):

@@ -63,7 +63,7 @@ def add_token_routes(app: FastAPI, api: Api) -> None:
     invoke.__annotations__["body"] = Union[tuple(shapes(api))]  # noqa: UP007
     app.post("/invocations", **replies_of(dict[str, Any], *CODES, stream=True), **BODY)(invoke)
 
-    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413), **BODY)
+    @app.post("/tokenize", **replies_of(replies.TokenizeReply, 400, 404, 413, 422), **BODY)
     async def create_tokens(body: TokenizeChat | TokenizeText) -> Response:
         """The token ids of a text or of a conversation."""
         return await tokenize(api, body)
