@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from threads import run_threads, tp_worlds
 from tiny_qwen import FAMILIES, made
@@ -112,3 +113,18 @@ def test_names_of_the_first_checkpoints_are_found_and_missing_ones_are_named(
     save_file(first, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"lacks 1 .*visual\.blocks\.1\.attn\.qkv\.bias"):
         tower_of(tmp_path)
+
+
+@torch.inference_mode()
+def test_experts_are_found_with_inputs_or_outputs_first(base: Path, tmp_path: Path) -> None:
+    """transformers saves the latter, and the hub has the former."""
+    path, _ = made("Qwen3VLMoe", base)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = random_prompts(9)
+    ours, same = (run_paged(load_tiny(each), ids, [[9]])[0] for each in (tmp_path, path))
+    torch.testing.assert_close(ours, same)

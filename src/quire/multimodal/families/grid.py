@@ -75,7 +75,8 @@ def _evenly(count: int, fps: float, settings: GridSettings) -> list[int]:
     else:
         return list(range(count))
     wanted = min(max(wanted, 1), count)
-    return [int(i) for i in np.arange(0, count, count / wanted)]
+    picked: list[int] = np.arange(0, count, count / wanted).astype(np.float32).astype(int).tolist()
+    return picked
 
 
 def _spaced(count: int, fps: float, settings: GridSettings) -> list[int]:
@@ -117,7 +118,7 @@ def _by_length(count: int, fps: float, settings: GridSettings) -> list[int]:
     if count >= wanted:
         time = 0.0
         for frame in range(count):
-            if frame / fps >= time and (not picked or time < int(seconds)):
+            if frame * (1 / fps) >= time and (not picked or time < int(seconds)):
                 picked.append(frame)
                 time += 1 / (depth * rate)
     if len(picked) != wanted:
