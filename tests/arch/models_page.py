@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from zoo import SHARED, UNTAPED, ZOO
 
-from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS
+from quire.config.families import FAMILIES, GGUF_FAMILIES
 from quire.config.keys import Keys
 from quire.config.layout import cache_specs
 from quire.config.media import MEDIA_FAMILIES
@@ -48,15 +48,7 @@ With `--runner pooling` (or `--convert embed`, `--convert classify`) a decoder e
 
 
 def page() -> str:
-    seeing = ", ".join(f"`{name}`" for name in WITH_OTHER_PARTS)
-    return "\n".join(
-        [
-            HEAD,
-            f"Of models that also see the decoder runs alone, for text: {seeing}.\n",
-            *_tables(),
-            *_seeing(),
-        ]
-    )
+    return "\n".join([HEAD, *_tables(), *_seeing()])
 
 
 def _seeing() -> Iterator[str]:

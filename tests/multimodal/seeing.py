@@ -103,6 +103,8 @@ class Twin:
         self.media = media
         self.tokenizer = load_tokenizer(self.path, "hf")
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
+        if isinstance(self.processor, Llama4Stand):
+            self.processor.ours = self.ours
 
     def tower(self) -> Any:
         return load_model(
@@ -115,6 +117,14 @@ class Twin:
             build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
             partly=True,
         )
+
+    def features(self, inputs: Any) -> torch.Tensor:
+        """The vectors of all images, by transformers."""
+        if isinstance(self.processor, Llama4Stand):
+            states = self.model.get_image_features(**inputs).last_hidden_state
+            return torch.as_tensor(self.model.multi_modal_projector(states.flatten(0, 1)))
+        found = self.model.model.get_image_features(**inputs).pooler_output
+        return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
 
     def inputs(self, text: str, images: list[Image.Image]) -> Any:
         """What transformers makes of a prompt."""
@@ -321,12 +331,82 @@ def _idefics3() -> tuple[str, Any, Any, str]:
     return "Idefics3ForConditionalGeneration", config, processor, "<image>"
 
 
+def _llama4() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    names = ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>")
+    marks = [*names, "<|tile_x_separator|>", "<|tile_y_separator|>"]
+    tokenizer = make_tokenizer(marks)
+    config = hf.Llama4Config(
+        vision_config=VISION
+        | {
+            "image_size": 28,
+            "patch_size": 7,
+            "intermediate_size": 128,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+            "vision_output_dim": 24,
+        },
+        text_config=hf.Llama4TextConfig(
+            **TEXT,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            interleave_moe_layer_step=2,
+            attention_chunk_size=4096,
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
+    )
+    return "Llama4ForConditionalGeneration", config, Llama4Stand(tokenizer), "<|image|>"
+
+
+class Llama4Stand:
+    """In place of transformers' processor, which needs torchvision: what ours makes, as the model takes it,
+    spelled out a second time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ours: Any = None
+
+    def save_pretrained(self, path: Path) -> None:
+        self.tokenizer.save_pretrained(path)
+        (path / "preprocessor_config.json").write_text('{"max_patches": 4}')
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        tiles = [self.ours.process("image", image, {}).arrays["pixels"].numbers() for image in images]
+        parts = text.split("<|image|>")
+        out = parts[0]
+        for image, own, part in zip(images, tiles, parts[1:], strict=True):
+            rows, columns = LLAMA4_GRIDS[image.size]
+            assert len(own) == rows * columns + (rows * columns > 1)
+            spelled = "<|image_start|>"
+            for _ in range(rows if len(own) > 1 else 0):
+                spelled += "<|tile_x_separator|>".join(["<|patch|>" * 4] * columns) + "<|tile_y_separator|>"
+            out += spelled + "<|image|>" + "<|patch|>" * 4 + "<|image_end|>" + part
+        inputs = self.tokenizer(out, return_tensors="pt")
+        return inputs | {"pixel_values": torch.from_numpy(np.concatenate(tiles))}
+
+
+LLAMA4_GRIDS = {
+    (40, 20): (1, 2),
+    (28, 28): (1, 1),
+    (90, 61): (2, 2),
+    (17, 19): (1, 1),
+    (64, 24): (1, 3),
+    (20, 60): (3, 1),
+    (120, 90): (2, 2),
+}
+"""Of pictures by width and height: rows and columns of tiles of 28 pixels, four at most, as transformers 5.22
+chooses them."""
+
+
 FAMILIES = {
     "llava": _llava,
     "gemma3": _gemma3,
     "internvl": _internvl,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
+    "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,

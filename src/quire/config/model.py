@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.config.borrowed import is_installed, read_borrowed, source_of
 from quire.config.facts import ArchFacts, MediaFacts
-from quire.config.families import FAMILIES, GGUF_FAMILIES, WITH_OTHER_PARTS, Family
+from quire.config.families import FAMILIES, GGUF_FAMILIES, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.media import MEDIA_FAMILIES
@@ -16,14 +16,9 @@ from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
 from quire.config.quant import read_quant
 from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
-from quire.logs import get_logger, warn_once
-
-logger = get_logger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
-_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
-"""What a model that has other parts, too, says for all of them."""
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
@@ -121,20 +116,7 @@ def _read_directory(
 def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
     """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
     read = next((MEDIA_FAMILIES[name] for name in _architectures(keys) if name in MEDIA_FAMILIES), None)
-    return (_text_part(keys), None) if read is None else read(keys)
-
-
-def _text_part(keys: Keys) -> Keys:
-    """The decoder of a model that has other parts, too, as if it were alone."""
-    text = keys.get("text_config")
-    if not isinstance(text, dict) or not set(_architectures(keys)) & {*WITH_OTHER_PARTS}:
-        return keys
-    named = [name for name, family in FAMILIES.items() if family.model_type == text.get("model_type")]
-    if not named:
-        return keys
-    warn_once(logger, f"{keys.source}: images are not supported yet; the model of its text runs alone")
-    whole = {key: keys.get(key) for key in _OF_THE_WHOLE if keys.get(key) is not None}
-    return Keys(keys.source, {**keys.values, **text, **whole, "architectures": named})
+    return (keys, None) if read is None else read(keys)
 
 
 def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:

@@ -78,27 +78,39 @@ class Finish:
     scale: float | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    is_narrow: bool = False
+    """Whether all of it is done in bfloat16."""
 
     @classmethod
-    def read(cls, keys: Keys, mean: tuple[float, ...], std: tuple[float, ...]) -> "Finish":
+    def read(
+        cls, keys: Keys, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
+    ) -> "Finish":
         scale = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else None
         if not keys.flag("do_normalize", True):
-            return cls(scale, None, None)
-        return cls(scale, _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std))
+            return cls(scale, None, None, is_narrow)
+        means, stds = _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std)
+        return cls(scale, means, stds, is_narrow)
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
         """What becomes of each byte, [3, 256]."""
+        rounded = _narrowed if self.is_narrow else np.asarray
         out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
-        table = (out if self.scale is None else out * self.scale).astype(np.float32)
+        table = rounded((out if self.scale is None else out * self.scale).astype(np.float32))
         if self.mean is not None and self.std is not None:
-            mean, std = (np.array(each, np.float32)[:, None] for each in (self.mean, self.std))
-            table = (table - mean) / std
+            mean, std = (rounded(np.array(each, np.float32))[:, None] for each in (self.mean, self.std))
+            table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
     def __call__(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """[..., height, width, 3] -> [..., 3, height, width]"""
         return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
+
+
+def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest numbers of bfloat16."""
+    bits = numbers.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def _per_channel(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[float, ...]:

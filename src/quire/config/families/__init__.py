@@ -98,8 +98,6 @@ FAMILIES = {
     "XLMRobertaModel": Family("xlm-roberta", encoder.roberta),
     "ModernBertModel": Family("modernbert", encoder.modernbert),
 }
-WITH_OTHER_PARTS = ("Llama4ForConditionalGeneration",)
-"""Those that also see. Of them the decoder runs, which is the one that their text_config names."""
 GGUF_FAMILIES = {
     "cohere2": GGUFFamily("Cohere2ForCausalLM", gguf.cohere2),
     "command-r": GGUFFamily("CohereForCausalLM", gguf.cohere),
