@@ -142,7 +142,8 @@ def main() -> None:
         **args.settings,
     )
     constraints, pipeline = llm.llm_engine.core.scheduler.constraints, llm.llm_engine.core.pipeline
-    clocks = [Clock(constraints, "masks"), Clock(constraints, "advance"), Clock(pipeline, "draw")]
+    # "advance" may begin masks, "masks" waits for them.
+    clocks = [Clock(constraints, name) for name in ("begin", "masks", "advance")] + [Clock(pipeline, "draw")]
     half = args.rows // 2
     batches = {name: [name] * args.rows for name in args.only}
     batches |= {f"half {name}": ["free", name] * half for name in args.only[:1]}

@@ -17,6 +17,8 @@ from quire.worker.sleep import pin, unpin
 
 _NUM_PAGES = 3
 """One more than there are steps under way."""
+_ALIGNED = 4
+"""Numbers: kernels are compiled for aligned pointers, and once."""
 _MOST_KEPT = 8
 """Pieces of the planner's memory that the device reads by itself."""
 
@@ -51,8 +53,9 @@ class Draws:
 
     def open(self) -> None:
         """Before anything is captured."""
-        self._page = torch.full((1 + self._max_draws,), FREE, dtype=torch.int32, device=self.device)
-        """How wide masks are; then of each draw which one it has."""
+        self._width_at = -(-self._max_draws // _ALIGNED) * _ALIGNED
+        self._page = torch.full((self._width_at + 1,), FREE, dtype=torch.int32, device=self.device)
+        """Of each draw which mask it has; then how wide they are."""
         self._bits = torch.zeros(self._max_words, dtype=torch.int32, device=self.device)
         self._pages = cycle(torch.empty(_NUM_PAGES, *self._page.shape, dtype=torch.int32).pin_memory())
         self._host = HostMemory()
@@ -62,7 +65,7 @@ class Draws:
 
     def confined(self, count: int) -> Confined:
         """What so many draws of a captured step look at."""
-        return Confined(self._page[1 : 1 + count], self._page[:1], self._bits)
+        return Confined(self._page[:count], self._page[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
         """Have them there before what is launched next; `places` [max_rows] are those of rows in the batch.
@@ -90,8 +93,8 @@ class Draws:
         page = next(self._pages)
         array = page.numpy()
         array[:] = FREE
-        array[0] = width
-        array[1 + at] = np.arange(len(at))
+        array[self._width_at] = width
+        array[at] = np.arange(len(at))
         self._page.copy_(page, non_blocking=True)
 
     def applied(self) -> None:
