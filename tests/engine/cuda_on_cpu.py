@@ -16,6 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda import Cuda
 from quire.worker.device import Computed, Passed
+from quire.worker.fronts import Fronts
 from quire.worker.memory import Needs
 
 NEEDS_KERNELS = pytest.mark.skipif(
@@ -85,9 +86,23 @@ class WithGraphs(OnCPU):
             seconds=600,
             follow=None if self.speculation is None else self._verify,
         )
+        if self._fronts is not None:
+            self._capture_fronts(self._fronts, config.scheduler.max_num_seqs)
+
+
+def _remembered(compute: Callable[..., None]) -> Callable[..., None]:
+    """What leaves all it gives where it lay."""
+
+    def computed(*given: Any) -> None:
+        compute(*given)
+        if Replayed.capturing:
+            Replayed.capturing[-1].remember(lambda: (compute(*given), torch.empty(0))[1], torch.empty(0))
+
+    return computed
 
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fronts, "compute", _remembered(Fronts.compute))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -15,24 +15,29 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
-from quire.bench.gpu import idle_share, prompts_of
+from quire.bench.gpu import prompts_of
 from quire.worker.cuda import Cuda
 
 BATCHES = (1, 8, 32)
 LENGTH = 256
 TRACED = 32
+FIRST, RECORDED = 40, 30
+"""Steps."""
 
 
 class Steps:
-    """Counts them."""
+    """Counts them; has some of them recorded."""
 
     def __init__(self) -> None:
         self.count = self.num_wide = 0
+        self.recorder: profile | None = None
         prepare = Cuda.prepare
 
         def counted(device: Cuda, plan: Any, all_rows: Any) -> Any:
             self.count += 1
             self.num_wide += len(plan.num_drafts) > 0
+            if self.recorder is not None and self.count in (FIRST, FIRST + RECORDED):
+                (self.recorder.start if self.count == FIRST else self.recorder.stop)()
             return prepare(device, plan, all_rows)
 
         Cuda.prepare = counted  # type: ignore[method-assign]
@@ -61,23 +66,33 @@ def rates(llm: LLM, steps: Steps, name: str) -> None:
 
 
 def traced(llm: LLM, steps: Steps, name: str) -> None:
-    steps.count = 0
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        generate(llm, TRACED, LENGTH)
-        torch.cuda.synchronize()
+    """What the GPU did in some steps in the middle: recorded there alone, since the host is slowed down by
+    more."""
+    steps.count, steps.recorder = 0, profile(activities=[ProfilerActivity.CUDA])
+    generate(llm, TRACED, 4 * LENGTH)
+    torch.cuda.synchronize()
+    recorder, steps.recorder = steps.recorder, None
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/trace.json"
-        profiler.export_chrome_trace(path)
-        print(f"{name:6} batch {TRACED}: idle {100 * idle_share(path):.1f} % of {steps.count} steps")
+        recorder.export_chrome_trace(path)
         events = json.loads(Path(path).read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds)
+    gaps: collections.Counter[str] = collections.Counter()
     spent: collections.Counter[str] = collections.Counter()
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            spent[event["name"][:48]] += event["dur"]
-    for kernel, took in spent.most_common(9):
-        print(f"    {took / steps.count:8.1f} us a step  {kernel}")
+    end, before, began = spans[0][0], "", spans[0][0]
+    for start, stop, kernel in spans:
+        spent[kernel[:48]] += stop - start
+        if start > end:
+            gaps[f"{before[:36]} -> {kernel[:36]}"] += start - end
+        end, before = max(end, stop), kernel if stop > end else before
+    idle = sum(gaps.values())
+    print(f"{name:6} batch {TRACED}: idle {100 * idle / (end - began):.1f} % of {RECORDED} steps")
+    for kind, counted in (("busy", spent), ("idle", gaps)):
+        for what, took in counted.most_common(9):
+            print(f"    {took / RECORDED:8.1f} us a step {kind}  {what}")
     for kernel in ("_derive", "_verify", "_look_up"):
-        print(f"    {spent[kernel] / steps.count:8.1f} us a step  {kernel}")
+        print(f"    {spent[kernel] / RECORDED:8.1f} us a step  {kernel}")
 
 
 def main(config_dir: str, num_drafts: int = 4) -> None:

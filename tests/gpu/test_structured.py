@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in turn": {"async_scheduling": False},
     "a rank": {"distributed_executor_backend": "mp"},
     "small chunks": {"max_num_batched_tokens": 64},
+    "drafts": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
 }
 PROMPT = [1, 40, 300, 77, 310, 90]
 END = 4

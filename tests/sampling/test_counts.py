@@ -101,3 +101,17 @@ def test_what_was_forgotten_is_counted_anew() -> None:
     both.step([1])
     both.counts.forget()
     both.step([1])
+
+
+def test_what_did_not_hold_is_taken_back() -> None:
+    """Of a row with penalties alone; a token that was drawn twice, and was wrong once."""
+    both = Both()
+    for row, asked in ((2, {"frequency_penalty": 1.0}), (3, {}), (5, {"repetition_penalty": 2.0})):
+        both.admit(row, prompt_len=1, num_tokens=1, **asked)
+    rows, drawn = np.array([2, 2, 2, 3, 5, 5], np.int32), torch.tensor([7, 8, 7, 9, 1, 2])
+    wrong = torch.tensor([False, False, True, True, False, True])
+    for at in range(len(rows)):
+        both.counts.add(rows[at : at + 1], both.state, drawn[at : at + 1].to(DEVICE))
+    both.counts.take_back(rows, both.state, drawn.to(DEVICE), wrong.to(DEVICE))
+    found = both.counts.counts.nonzero().tolist()
+    assert found == [[2, 7], [2, 8], [5, 1]] and both.counts.counts.max() == 1

@@ -165,7 +165,7 @@ class Always:
 
 DRAFTING: dict[str, Callable[[], Drafting]] = {
     "host": lambda: Drafting(Always(3), Guesses(), most=5),
-    "worker": lambda: Drafting(Always(2), None, most=5, lookahead=3),
+    "worker": lambda: Drafting(Always(2), None, most=5),
 }
 
 

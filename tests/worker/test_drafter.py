@@ -30,7 +30,8 @@ from quire.config.draft import read_draft
 from quire.data.params import SamplingParams
 from quire.data.plan import Admission, StepPlan
 from quire.prepare import configure
-from quire.worker.drafter import Told
+from quire.worker.drafter import Ends, Told
+from quire.worker.seen import Span, batch_of
 from quire.worker.worker import Worker
 
 BLOCK, LONGEST, ROWS, MOST = 4, 64, 3, 3
@@ -62,6 +63,10 @@ class Pair:
         self.tokens: dict[int, list[int]] = {}
         """By row; all but the last are computed."""
         self.drafts: dict[int, list[int]] = {}
+        self.seen: dict[int, int] = {}
+        """By row: how many tokens a model that drafts has computed."""
+        self.close: set[int] = set()
+        """Rows to which the last step proposed something."""
 
     def batch(self, chunks: dict[int, tuple[list[int], int]]) -> Batch:
         rows = list(chunks)
@@ -78,9 +83,7 @@ class Pair:
         return batch
 
     @torch.inference_mode()
-    def run(
-        self, chunks: dict[int, tuple[list[int], int]], kept: list[int], following: list[int], **told: Any
-    ) -> Tensor:
+    def run(self, chunks: dict[int, tuple[list[int], int]], kept: list[int], following: list[int]) -> None:
         """One step: for each row the tokens that it computes and how many came before; how many of them
         count, and what follows those."""
         worker, batch = self.worker, self.batch(chunks)
@@ -88,11 +91,32 @@ class Pair:
         for group in batch.groups:
             worker.backend.plan(group)
         hidden = worker.model(batch)
-        says = {"num_slots": torch.full((len(chunks),), LONGEST), "has_seen": False} | told
-        most = says.pop("most", MOST)
         states = torch.cat(batch.taps, 1) if batch.taps else hidden
-        step = Told(torch.tensor(following), torch.tensor(kept), states=states, **says)
-        return worker.drafter.propose(batch, step, most)
+        if worker.drafter.follows:
+            worker.drafter.see(batch, Told(torch.tensor(following), torch.tensor(kept), states))
+
+    @torch.inference_mode()
+    def propose(self, rows: list[int], most: int) -> list[list[int]]:
+        """What a model of its own has not seen of them it sees first."""
+        drafter, all_rows = self.worker.drafter, self.worker._rows
+        assert drafter is not None and all_rows is not None
+        history = torch.zeros(ROWS, LONGEST, dtype=torch.int32)
+        for row in rows:
+            history[row, : len(self.tokens[row])] = torch.tensor(self.tokens[row])
+        lens = {row: len(self.tokens[row]) for row in rows}
+        spans = [Span(row, self.seen.get(row, 0), lens[row] - 2) for row in rows if row not in self.close]
+        spans = [span for span in spans if span.start < span.end and not drafter.follows]
+        all_rows.block_tables[:, :ROWS, :WIDTH] = self.tables
+        if spans:
+            given = all_rows, range(len(self.tables)), history, self.tables
+            drafter.catch_up(batch_of(spans, *given))
+        self.seen |= lens
+        self.close = set(rows)
+        last = torch.tensor([lens[row] - 1 for row in rows])
+        ids = torch.stack([history[row, lens[row] - 2 : lens[row]] for row in rows]).long()
+        room = torch.full((len(rows),), LONGEST)
+        ends = Ends(torch.tensor(rows, dtype=torch.int32), ids, last, room, self.tables)
+        return drafter.propose(ends, most).tolist()
 
     def prompt(self, lens: dict[int, int]) -> None:
         """New sequences, in two chunks each, the first beside nothing and the second beside all others."""
@@ -104,12 +128,12 @@ class Pair:
         chunks = {row: (self.tokens[row][half[row] :], half[row]) for row in lens}
         others = self._verify([row for row in self.tokens if row not in lens])
         kept = [len(ids) for ids, _ in chunks.values()]
-        self._finish(chunks | others[0], kept + others[1], has_seen=False)
+        self._finish(chunks | others[0], kept + others[1], MOST)
 
     def decode(self, accepted: dict[int, int], most: int = MOST) -> None:
         """All rows verify their drafts, and so many of each are accepted."""
         chunks, kept = self._verify(list(self.tokens), accepted)
-        self._finish(chunks, kept, has_seen=True, most=most)
+        self._finish(chunks, kept, most)
 
     def _verify(
         self, rows: list[int], accepted: dict[int, int] | None = None
@@ -123,12 +147,15 @@ class Pair:
             known += drafts[:count]
         return chunks, kept
 
-    def _finish(self, chunks: dict[int, tuple[list[int], int]], kept: list[int], **told: Any) -> None:
+    def _finish(self, chunks: dict[int, tuple[list[int], int]], kept: list[int], most: int) -> None:
         following = self.rng.integers(3, self.vocab, len(chunks)).tolist()
         for row, token in zip(chunks, following, strict=True):
             self.tokens[row].append(token)
-        drafts = self.run(chunks, kept, following, **told).tolist()
-        self.drafts = dict(zip(chunks, drafts, strict=True))
+        self.run(chunks, kept, following)
+        if most:
+            self.drafts = dict(zip(chunks, self.propose(list(chunks), most), strict=True))
+        else:
+            self.drafts, self.close = {row: [] for row in chunks}, set()
 
     def check(self, expected: Expected) -> None:
         for row, drafts in self.drafts.items():
@@ -186,7 +213,7 @@ def test_a_model_of_its_own_continues_greedily(folder: Path, target: str) -> Non
     draft, hf = make_tiny("llama", folder, **SMALL)
 
     pair = Pair(path, "draft_model", draft)
-    assert pair.worker.layout.windows == ((None, 7) if target == "gpt_oss" else (None,))
+    assert pair.worker.layout.windows == ((None, 8) if target == "gpt_oss" else (None,))
     drive(pair, partial(greedy, hf))
 
 

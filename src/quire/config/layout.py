@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from quire.config.facts import ArchFacts, LayerFacts, StateFacts
@@ -95,6 +95,11 @@ class CacheLayout:
             for group in self.groups
         )
         return CacheLayout(specs, tuple(groups))
+
+    def keeping(self, more: int) -> "CacheLayout":
+        """The same with windows that keep so many tokens more than are seen."""
+        groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
+        return CacheLayout(self.specs, tuple(groups))
 
     @property
     def bytes_per_row(self) -> int:

@@ -93,13 +93,13 @@ def _drafting(config: EngineConfig) -> Drafting | None:
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and asked.method == "ngram" else proposer_of(asked)
     max_draws = MAX_DRAWS if on_gpu else None
-    lookahead = 0 if config.draft is None else most + 1
     return Drafting(
         pace,
         proposer,
         most=most,
         ahead=on_gpu,
         max_draws=max_draws,
-        lookahead=lookahead,
+        max_len=asked.max_model_len,
+        vocab=config.checkpoint.facts.vocab,
         most_of=asked.most if asked.num_speculative_tokens_per_batch_size else None,
     )

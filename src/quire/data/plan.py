@@ -179,6 +179,8 @@ class StepResult(msgspec.Struct):
     """By row: the positions that this step's chunk covered, in order."""
     pooled: dict[int, Pooled] = {}
     """Of a pooling model, by row: for each row with `samples` what has come of its prompt."""
+    drafted: Ints = _NONE
+    """How many of its planned drafts each row with `samples` had; empty: all of them."""
 
 
 class Pending(Protocol):

@@ -61,6 +61,12 @@ class Counts:
         lines = np.where(state.flags[rows] & PENALTIES, rows, -1)
         count_tokens(self.counts, to_device(lines, self.device), token_ids)
 
+    def take_back(self, rows: Ints, state: SamplingRows, token_ids: Tensor, wrong: Tensor) -> None:
+        """Of the tokens [N] that were counted for `rows`, those that turned out to be `wrong` [N]."""
+        penalised = to_device((state.flags[rows] & PENALTIES) != 0, self.device)
+        places = to_device(rows.astype(np.int64), self.device) * self.vocab + token_ids
+        self.counts.view(-1).index_add_(0, places, -(penalised & wrong).int())
+
     def _admit(self, row: int, state: SamplingRows, prompt: Ints, output: Ints) -> None:
         self._admission_of[row] = state.admission[row]
         self.prompt_seen[row].zero_()[self._ids(prompt)] = 1

@@ -37,6 +37,8 @@ class Sampled:
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """By row, of each of its draws."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    counts: Counts | None = None
+    """Where tokens of rows with several draws are counted, as if all would hold."""
 
     def result(self, rows: NDArray[Any], token_ids: Ints, counts: Ints) -> StepResult:
         """Of the draws of `rows` so many count, or one each; these are their tokens."""
@@ -122,6 +124,7 @@ class Sampler:
     ) -> Sampled:
         """The same for more rows than go together, or for rows with several draws: first all first ones."""
         sampled = Sampled(torch.empty(len(rows), dtype=torch.int64, device=self.device))
+        sampled.counts = self.counts
         tokens, num_tokens, prompt_lens = history
         draws, step = _draws(rows), rows_at_once(self.vocab)
         for draw in range(int(draws.max()) + 1):

@@ -82,8 +82,8 @@ class Admitter:
         return Claim(self.shares.levels.item(request.tenant), num_tokens)
 
     def draft(self, chunks: Ints, growth: Growth) -> tuple[Ints, Growth, Drafts]:
-        """With what the running rows may compute beside these, ahead of what they have drawn, and with blocks
-        for drafts that are still to be made: as far as there are any."""
+        """With what the running rows may compute beside these, ahead of what they have drawn: as far as there
+        are blocks for it."""
         drafting, rows = self.drafting, self.running.order
         if drafting is None or self.trial:
             return chunks, growth, NO_DRAFTS
@@ -94,12 +94,6 @@ class Admitter:
                 drafts = NO_DRAFTS
             else:
                 chunks, growth = chunks + drafts.counts, more
-        if drafting.lookahead:
-            limit = np.maximum(self.running.limit[rows], growth.reach)
-            reach = np.minimum(growth.reach + drafting.lookahead, limit)
-            # Who computes nothing gets nothing: if that is everybody, no plan would tell the worker.
-            ahead = self.kv.growth(rows, np.where(chunks > 0, reach, growth.reach))
-            growth = growth if ahead.shortage else ahead._replace(reach=growth.reach)
         return chunks, growth, drafts
 
     def _spare(self, num_tokens: int) -> int:

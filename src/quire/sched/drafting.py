@@ -69,15 +69,18 @@ class Drafting:
         most: int,
         ahead: bool = False,
         max_draws: int | None = None,
-        lookahead: int = 0,
         most_of: Callable[[int], int] | None = None,
+        max_len: int | None = None,
+        vocab: int | None = None,
     ) -> None:
         """Without a proposer the worker makes them, for each row that has drawn a token there. If it is
-        `ahead` of the host, it has none for rows whose draws depend on tokens before. `max_draws` in a step,
-        where the rows are padded to a power of two. What makes the drafts caches tokens itself, `lookahead`
-        of them beyond those of a row. `most_of` says how many drafts each of so many rows may have."""
+        `ahead` of the host, it has none for rows whose draws depend on what the tokens before are.
+        `max_draws` in a step, where the rows are padded to a power of two. `most_of` says how many drafts
+        each of so many rows may have. Sequences have drafts up to `max_len` tokens. A proposer's are cut
+        where one is no token of the `vocab`."""
         self._most_of = most_of
-        self.lookahead = lookahead
+        self._max_len = max_len
+        self._vocab = vocab
         self._ahead = ahead
         self._max_draws = max_draws
         self._pace = pace
@@ -95,13 +98,18 @@ class Drafting:
         rows = running.order
         num_tokens, first = running.num_tokens[rows], running.first_len[rows]
         most = self._most if self._most_of is None else self._most_of(len(rows))
-        most = np.minimum(running.limit[rows] - num_tokens - running.num_drafts[rows] - 1, most)
+        limit = (
+            running.limit[rows] if self._max_len is None else np.minimum(running.limit[rows], self._max_len)
+        )
+        most = np.minimum(limit - num_tokens - running.num_drafts[rows] - 1, most)
         decodes = (chunks == 1) & (num_tokens - running.num_computed[rows] == 1)
         may = decodes & running.drafts[rows]
         if self._ahead:
-            may &= ~running.depends[rows]
+            most = np.minimum(most, self._before_free(running, rows))
         if self._proposer is None:
             may &= ~running.constrained[rows]  # nobody here knows which masks their drafts would need
+            if self._ahead:
+                may &= ~running.needs_value[rows]
         else:
             running.waits[rows] = False
         if self._max_draws is not None:
@@ -133,6 +141,14 @@ class Drafting:
         cut = [new[:count] for new, count in zip(found, taken.tolist(), strict=True)]
         return Drafts(counts, np.concatenate(cut).astype(np.int32))
 
+    def _before_free(self, running: Running, rows: RowIds) -> Ints:
+        """How many drafts leave no doubt, whatever becomes of them, whether `min_tokens` still holds: the
+        worker hears of lengths too late."""
+        num_tokens, min_len = running.num_tokens[rows], running.min_len[rows]
+        is_free = num_tokens >= min_len
+        left: Ints = np.where(is_free, self._most, min_len - num_tokens - running.num_drafts[rows] - 1)
+        return left
+
     def _meet(self, running: Running, row: int) -> None:
         """Forget whoever had the row before."""
         admission = int(running.admission[row])
@@ -154,7 +170,10 @@ class Drafting:
         elif told < length:
             self._proposer.extend(row, running.tokens[row, told:length])
         self._known[row] = admission, length
-        return self._proposer.propose(row, most)
+        found = self._proposer.propose(row, most)
+        if self._vocab is not None and len(wrong := np.flatnonzero((found < 0) | (found >= self._vocab))):
+            return found[: wrong[0]]
+        return found
 
     def release(self, running: Running, row: int) -> None:
         """The row's request leaves it."""
@@ -164,12 +183,18 @@ class Drafting:
 
     def learn(self, landed: Landed, stats: StepStats) -> dict[str, int]:
         """A step is over. By request that had drafts: how many."""
-        drafted = np.flatnonzero(landed.num_drafts)
-        if not len(drafted):
+        planned = np.flatnonzero(landed.num_drafts)
+        if not len(planned):
             return {}
-        rows, num_drafts = landed.sampled[drafted], landed.num_drafts[drafted]
-        num_held = landed.result.counts[drafted] - 1
-        self._pace.learn(rows, num_drafts, num_held)
+        rows, num_drafts = landed.sampled[planned], landed.num_drafts[planned]
+        num_held = landed.result.counts[planned] - 1
+        self._pace.learn(rows, num_drafts, num_held)  # one that was not found is as good as a wrong one
+        if len(landed.result.drafted):
+            num_drafts = landed.result.drafted[planned]
+            found = num_drafts > 0
+            rows, num_held, num_drafts = rows[found], num_held[found], num_drafts[found]
+        if not len(rows):
+            return {}
         stats.num_drafts, stats.num_draft_tokens = len(rows), int(num_drafts.sum())
         stats.held_by_place = (num_held[:, None] > np.arange(num_drafts.max())).sum(axis=0).tolist()
         return dict(zip(landed.running.ids[rows].tolist(), num_drafts.tolist(), strict=True))

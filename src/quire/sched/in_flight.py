@@ -77,10 +77,11 @@ class Flight:
         if not alive.all():
             sampled = rows[plan.samples & alive]
             left, here = set(rows[alive].tolist()), alive[plan.samples]
-            counts = result.counts
+            counts, drafted = result.counts, result.drafted
             result = StepResult(
                 token_ids=result.token_ids[np.repeat(here, counts) if len(counts) else here],
                 counts=counts[here] if len(counts) else counts,
+                drafted=drafted[here] if len(drafted) else drafted,
                 logprobs={row: found for row, found in result.logprobs.items() if row in left},
                 prompt_logprobs={row: found for row, found in result.prompt_logprobs.items() if row in left},
             )

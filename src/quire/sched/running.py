@@ -23,12 +23,6 @@ def is_constrained(params: SamplingParams) -> bool:
     return params.structured_outputs is not None or params.thinking_token_budget is not None
 
 
-def depends(params: SamplingParams) -> bool:
-    """Whether what it may sample depends, in the worker, on the tokens before."""
-    penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    return bool(penalised or params.min_tokens or looks_back(params) or is_constrained(params))
-
-
 class Running:
     """The requests that hold a row, as columns.
 
@@ -71,8 +65,6 @@ class Running:
         """The same, since drafts are made of it."""
         self.drafts = np.zeros(max_rows, np.bool_)
         """Whether the row may have drafts at all."""
-        self.depends = np.zeros(max_rows, np.bool_)
-        """Whether its draws depend on the tokens before."""
         self.first_len: Ints = np.zeros(max_rows, np.int32)
         """How many tokens its request had when it got the row."""
         self.admission: NDArray[np.int64] = np.zeros(max_rows, np.int64)
@@ -105,7 +97,6 @@ class Running:
         self.num_drafts[row] = self.waits[row] = 0
         self.first_len[row] = len(request.tokens)
         self.drafts[row] = request.embeds is None
-        self.depends[row] = depends(params)
         self.limit[row] = request.limit
         self.tenant[row] = request.tenant
         self.eos_id[row] = request.eos_id
@@ -128,8 +119,11 @@ class Running:
         pending: Ints = num_tokens - self.num_computed[rows]
         unknown = num_tokens > self.num_known[rows]
         if unknown.any():
-            is_last = num_tokens + self.num_drafts[rows] >= self.limit[rows]
-            pending[unknown & (is_last | self.needs_value[rows] | self.waits[rows])] = 0
+            most, min_len = num_tokens + self.num_drafts[rows], self.min_len[rows]
+            waits = self.needs_value[rows] | self.waits[rows] | (most >= self.limit[rows])
+            # Whether `min_tokens` still holds is not known before its drafts have landed.
+            waits |= (num_tokens < min_len) & (most >= min_len)
+            pending[unknown & waits] = 0
         return pending if self.num_stages == 1 else self._spread(pending)
 
     def _spread(self, pending: Ints) -> Ints:

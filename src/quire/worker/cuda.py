@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import rows_at_once
+from quire.capacity import MAX_DRAWS, rows_at_once
 from quire.config.engine import EngineConfig
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
@@ -30,11 +30,13 @@ from quire.worker.device import (
 )
 from quire.worker.drafter import Drafter
 from quire.worker.draws import Draws
+from quire.worker.fronts import Fronts
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, wide_shapes
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
+from quire.worker.seen import Seen, sent
 from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
-from quire.worker.speculation import ByDrafter, Speculation, read
+from quire.worker.speculation import Followed, Speculation, read, take_back
 
 _EACH_ONE: Ints = np.empty(0, np.int32)
 _GRAPH_BYTES = 8 << 20
@@ -45,8 +47,9 @@ _LONG_STEP = 4096
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
 """Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
-Read = Callable[[Ints], tuple[Ints, Ints]]
-"""The new tokens of a step's rows out of what came back, and how many each has; empty: one each."""
+Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
+"""The new tokens of a step's rows out of what came back, how many each has, and how many drafts it had;
+empty: one each, and none."""
 
 
 class Cuda:
@@ -86,7 +89,9 @@ class Cuda:
         )
         self._draws = Draws(max_rows, room, all_rows.sampling.vocab, device)
         self._in_passing: Tensor | None = None
-        self._drafter: Drafter | None = None
+        self._all_rows = all_rows
+        self._fronts: Fronts | None = None
+        """Where a model drafts."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
@@ -109,8 +114,13 @@ class Cuda:
         graphs = kinds * len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
+        most = 0 if self.speculation is None else self.speculation.most
+        more_draws = min(limits.max_num_seqs * (1 + most), MAX_DRAWS) - limits.max_num_seqs
+        activations += max(more_draws, 0) * facts.vocab * item
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
         graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
+        if self._fronts is not None and sizes:
+            graphs += len(wide) * _GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
@@ -146,6 +156,8 @@ class Cuda:
                 self._forward_blank(lens)
             for size, each in wide_shapes(last, self.graphs.query_lens):
                 self._forward_blank(np.full(size, each, np.int32), are_decodes=True)
+            if self._fronts is not None:
+                self._compile_fronts(self._fronts, last, longest)
         torch.cuda.synchronize()
 
     @torch.inference_mode()
@@ -156,12 +168,24 @@ class Cuda:
     def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
         for group in batch.groups:
             group.are_decodes = are_decodes
+        given = None
         if self.speculation is not None:
             given = self.speculation.derive(batch, sheet, self.block_tables)
-            self.speculation.verify(given, sheet["positions"], sheet["positions"], sheet["seeds"])
         hidden = self.model.hidden(batch)
         if self.model.draws:
             self.model.head(hidden[batch.logit_tokens])
+        if self.speculation is not None and given is not None:
+            self._without_adapters()
+            self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"])
+
+    @torch.inference_mode()
+    def _compile_fronts(self, fronts: Fronts, most_rows: int, longest: int) -> None:
+        self._without_adapters()
+        for size, each in wide_shapes(most_rows, self.graphs.query_lens):
+            fronts.compile(size, each - 1)
+        if not fronts.drafter.follows:
+            for lens in (self._split(longest, 1), *(_decodes(0, 2 * size) for size in (8, 128))):
+                fronts.drafter.catch_up(self._blank(lens)[0])
 
     @torch.inference_mode()
     def _sample_blank(self, size: int, vocab: int, dtype: torch.dtype) -> None:
@@ -204,27 +228,42 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            follow = self._verify if self.speculation is not None and self._drafter is None else None
+            largest, follow = self._most_decodes(config), None if self.speculation is None else self._verify
             self._draws.open()
             self.graphs.capture(
                 self.compute,
-                self._most_decodes(config),
+                largest,
                 self._kinds,
                 seconds=seconds,
                 follow=follow,
                 redraw=self._draw_by_masks,
             )
+            asked = config.speculation
+            if self._fronts is not None and not (asked is not None and asked.enforce_eager):
+                self._capture_fronts(self._fronts, largest)
 
-    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
-        assert self.speculation is not None and not by_chance
-        self.speculation.propose = ByDrafter(drafter)
-        self._drafter = drafter
+    def _capture_fronts(self, fronts: Fronts, most_rows: int) -> None:
+        self._without_adapters()
+        shapes = [(size, each - 1) for size, each in wide_shapes(most_rows, self.graphs.query_lens)]
+        fronts.capture(shapes, self.graphs.pool, seconds=_CAPTURE_S, in_flight=self.graphs.in_flight)
+
+    def draft_by(self, drafter: Drafter, seen: Seen | None, max_tokens: int, *, by_chance: bool) -> None:
+        assert self.speculation is not None
+        given = self.speculation.known, self.block_tables, self._all_rows, self.sample
+        self._fronts = Fronts(drafter, *given, seen, max_tokens, by_chance=by_chance)
+        if drafter.follows:
+            self.speculation.behind = Followed(drafter)
 
     def forget(self) -> None:
         self.graphs.forget()
-        if self._drafter is not None:
-            self._drafter.forget()
+        if self._fronts is not None:
+            self._fronts.forget()
         self._in_passing = None
+
+    def _without_adapters(self) -> None:
+        """Drafts may come from the ends of the model."""
+        if self.model.adapters is not None:
+            self.model.adapters.use()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
@@ -233,6 +272,8 @@ class Cuda:
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
+        if self._fronts is not None and self._in_front(self._fronts, plan, places, ids):
+            places, ids = places[:0], ids[:0]
         adapts = self.model.adapts(plan, all_rows)
         is_text = embeds is None and reach is None and all_rows.num_axes(plan) < 3
         graph = self.graphs.find(plan, adapters=adapts) if is_text else None
@@ -241,6 +282,18 @@ class Cuda:
         if graph is None:
             return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
         return self._replay(graph, plan, all_rows, places, ids)
+
+    def _in_front(self, fronts: Fronts, plan: StepPlan, places: Wide, ids: Ints) -> bool:
+        """Have drafts made, if any are wanted. Whether the changes of the block tables are made, too."""
+        fronts.begin(plan)
+        if not fronts.wants(plan):
+            fronts.skip(plan)
+            return False
+        if len(ids):
+            self._set_blocks(sent(places, self.device), sent(ids, self.device))
+        self._without_adapters()
+        fronts(plan)
+        return True
 
     def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
         if len(ids) > graph.sizes.blocks:
@@ -338,6 +391,8 @@ class Cuda:
                 found = done.follow()
             else:
                 found = self._verify(done._replace(token_ids=sampled.token_ids))
+            if sampled.counts is not None and len(plan.num_drafts):
+                take_back(sampled.counts, plan, all_rows.sampling, sampled.token_ids, found)
             return self._landing(found, sampled, new, all_rows, lambda found: read(found, num_seqs, plan))
         if len(new.rows) and sampled.token_ids is not self._in_passing:
             # Some row asked for more than a plain sample.
@@ -347,6 +402,7 @@ class Cuda:
 
     def _verify(self, done: Computed) -> Tensor:
         assert self.speculation is not None and done.token_ids is not None and done.asked is not None
+        self._without_adapters()
         return self.speculation.verify(done.given, done.hidden, done.token_ids, done.asked.seeds)
 
     def _landing(
@@ -388,9 +444,11 @@ class Landing:
 
     def wait(self) -> StepResult:
         self.ready(0.0)
-        token_ids, counts = self._read(self._tokens.numpy().astype(np.int32))
+        token_ids, counts, drafted = self._read(self._tokens.numpy().astype(np.int32))
         self._all_rows.learn(*self._new, token_ids, counts)
-        return self._sampled.result(self._new.rows, token_ids, counts)
+        result = self._sampled.result(self._new.rows, token_ids, counts)
+        result.drafted = drafted
+        return result
 
 
 class _Pinned:
@@ -405,8 +463,8 @@ class _Pinned:
         return self._memory[:size]
 
 
-def _one_each(found: Ints) -> tuple[Ints, Ints]:
-    return found, _EACH_ONE
+def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
+    return found, _EACH_ONE, _EACH_ONE
 
 
 def _decodes(count: int, *prompts: int) -> Ints:

@@ -26,6 +26,7 @@ from quire.worker.media import Encoder
 from quire.worker.memory import Needs
 from quire.worker.reach import reach_of
 from quire.worker.rows import Rows
+from quire.worker.seen import Seen
 from quire.worker.sheet import Sizes, blank, bytes_of, host_arrays, slots_of, tensors
 
 
@@ -136,8 +137,9 @@ class Device(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""
 
-    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
-        """It proposes tokens behind each step, the likeliest or `by_chance`."""
+    def draft_by(self, drafter: Drafter, seen: Seen | None, max_tokens: int, *, by_chance: bool) -> None:
+        """It proposes tokens in front of steps that want some, the likeliest or `by_chance`. What one that
+        does not follow has `seen` is noted; of what it missed it computes so many tokens in a step."""
 
     def forget(self) -> None:
         """Weights and cache will lie elsewhere: let go of all that knows where they are."""

@@ -1,5 +1,5 @@
-"""Drafter: the tokens that a draft proposes behind a step of the target. Nothing here needs the host to know
-what the target drew."""
+"""Drafter: the tokens that a draft proposes in front of a step. Nothing here needs the host to know what the
+target drew."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
@@ -28,44 +27,70 @@ MOST_LATENT = 7
 """Drafts of a row: with its own token they make a tile of queries."""
 _MAX_TAPED = 64
 """Tokens: what is computed of more has work enough to hide the calls."""
+_MORE_TAPPED = 1024
+"""Tokens of a step that is run to have kernels compiled may be so many more than of any other."""
+
+Draw = Callable[[Tensor, Tensor], Tensor]
+"""Tokens by [B, V] logits and the [B] positions where they would stand."""
+
+
+class Ends(NamedTuple):
+    """How B sequences end that want drafts, all on the device."""
+
+    rows: Tensor
+    """[B] int32"""
+    ids: Tensor
+    """[B, 2] int64, the last two tokens"""
+    last: Tensor
+    """[B] int64, where the last one stands"""
+    num_slots: Tensor
+    """[B] int64, how many tokens the blocks of each have room for: beyond them nothing is written"""
+    tables: Tensor
+    """[groups of layers, rows, blocks] int32"""
+    draw: Draw | None = None
+    """None: the likeliest."""
+
+    def pick(self, logits: Tensor, ahead: int) -> Tensor:
+        """The tokens so many places behind the last ones."""
+        return logits.argmax(-1) if self.draw is None else self.draw(logits, self.last + ahead)
 
 
 class Told(NamedTuple):
-    """What a step of B sequences leaves for the drafts behind it, all on the device."""
+    """What a step of B sequences leaves for a draft that looks at the target's states, all on the device."""
 
     next_ids: Tensor
     """[B] int64, the token behind the last one that counts: the one just drawn, or the prompt's next"""
     num_kept: Tensor
     """[B] int64, how many of its tokens in the batch count: all but the drafts that were not accepted"""
-    num_slots: Tensor
-    """[B] int64, how many tokens its blocks have room for: beyond them nothing is written"""
-    has_seen: bool
-    """Whether the draft has seen every token of each sequence in front of the last one that counts"""
     states: Tensor
-    """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`), or its head sees them;
-    a draft that is a model of its own does not look at them"""
-    draw: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Tokens by [B, V] logits and the [B] positions where they would stand; None: the likeliest"""
-
-    def pick(self, logits: Tensor, positions: Tensor) -> Tensor:
-        return logits.argmax(-1) if self.draw is None else self.draw(logits, positions)
+    """[T, n * hidden] of the batch's tokens, as the target noted them (`Batch.taps`), or its head sees
+    them"""
 
 
 class Drafter(Protocol):
     """Proposes tokens."""
 
-    def propose(self, batch: Batch, told: Told, most: int) -> Tensor:
-        """[B, most] int64: the tokens that may follow each of `next_ids`. `batch` is the target's. Has to be
-        called behind each step, with 0 if nothing is wanted of it: the draft has to see every token. What is
-        proposed to a sequence without room for it means nothing."""
+    follows: bool
+    """Whether it sees each step of the target, right behind it (`see`). If not, it has to `catch_up` with all
+    tokens but the last two of a sequence before it proposes what comes behind them."""
+
+    def see(self, batch: Batch, told: Told) -> None:
+        """A step of the target."""
+
+    def catch_up(self, batch: Batch) -> None:
+        """Tokens that it has not seen."""
+
+    def propose(self, ends: Ends, most: int) -> Tensor:
+        """[B, most] int64, one or more of each: the tokens that may follow the last ones. What is proposed to
+        a sequence without room for it means nothing."""
 
     def forget(self) -> None:
         """Weights and cache will lie elsewhere."""
 
 
 class _Ahead:
-    """Batches for the tokens behind those of a batch of the target. Those of few tokens lie where the last of
-    their size lay, so that what is computed of them can be played again."""
+    """Batches of tokens behind those of the target. On a CPU those of few lie where the last of their size
+    lay, so that what is computed of them can be played again."""
 
     def __init__(self, backend: AttentionBackend, block_size: int, max_taped: int) -> None:
         self.backend = backend
@@ -86,13 +111,13 @@ class _Ahead:
         """What the model makes of a batch from here; on a CPU, of a small one, without a call by operation.
         Valid until the next one."""
         key = _key(batch)
-        if self._sheets.get(key) is batch and batch.token_ids.device.type == "cpu":
+        if self._sheets.get(key) is batch:
             return self._tapes.run(key, lambda: model(batch))
         return model(batch)
 
     def _placed(self, batch: Batch) -> Batch:
         """The same where the last of its size lay."""
-        if len(batch.token_ids) > self.max_taped:
+        if len(batch.token_ids) > self.max_taped or batch.token_ids.device.type != "cpu":
             return batch
         kept = self._sheets.setdefault(_key(batch), batch)
         if kept is not batch:
@@ -100,85 +125,135 @@ class _Ahead:
                 getattr(kept, name).copy_(getattr(batch, name))
             for group, new in zip(kept.groups, batch.groups, strict=True):
                 group.slots.copy_(new.slots)
-                group.seq_lens_host = self.lens(batch, kept.seq_lens)
+                group.seq_lens_host = kept.seq_lens.numpy()
         return kept
 
-    def lens(self, batch: Batch, seq_lens: Tensor, more: int = 0) -> Ints:
-        """Lengths as backends want to know them in advance: as they are on a CPU, and where kernels read them
-        on the device no less than that, which is at most so many more than in `batch`."""
-        if seq_lens.device.type == "cpu":
-            return seq_lens.numpy()
-        if not self.backend.capturable:
-            return seq_lens.cpu().numpy()
-        width = batch.block_tables.shape[1] * self.block_size
-        return np.minimum(batch.seq_lens_host + more, width).astype(np.int32)
-
-    def slots(self, group: Batch, seqs: Tensor, positions: Tensor, num_slots: Tensor) -> Tensor:
-        """Of these positions of sequences, -1 where there is none."""
-        blocks = positions.clamp(max=group.block_tables.shape[1] * self.block_size - 1) // self.block_size
-        found = group.block_tables[group.rows.long()[seqs], blocks].long() * self.block_size
-        return torch.where(positions < num_slots[seqs], found + positions % self.block_size, -1)
-
-    def behind(self, batch: Batch, ids: Tensor, last: Tensor, num_slots: Tensor, most: int) -> Batch:
-        """`ids` [B, n] of which the last stand at the positions `last` [B] of their sequences, at most so
-        many tokens behind those of `batch`."""
-        count, width = ids.shape
-        back = torch.arange(width - 1, -1, -1, device=ids.device)
-        # Where there is no room, a place that exists is read.
-        ends = torch.minimum(last, num_slots - 1).clamp(min=width - 1)
-        positions = (ends[:, None] - back).flatten()
-        seqs = torch.arange(count, device=ids.device).repeat_interleave(width)
-        seq_lens = torch.where(batch.seq_lens > 0, ends.int() + 1, 0)
-        wanted = torch.where(last < num_slots, num_slots, 0)
-        made = replace(
-            batch,
-            token_ids=ids.flatten().clone(),
+    def behind(self, ends: Ends, ids: Tensor, ahead: int) -> Batch:
+        """`ids` [B, n] of which the last stand so many places behind the last tokens."""
+        (count, width), device = ids.shape, ids.device
+        flat, rows = ids.flatten(), ends.rows
+        if device.type == "cpu":  # where what comes next may be written to the same
+            flat, rows = flat.clone(), rows.clone()
+        positions, seq_lens, slots = place(ends, ahead, width, self.block_size)
+        lens = seq_lens.numpy() if device.type == "cpu" else self._longest(ends, count)
+        made = Batch(
+            token_ids=flat,
             positions=positions,
-            slots=self.slots(batch, seqs, positions, wanted),
-            query_starts=torch.arange(0, (count + 1) * width, width, dtype=torch.int32, device=ids.device),
+            slots=slots[0],
+            query_starts=torch.arange(0, (count + 1) * width, width, dtype=torch.int32, device=device),
             seq_lens=seq_lens,
-            rows=batch.rows.clone(),
+            rows=rows,
+            block_tables=ends.tables[0],
+            logit_tokens=positions,
             query_lens_host=np.full(count, width, np.int32),
-            seq_lens_host=self.lens(batch, seq_lens, most),
-            **_NOTHING,
+            seq_lens_host=lens,
+            are_decodes=device.type != "cpu",
         )
-        made.others = tuple(
-            replace(made, slots=self.slots(group, seqs, positions, wanted), block_tables=group.block_tables)
-            for group in batch.others
-        )
+        others = zip(slots[1:], ends.tables[1:], strict=True)
+        made.others = tuple(replace(made, slots=each, block_tables=table) for each, table in others)
         return self.planned(self._placed(made))
 
-    def longer(self, batch: Batch, next_ids: Tensor, at: Tensor, num_slots: Tensor) -> Batch:
-        """The batch with one more place for each sequence, and `next_ids` in the places `at` of it."""
-        lens, num_tokens, device = batch.query_lens_host, len(batch.token_ids), batch.token_ids.device
-        count = len(lens)
-        kept = _sent(np.arange(num_tokens) + np.repeat(np.arange(count), lens), device)
-        new = _sent(np.cumsum(lens + 1) - 1, device)
-        ends = batch.query_starts[1:].long() - 1
-        seqs = torch.arange(count, device=device)
-        after = batch.positions[ends] + 1
-        positions = _merged(batch.positions, kept, torch.minimum(after, num_slots - 1), new)
-        seq_lens = torch.where(batch.seq_lens > 0, batch.seq_lens + 1, 0)
-        made = replace(
-            batch,
-            token_ids=_merged(batch.token_ids, kept, next_ids, new).index_copy_(0, at, next_ids),
-            positions=positions,
-            slots=_merged(batch.slots, kept, self.slots(batch, seqs, after, num_slots), new),
-            query_starts=batch.query_starts + torch.arange(count + 1, dtype=torch.int32, device=device),
-            seq_lens=seq_lens,
-            query_lens_host=lens + 1,
-            seq_lens_host=self.lens(batch, seq_lens, 1),
-            **_NOTHING,
-        )
-        made.others = tuple(
-            replace(
-                made,
-                slots=_merged(group.slots, kept, self.slots(group, seqs, after, num_slots), new),
-                block_tables=group.block_tables,
-            )
-            for group in batch.others
-        )
-        return self.planned(made)
+    def _longest(self, ends: Ends, count: int) -> Ints:
+        """Lengths as the host may know them, where kernels read the real ones: no less than those."""
+        return np.full(count, ends.tables.shape[2] * self.block_size, np.int32)
+
+
+def place(ends: Ends, ahead: int, width: int, block_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Positions [B * width] int64, lengths [B] int32 and, of each group of layers, slots [B * width] of the
+    tokens up to `ahead` places behind the last one of each sequence. Where there is no room a place that
+    exists is read, and nothing is written."""
+    device = ends.last.device
+    if device.type == "cuda":
+        from quire.kernels.triton import drafts
+
+        return drafts.place(ends.rows, ends.last, ends.num_slots, ends.tables, ahead, width, block_size)
+    end = ends.last + ahead
+    there = torch.minimum(end, ends.num_slots - 1).clamp(min=width - 1)
+    positions = there[:, None] + torch.arange(1 - width, 1, device=device)
+    blocks = ends.tables[:, ends.rows.long()[:, None], positions // block_size].long()
+    slots = torch.where((end < ends.num_slots)[:, None], blocks * block_size + positions % block_size, -1)
+    return positions.flatten(), there.int() + 1, list(slots.flatten(1))
+
+
+def _key(batch: Batch) -> tuple[int, ...]:
+    """Batches of one key are alike but for what is in their tensors."""
+    return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
+
+
+class ModelDrafter:
+    """Drafts by a model of its own. It computes the last two tokens of a sequence, since it has not seen the
+    one before the last if that was the last of its drafts; to see it again changes nothing."""
+
+    follows = False
+
+    def __init__(
+        self, model: Any, backend: AttentionBackend, *, block_size: int, max_taped: int, vocab: int
+    ) -> None:
+        self.model = model
+        self.ahead = _Ahead(backend, block_size, max_taped)
+        self.forget = self.ahead.forget
+        self.vocab = vocab
+        """The ids that it has in common with the target."""
+
+    def see(self, batch: Batch, told: Told) -> None:
+        """It asks for what it wants to know."""
+
+    def catch_up(self, batch: Batch) -> None:
+        batch.token_ids.clamp_(0, self.vocab - 1)
+        self.model(self.ahead.planned(batch))
+
+    def propose(self, ends: Ends, most: int) -> Tensor:
+        ids, drafts = ends.ids.clamp(0, self.vocab - 1), list[Tensor]()
+        for number in range(most):
+            hidden = self.ahead.hidden(self.model, self.ahead.behind(ends, ids, number))
+            logits = self.model.logits(hidden if number else hidden[1::2])[:, : self.vocab]
+            drafts.append(ends.pick(logits, number + 1))
+            ids = drafts[-1][:, None]
+        return torch.stack(drafts, 1)
+
+
+class HeadDrafter:
+    """Drafts by a head on the states of the target. Each token is computed in the place of the one before it,
+    whose states it goes with."""
+
+    follows = True
+
+    def __init__(
+        self,
+        model: DraftHead,
+        backend: AttentionBackend,
+        *,
+        block_size: int,
+        max_taped: int,
+        kept: Tensor,
+    ) -> None:
+        self.model = model
+        self.ahead = _Ahead(backend, block_size, max_taped)
+        self.forget = self.ahead.forget
+        self.kept = kept
+        """[2, rows, hidden]: what it made of the last token of each row, for its logits, and the states for
+        the next one"""
+
+    def see(self, batch: Batch, told: Told) -> None:
+        at = batch.query_starts[:-1].long() + told.num_kept - 1
+        shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, told.next_ids)
+        first = replace(batch, token_ids=shifted, **_NOTHING)
+        first.others = tuple(replace(group, attention=None) for group in batch.others)
+        made = self.model(self.ahead.planned(first), self.model.states(told.states))
+        for kept, each in zip(self.kept, made, strict=True):
+            kept.index_copy_(0, batch.rows.long(), each[at])
+
+    def catch_up(self, batch: Batch) -> None:
+        raise AssertionError("it has seen all")
+
+    def propose(self, ends: Ends, most: int) -> Tensor:
+        out, states = self.kept[:, ends.rows.long()]
+        drafts: list[Tensor] = []
+        for number in range(most):
+            drafts.append(self.model.names(ends.pick(self.model.logits(out), number + 1)))
+            if number < most - 1:
+                out, states = self.model(self.ahead.behind(ends, drafts[-1][:, None], number), states)
+        return torch.stack(drafts, 1)
 
 
 _NOTHING: dict[str, Any] = {
@@ -194,91 +269,6 @@ _NOTHING: dict[str, Any] = {
     "others": (),
 }
 """What a draft's batch does not have of the target's."""
-
-
-def _key(batch: Batch) -> tuple[int, ...]:
-    """Batches of one key are alike but for what is in their tensors."""
-    return len(batch.token_ids), len(batch.seq_lens), batch.block_tables.data_ptr()
-
-
-def _sent(places: NDArray[Any], device: torch.device) -> Tensor:
-    """To the device, without a wait for what it does."""
-    found = torch.from_numpy(places)
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
-
-
-def _merged(old: Tensor, kept: Tensor, more: Tensor, new: Tensor) -> Tensor:
-    """Old values in the places `kept`, and more in the places `new`."""
-    return old.new_empty(len(old) + len(more)).index_copy_(0, kept, old).index_copy_(0, new, more)
-
-
-class ModelDrafter:
-    """Drafts by a model of its own, which has to see all tokens."""
-
-    def __init__(
-        self, model: Any, backend: AttentionBackend, *, block_size: int, max_taped: int, vocab: int
-    ) -> None:
-        self.model = model
-        self.ahead = _Ahead(backend, block_size, max_taped)
-        self.forget = self.ahead.forget
-        self.vocab = vocab
-        """The ids that it has in common with the target."""
-
-    def propose(self, batch: Batch, told: Told, most: int) -> Tensor:
-        kept = batch.query_starts[:-1].long() + told.num_kept
-        last = batch.positions[kept - 1] + 1
-        if told.has_seen:
-            # But not the last one, if that was the last of its drafts: it is computed again.
-            ids = torch.stack((batch.token_ids[kept - 1], told.next_ids), 1).clamp_(0, self.vocab - 1)
-            ahead, at = self.ahead.behind(batch, ids, last, told.num_slots, 1), None
-        else:
-            at = kept + torch.arange(len(kept), device=kept.device)
-            ahead = self.ahead.longer(batch, told.next_ids, at, told.num_slots)
-            ahead.token_ids.clamp_(0, self.vocab - 1)
-        drafts: list[Tensor] = []
-        for number in range(max(most, 1)):
-            hidden = self.ahead.hidden(self.model, ahead)
-            if number == most:
-                break
-            hidden = hidden[1::2] if not number and at is None else hidden if number else hidden[at]
-            place = last + number + 1
-            drafts.append(told.pick(self.model.logits(hidden)[:, : self.vocab], place))
-            if number < most - 1:
-                ahead = self.ahead.behind(batch, drafts[-1][:, None], place, told.num_slots, number + 2)
-        return _columns(drafts, told.next_ids)
-
-
-def _columns(drafts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(drafts, 1) if drafts else like.new_empty(len(like), 0)
-
-
-class HeadDrafter:
-    """Drafts by a head on the states of the target. Each token is computed in the place of the one before it,
-    whose states it goes with."""
-
-    def __init__(
-        self, model: DraftHead, backend: AttentionBackend, *, block_size: int, max_taped: int
-    ) -> None:
-        self.model = model
-        self.ahead = _Ahead(backend, block_size, max_taped)
-        self.forget = self.ahead.forget
-
-    def propose(self, batch: Batch, told: Told, most: int) -> Tensor:
-        at = batch.query_starts[:-1].long() + told.num_kept - 1
-        shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, told.next_ids)
-        first = replace(batch, token_ids=shifted, **_NOTHING)
-        first.others = tuple(replace(group, attention=None) for group in batch.others)
-        out, states = self.model(self.ahead.planned(first), self.model.states(told.states))
-        drafts: list[Tensor] = []
-        out, states, last = out[at], states[at], batch.positions[at]
-        for number in range(most):
-            place = last + number + 1
-            drafts.append(self.model.names(told.pick(self.model.logits(out), place + 1)))
-            if number < most - 1:
-                ids = drafts[-1][:, None]
-                ahead = self.ahead.behind(batch, ids, place, told.num_slots, number + 1)
-                out, states = self.model(ahead, states)
-        return _columns(drafts, told.next_ids)
 
 
 def check_ahead(backend: str, num_drafts: int, *, latent: bool) -> None:
@@ -333,14 +323,14 @@ def open_drafter(
 ) -> Drafter:
     """The drafter of a loaded draft; the target notes what it needs from now on."""
     assert config.draft is not None
-    facts = config.draft.facts
-    sizes = {
-        "block_size": config.cache.block_size,
-        "max_taped": 0 if config.model.enforce_eager else _MAX_TAPED,
-    }
+    facts, asked = config.draft.facts, config.speculation
+    is_eager = config.model.enforce_eager or (asked is not None and asked.enforce_eager)
+    sizes = {"block_size": config.cache.block_size, "max_taped": 0 if is_eager else _MAX_TAPED}
     if facts.drafts is None:
         return ModelDrafter(model, backend, **sizes, vocab=min(facts.vocab, config.checkpoint.facts.vocab))
     model.adopt(target)
     if facts.drafts.taps:
-        target.tap(facts.drafts.taps, config.scheduler.max_num_batched_tokens, device)
-    return HeadDrafter(model, backend, **sizes)
+        target.tap(facts.drafts.taps, config.scheduler.max_num_batched_tokens + _MORE_TAPPED, device)
+    room = 2, config.scheduler.max_num_seqs + 1, facts.hidden
+    kept = torch.zeros(room, dtype=getattr(torch, config.model.dtype), device=device)
+    return HeadDrafter(model, backend, **sizes, kept=kept)

@@ -68,6 +68,8 @@ class Graphs:
         self.in_flight = in_flight
         self.query_lens = query_lens
         self.axes = axes
+        self.pool: Any = None
+        """The memory of all graphs, once there are some."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._wide: dict[tuple[int, int, bool], Graph] = {}
@@ -86,6 +88,7 @@ class Graphs:
         not done within `seconds` is done without. `kinds`: without adapters, with them. `follow` and
         `redraw` are captured behind each, and played by themselves."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
+        self.pool = pool
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
             if time.monotonic() - started < seconds / 2:
                 self._wide[size, each, adapters] = Graph(

@@ -26,9 +26,11 @@ from quire.worker.device import (
     blank_batch,
     hold,
 )
-from quire.worker.drafter import Drafter, Told
+from quire.worker.drafter import Drafter, Draw, Ends, Told
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
+from quire.worker.seen import Seen, is_decode
+from quire.worker.seen import batch_of as tokens_of
 from quire.worker.sheet import Page, Sizes, asked_by, asked_of, bytes_of, sizes_of, tensors
 
 _MAX_SHEETS = 32
@@ -54,16 +56,20 @@ class Host:
         self.drafter: Drafter | None = None
         self.drafts_by_chance = False
         """Whether it draws as the target does, by the same numbers."""
+        self.seen: Seen | None = None
+        """Of a drafter that does not follow."""
+        self._max_tokens = 0
+        """Of what it missed, in one step."""
         self._batch: Batch | None = None
         """Of the last step."""
-        self._num_seen: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
-        """By row: how many of its tokens the draft has seen, and had room for."""
 
     def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
         """Reckoned: to use memory is to take it here."""
         facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
+        most = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+        num_draws = max(min(limits.max_num_seqs * (1 + most), limits.max_num_batched_tokens), 1)
         activations = activation_bytes(
-            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=limits.max_num_seqs
+            facts, dtype, num_tokens=limits.max_num_batched_tokens, num_seqs=num_draws
         )
         tapes = tape_bytes(config, self._max_taped)
         link = self.model.link
@@ -76,17 +82,22 @@ class Host:
         if config.model.enforce_eager:
             self._max_taped = 0
 
-    def draft_by(self, drafter: Drafter, by_chance: bool) -> None:
-        self.drafter, self.drafts_by_chance = drafter, by_chance
+    def draft_by(self, drafter: Drafter, seen: Seen | None, max_tokens: int, *, by_chance: bool) -> None:
+        self.drafter, self.seen, self.drafts_by_chance = drafter, seen, by_chance
+        self._max_tokens = max_tokens
 
     def forget(self) -> None:
         self._tapes = Tapes()
         if self.drafter is not None:
             self.drafter.forget()
+        if self.seen is not None:
+            self.seen.forget()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         if not len(plan.rows):
             return self._idle(plan)
+        if self.drafter is not None:
+            self._propose(self.drafter, plan, all_rows)
         num_rows, adapts = len(plan.rows), self.model.adapts(plan, all_rows)
         axes = all_rows.num_axes(plan)
         sizes = sizes_of(plan, 0, len(all_rows.block_tables), adapters=adapts, axes=axes)
@@ -146,42 +157,70 @@ class Host:
             counts = hold(token_ids, all_rows.drafts_of(plan), num_drafts)
             token_ids = token_ids[spread(np.cumsum(1 + num_drafts) - 1 - num_drafts, counts)]
         all_rows.learn(*NewTokens.of(plan), token_ids, counts)
-        if self.drafter is not None and self._batch is not None:
-            if self.model.adapters is not None:
-                self.model.adapters.use()  # drafts may come from the ends of the model
-            self._propose(self.drafter, self._batch, plan, all_rows, first, counts, done)
+        if self.drafter is not None and self.drafter.follows:
+            self._show(self.drafter, plan, all_rows, first, counts, done)
         return Done(sampled.result(plan.sampling_rows, token_ids, counts))
 
-    def _propose(
-        self,
-        drafter: Drafter,
-        batch: Batch,
-        plan: StepPlan,
-        all_rows: Rows,
-        first: Ints,
-        counts: Ints,
-        done: Computed,
+    def _show(
+        self, drafter: Drafter, plan: StepPlan, all_rows: Rows, first: Ints, counts: Ints, done: Computed
     ) -> None:
-        """Drafts for the rows of a step, of which the tokens from `first` on were computed."""
-        rows, num_kept, most = plan.rows.astype(np.intp), plan.num_tokens, all_rows.drafts.shape[1]
+        """Let the drafter see a step, of whose rows the tokens from `first` on were computed."""
+        rows, num_kept = plan.rows.astype(np.intp), plan.num_tokens
         if len(counts):
             num_kept = num_kept - plan.num_drafts
             num_kept[plan.samples] += counts - 1
-        for new in plan.admitted:
-            self._num_seen[new.row] = new.num_computed
-        ends, num_slots = first + num_kept, all_rows.num_slots(rows)
+        next_ids = np.maximum(all_rows.tokens[rows, first + num_kept], 0)
+        assert self._batch is not None
+        self._without_adapters()
         told = Told(
-            next_ids=torch.from_numpy(np.maximum(all_rows.tokens[rows, ends], 0).astype(np.int64)),
+            next_ids=torch.from_numpy(next_ids.astype(np.int64)),
             num_kept=torch.from_numpy(num_kept.astype(np.int64)),
-            num_slots=torch.from_numpy(num_slots.astype(np.int64)),
-            has_seen=bool((self._num_seen[rows] >= ends - 1).all()),
             states=torch.cat(done.taps, 1) if done.taps else done.hidden,
+        )
+        drafter.see(self._batch, told)
+
+    def _propose(self, drafter: Drafter, plan: StepPlan, all_rows: Rows) -> None:
+        """Drafts for the rows that are to have some, where they are looked for."""
+        seen, wanted, late = self.seen, is_decode(plan), np.zeros(len(plan.rows), np.bool_)
+        if seen is not None:
+            seen.begin(plan)
+        if seen is None or seen.lags:
+            wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
+        self._without_adapters()
+        if seen is not None:
+            missed, late = seen.missed(plan, 0, self._max_tokens)
+            if missed:
+                history = torch.from_numpy(all_rows.tokens)
+                drafter.catch_up(tokens_of(missed, all_rows, seen.groups, history, self.block_tables))
+            wanted &= ~late
+        if wanted.any():
+            rows, most = plan.rows[wanted].astype(np.intp), int(plan.num_drafts.max(initial=1))
+            all_rows.drafts[rows, :most] = drafter.propose(self._ends(rows, all_rows), most).numpy()
+        if seen is not None and (wanted.any() or not seen.lags):
+            seen.note(plan, wanted, late)
+        elif seen is not None:
+            seen.skip(plan)
+        if len(plan.num_drafts):
+            all_rows.draft(plan)
+
+    def _ends(self, rows: NDArray[np.intp], all_rows: Rows) -> Ends:
+        last = all_rows.num_tokens[rows].astype(np.int64) - 1
+        both = np.maximum(last[:, None] + (-1, 0), 0)
+        return Ends(
+            rows=torch.from_numpy(rows.astype(np.int32)),
+            ids=torch.from_numpy(all_rows.tokens[rows[:, None], both].astype(np.int64)),
+            last=torch.from_numpy(last),
+            num_slots=torch.from_numpy(all_rows.num_slots(rows).astype(np.int64)),
+            tables=self.block_tables,
             draw=self._drawing(rows, all_rows) if self.drafts_by_chance else None,
         )
-        all_rows.drafts[rows] = drafter.propose(batch, told, most).numpy()
-        self._num_seen[rows] = np.minimum(ends + max(most, 1), num_slots)
 
-    def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Callable[[Tensor, Tensor], Tensor] | None:
+    def _without_adapters(self) -> None:
+        """Drafts may come from the ends of the model."""
+        if self.model.adapters is not None:
+            self.model.adapters.use()
+
+    def _drawing(self, rows: NDArray[np.intp], all_rows: Rows) -> Draw | None:
         """How these rows sample, wherever; None if nothing can sample in passing."""
         if (sample := self.sample) is None:
             return None

@@ -76,8 +76,8 @@ class Rows:
         self._append_blocks(plan.block_rows, plan.block_ids)
         if plan.values.size:
             self._hear(*plan.values)
-        if len(plan.num_drafts):
-            self._draft(plan)
+        if len(plan.drafts):
+            self.draft(plan)
 
     def _admit(self, new: Admission, step: int) -> None:
         row, length = new.row, len(new.token_ids)
@@ -119,7 +119,7 @@ class Rows:
         self.tokens[rows, self.num_tokens[rows] - 1] = token_ids
         self.num_known[rows] = self.num_tokens[rows]
 
-    def _draft(self, plan: StepPlan) -> None:
+    def draft(self, plan: StepPlan) -> None:
         """Drafts lie behind the tokens of their rows, all of which are known, until `learn` says how many of
         them hold."""
         rows = plan.rows.astype(np.intp)

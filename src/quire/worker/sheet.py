@@ -59,7 +59,7 @@ def _layout(sizes: Sizes) -> list[tuple[str, type, int]]:
         ("query_starts", np.int32, seqs + 1),
         *((name, np.int32, seqs) for name in ("seq_lens", "rows")),
         *((("adapters", np.int32, tokens), ("logit_adapters", np.int32, samples)) if adapters else ()),
-        *((name, np.int32, seqs) for name in ("planned", "draw_starts", "num_slots") if drafts),
+        *((name, np.int32, seqs) for name in ("planned", "draw_starts") if drafts),
     ]
 
 
@@ -135,8 +135,6 @@ class Page:
             self._rows, self._query_len, self._version = _bytes_of(plan), plan.query_len, all_rows.version
         if not self.sizes.query_len:
             _fill(self.arrays, plan, all_rows)
-        if self.sizes.drafts:
-            self.arrays["num_slots"][: len(plan.rows)] = all_rows.num_slots(plan.rows)
         self.arrays["block_places"][: len(places)] = places
         self.arrays["block_ids"][: len(ids)] = ids
 
@@ -240,7 +238,6 @@ _NOTHING: dict[str, float] = {
     "min_p": 0.0,
     "planned": -1,
     "draw_starts": -1,
-    "num_slots": 0,
 }
 
 

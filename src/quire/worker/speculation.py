@@ -11,10 +11,15 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.config.speculation import SpecFacts
 from quire.data.plan import Ints, StepPlan, spread
-from quire.kernels.triton.drafts import Known, Step, derive, look_up, verify
+from quire.kernels.triton.drafts import DRAFTED, Known, Step, derive, look_up, verify
+from quire.sampling.counts import Counts
+from quire.sampling.rows import SamplingRows
+from quire.sampling.transfer import to_device
 from quire.worker.drafter import Drafter, Told
 from quire.worker.rows import Rows
 from quire.worker.sheet import slots_of
+
+_COUNT = (1 << DRAFTED) - 1
 
 
 class Given(NamedTuple):
@@ -22,24 +27,21 @@ class Given(NamedTuple):
 
     batch: Batch
     step: Step
-    num_slots: Tensor
 
 
 class Drawn(NamedTuple):
-    """What a step leaves for the drafts behind it. All is on the device."""
+    """What a step leaves for drafts. All is on the device."""
 
     batch: Batch
     step: Step
-    num_slots: Tensor
-    """[B] int32, how many tokens the blocks of each sequence have room for"""
     hidden: Tensor
     """[T, hidden]"""
-    counts: Tensor
-    """[B] int32, how many tokens each sequence got; 0 of one that drew none. What they are is in `Known`."""
+    found: Tensor
+    """[B] int32, what `verify` says of each sequence"""
 
 
-Propose = Callable[[Known, Drawn], None]
-"""Fills in `drafts` and `num_drafts` of the rows that drew."""
+Behind = Callable[[Known, Drawn], None]
+"""What is done behind each step: drafts are found for the rows that drew, or a drafter looks at it."""
 
 
 class Lookup:
@@ -53,26 +55,23 @@ class Lookup:
         look_up(known, drawn.step, self._scratch, self._least)
 
 
-class ByDrafter:
-    """Proposes what a model says."""
+class Followed:
+    """Shows each step to a drafter that looks at the target's states."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
     def __call__(self, known: Known, drawn: Drawn) -> None:
-        batch, step, num_slots, hidden, counts = drawn
+        batch, step, hidden, found = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
-        num_kept = torch.where(step.planned >= 0, counts.long(), starts[1:] - starts[:-1])
+        num_kept = torch.where(step.planned >= 0, (found & _COUNT).long(), starts[1:] - starts[:-1])
         after = batch.positions[starts[:-1] + num_kept - 1] + 1
         told = Told(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
-            num_slots=num_slots.long(),
-            has_seen=False,  # nobody here knows
             states=torch.cat(batch.taps, 1) if batch.taps else hidden,
         )
-        known.drafts.index_copy_(0, rows, self._drafter.propose(batch, told, known.most))
-        known.num_drafts.index_copy_(0, rows, torch.where(counts > 0, known.most, 0).int())
+        self._drafter.see(batch, told)
 
 
 class Speculation:
@@ -100,10 +99,9 @@ class Speculation:
         if all_rows.turns is not None:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
             self.last_turn = all_rows.turns.last
-        self.propose: Propose | None = None
-        """None: the planner does."""
+        self.behind: Behind | None = None
         if facts.method == "ngram":
-            self.propose = Lookup(facts.prompt_lookup_min or 1, max_rows, device)
+            self.behind = Lookup(facts.prompt_lookup_min or 1, max_rows, device)
 
     def begin(self, plan: StepPlan, all_rows: Rows) -> None:
         """Rows have new requests, or drafts of the planner's."""
@@ -140,7 +138,7 @@ class Speculation:
             self._turn(self.ahead, step, batch.positions, batch.turns)
         # By torch: kernels behind it may read lengths before they wait for the one in front of them.
         torch.add(batch.positions[batch.logit_tokens], 1, out=sheet["sample_at"])
-        return Given(batch, step, sheet["num_slots"])
+        return Given(batch, step)
 
     def _turn(self, ahead: Tensor, step: Step, positions: Tensor, turns: Tensor) -> None:
         """Those of the decodes, in place."""
@@ -150,18 +148,28 @@ class Speculation:
         turns.copy_(torch.where(step.planned[seqs] >= 0, found, turns))
 
     def verify(self, given: Given, hidden: Tensor, token_ids: Tensor, seeds: Tensor) -> Tensor:
-        """As the kernel; drafts for the next step are there, too."""
+        """As the kernel, and what is done behind it."""
         found = verify(self.known, given.step, token_ids, seeds, self.rates)
-        if self.propose is not None:
-            self.propose(self.known, Drawn(*given, hidden, found[: len(given.step.rows)]))
+        if self.behind is not None:
+            self.behind(self.known, Drawn(*given, hidden, found[: len(given.step.rows)]))
         return found
 
 
-def read(found: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints]:
-    """The new tokens of a plan's rows out of what `verify` found, and how many each has; empty: one each."""
+def read(found: Ints, num_seqs: int, plan: StepPlan) -> tuple[Ints, Ints, Ints]:
+    """The new tokens of a plan's rows out of what `verify` found, how many each has, and how many drafts it
+    had; empty: one each, and none."""
     draws = found[num_seqs : num_seqs + len(plan.logit_rows)]
     if not len(plan.num_drafts):
-        return draws, plan.num_drafts
-    counts = found[: len(plan.rows)][plan.samples]
+        return draws, plan.num_drafts, plan.num_drafts
+    said = found[: len(plan.rows)][plan.samples]
+    counts, num_draws = said & _COUNT, 1 + plan.num_drafts[plan.samples]
+    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts, said >> DRAFTED
+
+
+def take_back(counts: Counts, plan: StepPlan, state: SamplingRows, token_ids: Tensor, found: Tensor) -> None:
+    """What was drawn behind drafts that did not hold is not counted."""
     num_draws = 1 + plan.num_drafts[plan.samples]
-    return draws[spread(np.cumsum(num_draws) - num_draws, counts)], counts
+    seqs = np.repeat(np.flatnonzero(plan.samples), num_draws)
+    draws = spread(np.zeros(len(num_draws), np.int64), num_draws)
+    places = to_device(np.stack((seqs, draws)), token_ids.device)
+    counts.take_back(plan.logit_rows, state, token_ids, (found[places[0]] & _COUNT) <= places[1])

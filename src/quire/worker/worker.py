@@ -48,6 +48,7 @@ from quire.worker.pooling import PoolingRunner, pooling_builder
 from quire.worker.profiler import Recorder
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
+from quire.worker.seen import open_seen
 from quire.worker.sleep import Stowed, give_back, used_bytes
 from quire.worker.stages import Link, StageRunner
 
@@ -82,6 +83,8 @@ class Worker:
         whole = layout((*cache_specs(facts), *drafting), config.model.max_model_len)
         num_layers = len(facts.layers)
         behind = range(num_layers, num_layers + len(drafting) * self.stage.is_last)
+        if config.draft is not None and config.draft.facts.drafts is None:
+            whole = whole.keeping(1)  # its own drafts are computed again
         self.layout = whole.of({*self.stage.layers(num_layers), *behind})
         """Of the layers that are here, those of the draft last."""
         self.ep = open_dispatch(
@@ -431,8 +434,13 @@ class Worker:
         own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
-            asked = config.speculation
-            device.draft_by(self.drafter, asked is not None and asked.draft_sample_method == "probabilistic")
+            asked, first = config.speculation, len(config.own_facts.layers)
+            device.draft_by(
+                self.drafter,
+                None if self.drafter.follows else open_seen(all_rows, self.layout, first),
+                config.scheduler.max_num_batched_tokens,
+                by_chance=asked is not None and asked.draft_sample_method == "probabilistic",
+            )
         if link is not None and not link.is_last:
             self._runner = StageRunner(device=device, all_rows=all_rows, link=link)
             return device, None

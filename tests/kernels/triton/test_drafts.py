@@ -7,6 +7,8 @@ import torch
 
 from quire.kernels.triton import drafts
 from quire.kernels.triton.drafts import Known, Step
+from quire.worker import drafter
+from quire.worker.drafter import Ends
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, WIDTH, BLOCK_SIZE, GROUPS = 9, 48, 4, 3
@@ -94,9 +96,11 @@ def test_drafts_that_are_taken_at_a_rate() -> None:
     step = on_device(Step(starts, rows, torch.full_like(rows, most), starts[:-1]))
     rates, seeds = torch.tensor([0.75, 0.5]).to(DEVICE), torch.arange(3 * count).to(DEVICE)
     out = drafts.verify(known, step, torch.full((3 * count,), 9).to(DEVICE), seeds, rates).cpu()
-    shares = [(out[:count] > at).float().mean().item() for at in range(3)]
+    assert (out[:count] >> drafts.DRAFTED == most).all()
+    numbers = out[:count] & 0xFFFF
+    shares = [(numbers > at).float().mean().item() for at in range(3)]
     assert shares == pytest.approx([1.0, 0.75, 0.5], abs=0.15)
-    for row, number in enumerate(out[:count].tolist()):
+    for row, number in enumerate(numbers.tolist()):
         assert known.history[row, 5 : 5 + number].tolist() == [8] * (number - 1) + [9]
 
 
@@ -124,3 +128,21 @@ def test_the_longest_context_is_found(least: int) -> None:
     for row, count in enumerate(known.num_drafts.tolist()):
         assert there.drafts[row, :count].tolist() == known.drafts[row, :count].tolist(), row
     assert known.num_drafts[4] == most and known.drafts[4].tolist() == history[4, 100:104].tolist()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_drafts_have_places_of_their_own(width: int) -> None:
+    """A sequence without room, one that is shorter than what is asked for, the slots of another group."""
+    torch.manual_seed(width)
+    count, tables = 7, torch.randint(1, 99, (GROUPS, ROWS, WIDTH // BLOCK_SIZE), dtype=torch.int32)
+    last = torch.tensor([0, 1, 5, 17, 30, 41, 46])
+    room = torch.tensor([48, 2, 8, 18, 0, 44, 48])
+    rows = torch.randperm(ROWS)[:count].int()
+    for ahead in (0, 1, 3):
+        ends = Ends(rows, torch.zeros(count, 2), last, room, tables)
+        expected = drafter.place(ends, ahead, width, BLOCK_SIZE)
+        given = (part.to(DEVICE) for part in (rows, last, room, tables))
+        found = drafts.place(*given, ahead, width, BLOCK_SIZE)
+        assert torch.equal(found[0].cpu(), expected[0]) and torch.equal(found[1].cpu(), expected[1])
+        for ours, theirs in zip(found[2], expected[2], strict=True):
+            assert torch.equal(ours.cpu(), theirs)

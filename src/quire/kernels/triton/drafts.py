@@ -1,7 +1,8 @@
 """Drafts on a GPU: steps follow each other there before the host knows how many tokens they gave.
 
 `derive` makes the inputs of a decode out of what its row has, `verify` keeps what a row drew up to the first
-draft that is another, `look_up` proposes what followed the last tokens when they stood there before.
+draft that is another, `look_up` proposes what followed the last tokens when they stood there before, `place`
+says where a model that drafts has what it proposes.
 """
 # mypy: disable-error-code="untyped-decorator"
 
@@ -17,6 +18,10 @@ from quire.kernels.triton.launch import launch
 
 CONTEXT = 32
 """Most tokens by which places are compared."""
+DRAFTED = 16
+"""The bit of what `verify` says of a sequence from which on the number of its drafts stands."""
+_ALIGN = 16
+"""Places, whose arrays lie so far apart: kernels are compiled for aligned pointers."""
 _TILE = 1024
 """Places that are looked at together."""
 _SPLITS = 8
@@ -151,11 +156,12 @@ def _verify(
     seeds: tl.tensor,
     rates: tl.tensor,
     BLOCK: tl.constexpr,
+    DRAFTED: tl.constexpr,
 ) -> None:
     """Grid (sequences)."""
     seq = tl.program_id(0)
     first = tl.load(step.draw_starts + seq)
-    count = 0
+    count, found = 0, 0
     if first >= 0:
         row = tl.load(step.rows + seq).to(tl.int64)
         length, planned = tl.load(known.lengths + row), tl.maximum(tl.load(step.planned + seq), 0)
@@ -172,21 +178,24 @@ def _verify(
         tl.store(known.history + row * known.width + length + at, tokens.to(tl.int32), mask=at < count)
         tl.store(known.lengths + row, length + count)
         tl.store(out + tl.num_programs(0) + first + at, tokens.to(tl.int32), mask=at <= planned)
-    tl.store(out + seq, count)
+        found = num_drafts
+    tl.store(out + seq, count | (found << DRAFTED))
 
 
 def verify(
     known: Known, step: Step, drawn: Tensor, seeds: Tensor | None = None, rates: Tensor | None = None
 ) -> Tensor:
-    """[B + N] int32: how many tokens each sequence got, 0 if it drew none, and behind them those of all
-    draws. What it got is part of `known` now.
+    """[B + N] int32: how many tokens each sequence got, 0 if it drew none, and from bit DRAFTED on how many
+    drafts it had; behind them the tokens of all draws. What it got is part of `known` now.
 
     `drawn` [N] int64. With `rates` [most] float32 a draft counts, whatever it is, if a number that belongs to
     the row's seed (`seeds` [N]) and position is below its rate; these fall.
     """
     out = torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)
     block = triton.next_power_of_2(known.most + 1)
-    launch(_verify, len(step.rows))(known, step, drawn, out, seeds, rates, BLOCK=block, num_warps=1)
+    launch(_verify, len(step.rows))(
+        known, step, drawn, out, seeds, rates, BLOCK=block, DRAFTED=DRAFTED, num_warps=1
+    )
     return out
 
 
@@ -203,7 +212,7 @@ def verify_reference(known: Known, step: Step, drawn: Tensor) -> Tensor:
             count += 1
         known.history[row, length : length + count] = drawn[first : first + count]
         known.lengths[row] = length + count
-        counts[seq] = count
+        counts[seq] = count | num_drafts << DRAFTED
     return torch.cat((counts, drawn.int()))
 
 
@@ -280,3 +289,50 @@ def look_up_reference(known: Known, step: Step, least: int) -> None:
         guessed = guessed[: next((at for at, token in enumerate(guessed) if token < 0), len(guessed))]
         known.num_drafts[row] = len(guessed)
         known.drafts[row, : len(guessed)] = torch.tensor(guessed, dtype=torch.int64)
+
+
+@triton.jit
+def _place(
+    rows: tl.tensor,
+    last: tl.tensor,
+    num_slots: tl.tensor,
+    tables: tl.tensor,
+    group_stride: tl.tensor,
+    table_stride: tl.tensor,
+    positions: tl.tensor,
+    stride: tl.tensor,
+    seq_lens: tl.tensor,
+    ahead: tl.tensor,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    """Grid (sequences). Slots lie behind the positions, `stride` apart, one group after the other."""
+    seq = tl.program_id(0)
+    row, room = tl.load(rows + seq).to(tl.int64), tl.load(num_slots + seq)
+    end = tl.load(last + seq) + ahead
+    there = tl.maximum(tl.minimum(end, room - 1), WIDTH - 1)
+    tl.store(seq_lens + seq, (there + 1).to(tl.int32))
+    for at in tl.static_range(WIDTH):
+        position, into = there - (WIDTH - 1 - at), positions + seq * WIDTH + at
+        tl.store(into, position)
+        for group in tl.static_range(GROUPS):
+            block = tl.load(tables + group * group_stride + row * table_stride + position // BLOCK_SIZE)
+            slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(into + (1 + group) * stride, tl.where(end < room, slot, -1))
+
+
+def place(
+    rows: Tensor, last: Tensor, num_slots: Tensor, tables: Tensor, ahead: int, width: int, block_size: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """See `worker.drafter.place`, the same in torch. `rows` [B] int32, `last` and `num_slots` [B] int64,
+    `tables` [groups, rows, blocks]."""
+    count, groups, size = len(rows), len(tables), len(rows) * width
+    stride = -(-size // _ALIGN) * _ALIGN
+    made = torch.empty((1 + groups, stride), dtype=torch.int64, device=rows.device)
+    seq_lens = torch.empty(count, dtype=torch.int32, device=rows.device)
+    launch(_place, count)(
+        rows, last, num_slots, tables, *tables.stride()[:2], made, stride, seq_lens, ahead,
+        GROUPS=groups, WIDTH=width, BLOCK_SIZE=block_size, num_warps=1,
+    )  # fmt: skip
+    return made[0, :size], seq_lens, list(made[1:, :size])
