@@ -100,6 +100,36 @@ def test_only_the_weights_of_the_asked_format_are_fetched(
     assert downloaded(tmp_path / "repo") == {"config.json"} | fetched
 
 
+@pytest.mark.parametrize(
+    ("draft", "asked", "words"),
+    [
+        ({"vocab_size": 99}, {}, "knows 99 tokens and the target 320"),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, "speculative_config.kv_cache_dtype='fp8_e4m3'"),
+        (
+            {},
+            {"attention_backend": "FLASHINFER"},
+            "attention_backend='FLASHINFER' is not supported with 'AUTO'",
+        ),
+        ({}, {"quantization": "awq"}, "quantization='awq' is not supported with None in the draft itself"),
+    ],
+)
+def test_so_is_a_draft(
+    draft: dict[str, Any],
+    asked: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TINY))
+    serve_hub(monkeypatch, tmp_path / "repo", TINY | draft)
+    asked = {"model": "org/d", "num_speculative_tokens": 2} | asked
+    given = {"model": str(tmp_path / "target"), "device": "cpu", "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=words):
+        configure(given | {"speculative_config": asked})
+    assert downloaded(tmp_path / "repo") == {"config.json"}
+
+
 def test_code_is_fetched_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_hub(monkeypatch, tmp_path / "repo", TINY)
     configure({"model": "org/m", "device": "cpu", "load_format": "dummy", "trust_remote_code": True})

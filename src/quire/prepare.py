@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.config.args import checked
 from quire.config.draft import METHODS as DRAFT_METHODS
-from quire.config.draft import Draft, check_target, check_tokens, read_draft
+from quire.config.draft import Draft, check_alike, check_target, check_tokens, read_draft
 from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.experts import steps_together
@@ -59,7 +59,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         config = resolve(values, checkpoint=checkpoint, machine=machine, usage=usage, env=env, draft=said)
         return _with_draft(config, draft)
 
-    draft = _locate_draft(drafts, values, env)
+    draft = _locate_draft(drafts, values, env, load_format="dummy")  # what says which model it is
     path = locate(
         values.get("model"),
         revision=values.get("revision"),
@@ -73,13 +73,18 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
         check=settled,
     )
     config = settled(path)
+    if draft is not None:
+        draft = _locate_draft(drafts, values, env, load_format=values.get("load_format", "auto"))
+        config = settled(path)
     if config.scheduler.enable_chunked_prefill:
         tokens = config.scheduler.max_num_batched_tokens
         logger.info("Chunked prefill is enabled with max_num_batched_tokens=%d.", tokens)
     return config
 
 
-def _locate_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env) -> Path | None:
+def _locate_draft(
+    drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env, *, load_format: str
+) -> Path | None:
     """Where the model lies that drafts; None if none was named."""
     if drafts.get("model") is None or drafts["method"] in ("ngram", "suffix", "mtp"):
         return None
@@ -90,7 +95,7 @@ def _locate_draft(drafts: Mapping[str, Any], values: Mapping[str, Any], env: Env
         token=values.get("hf_token"),
         cache_root=env.cache_root,
         progress=values.get("use_tqdm_on_load", True),
-        load_format=values.get("load_format", "auto"),
+        load_format=load_format,
     )
 
 
@@ -114,11 +119,15 @@ def _with_draft(config: EngineConfig, path: Path | None) -> EngineConfig:
         )
     if config.speculation.method not in DRAFT_METHODS:
         return config
-    if config.machine.device != "cpu":
-        where = f"a {config.machine.device} device"
-        raise ConfigError(f"speculation by {config.speculation.method!r} is not supported with {where} yet")
-    draft = read_draft(config.speculation.method, target, config.speculation.num_speculative_tokens, path)
-    check_shares(draft.facts, config.parallel.tensor_parallel_size)
+    asked, tp_size = config.speculation, config.parallel.tensor_parallel_size
+    draft = read_draft(asked.method, target, asked.num_speculative_tokens, path)
+    alike = {
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "attention_backend": config.attention.attention_backend,
+        "draft_tensor_parallel_size": tp_size,
+    }
+    check_alike(draft, {name: getattr(asked, name) for name in ("quantization", *alike)}, alike)
+    check_shares(draft.facts, tp_size)
     vocabs = [None if each is None else each.get_vocab() for each in _tokenizers(config, draft)]
     check_tokens(draft, target.facts, *vocabs)
     return replace(config, draft=draft)

@@ -75,6 +75,19 @@ def check_target(facts: ArchFacts) -> None:
         )
 
 
+def check_alike(draft: Draft, asked: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Refuse what was `asked` of the draft, by key of speculative_config, and cannot differ from the
+    `target`'s, or from what its own checkpoint says."""
+    quant = draft.checkpoint.quant
+    own = {"quantization": None if quant is None else quant.method, **target}
+    for name, value in asked.items():
+        if value not in (None, "auto", own[name]):
+            raise ConfigError(
+                f"speculative_config.{name}={value!r} is not supported with {own[name]!r} "
+                f"{'in the draft itself' if name == 'quantization' else 'for the target'}; leave it out"
+            )
+
+
 def check_tokens(
     draft: Draft, target: ArchFacts, ours: Mapping[str, int] | None, theirs: Mapping[str, int] | None
 ) -> None:

@@ -18,7 +18,10 @@ METHODS = (
 )
 ALIASES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
 """Other names of methods, beside `*_mtp`."""
-IGNORED = ("code_revision", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch")
+IGNORED = (
+    *("code_revision", "disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch"),
+    "moe_backend",
+)
 """Keys that change nothing here: accepted, with one warning."""
 _SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 _LENGTH_KEYS = ("n_predict", "num_lookahead_tokens", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -43,7 +46,6 @@ class SpecFacts:
     """Longest sequence that it drafts for."""
     draft_tensor_parallel_size: Annotated[int | None, Rule(at_least=1)] = None
     enforce_eager: bool | None = None
-    moe_backend: str | None = None
     attention_backend: str | None = None
     kv_cache_dtype: str | None = None
     prompt_lookup_min: Annotated[int | None, Rule(at_least=1)] = None
