@@ -23,8 +23,6 @@ Sample = Callable[[Tensor, Asked], Tensor]
 _INPUTS = ("rows", "num_slots", "seeds", "top_k", "temperature", "top_p", "min_p")
 _ALIGN = 16
 """Numbers: kernels are compiled for aligned pointers."""
-_MORE = 2
-"""Steps in flight whose drafts may all have been accepted, in front of another."""
 
 
 class Fronts:
@@ -80,7 +78,7 @@ class Fronts:
         """Drafts for the decodes of a step; its blocks are known to the device by now."""
         decodes, late = is_decode(plan), np.zeros(len(plan.rows), np.bool_)
         if (seen := self.seen) is not None:
-            missed, late = seen.missed(plan, _MORE * self.known.most, self._max_tokens)
+            missed, late = seen.missed(plan, self._max_tokens)
             if missed:
                 given = self._all_rows, seen.groups, self.known.history, self.tables
                 self.drafter.catch_up(batch_of(missed, *given))

@@ -188,7 +188,7 @@ class Host:
             wanted &= (plan.num_drafts > 0) if len(plan.num_drafts) else False
         self._without_adapters()
         if seen is not None:
-            missed, late = seen.missed(plan, 0, self._max_tokens)
+            missed, late = seen.missed(plan, self._max_tokens)
             if missed:
                 history = torch.from_numpy(all_rows.tokens)
                 drafter.catch_up(tokens_of(missed, all_rows, seen.groups, history, self.block_tables))

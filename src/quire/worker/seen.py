@@ -14,6 +14,8 @@ from quire.config.layout import CacheLayout
 from quire.data.plan import Ints, StepPlan, spread
 from quire.worker.rows import Rows
 
+_STEPS_AHEAD = 4
+"""Steps whose drafts the host may not know the fate of, at most."""
 _ALIGN = 16
 """Numbers: kernels are compiled for aligned pointers."""
 
@@ -30,13 +32,18 @@ class Seen:
     """By row how many tokens the draft has computed, at least, and by block whether all of it: who finds a
     block in the prefix cache finds there what the draft has made of it, or nothing."""
 
-    def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool) -> None:
+    def __init__(self, all_rows: Rows, groups: Sequence[int], *, lags: bool, ahead: int) -> None:
         """`groups` of layers are those that the draft has some in. If it may not lag behind, since their
-        blocks may be gone by then, it sees each step."""
+        blocks may be gone by then, it sees each step. On a device that is ahead of the host rows have up to
+        so many tokens more than are known; 0: none."""
         self.lags = lags
+        self._ahead = ahead
         self._all_rows = all_rows
         self.groups = list(groups)
         self._num: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        self._least: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        self._most: Ints = np.zeros(len(all_rows.num_tokens), np.int32)
+        """Tokens of each row, by what was planned."""
         self._is_close = np.zeros(len(all_rows.num_tokens), np.bool_)
         """Whether it has computed all tokens but the last two."""
         self._blocks = np.zeros(1, np.bool_)
@@ -55,6 +62,7 @@ class Seen:
             num_whole = cached if whole.all() else int(whole.argmin())
             self._num[new.row] = num_whole * self._all_rows.block_size
             self._is_close[new.row] = False
+            self._least[new.row] = self._most[new.row] = len(new.token_ids)
         if len(plan.block_rows):
             self._renew(plan.block_ids[self.groups])
 
@@ -69,14 +77,25 @@ class Seen:
         self._flags(ids)
         self._blocks[ids] = False
 
-    def missed(self, plan: StepPlan, more: int, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
+    def _lengths(self, rows: NDArray[np.intp]) -> tuple[Ints, Ints]:
+        """How many tokens these rows have at least, and at most. Where they are not known, results come to
+        devices that work together at different times: so they are bounded by plans alone, which give blocks
+        to a row as soon as it may need them."""
+        all_rows = self._all_rows
+        if not self._ahead:
+            return all_rows.num_tokens[rows], all_rows.num_tokens[rows]
+        room = all_rows.num_slots(rows).astype(np.int32)
+        least = np.maximum(self._least[rows], room - all_rows.block_size - self._ahead)
+        return least, np.minimum(self._most[rows], room)
+
+    def missed(self, plan: StepPlan, limit: int) -> tuple[list[Span], NDArray[np.bool_]]:
         """What the draft has to compute before it proposes something: of rows with drafts, or where it may
-        not lag of all, all but the last two tokens, of prompts what they compute now. On a device there may
-        be so many `more` than are known here. Beyond `limit` tokens it waits for the next step: which of the
-        plan's rows are late then."""
+        not lag of all, all but the last two tokens, of prompts what they compute now. Beyond `limit` tokens
+        it waits for the next step: which of the plan's rows are late then."""
         rows, all_rows = plan.rows.astype(np.intp), self._all_rows
         decodes = is_decode(plan)
-        ends = np.minimum(all_rows.num_tokens[rows] + more, all_rows.num_slots(rows)) - 2
+        least, most = self._lengths(rows)
+        ends = most - 2
         if not self.lags:
             ends = np.where(decodes, ends, all_rows.num_computed[rows] + plan.num_tokens)
         behind = ends > self._num[rows]
@@ -87,7 +106,7 @@ class Seen:
         taken = np.clip(limit - (np.cumsum(counts) - counts), 0, counts)
         late: NDArray[np.bool_] = taken < counts
         starts = self._num[rows].copy()
-        self._reach(rows[late], (starts + taken)[late])
+        self._reach(rows[late], np.minimum(starts + taken, np.maximum(least, starts))[late])
         spans = [
             Span(int(rows[at]), int(starts[at]), int(starts[at] + taken[at])) for at in np.flatnonzero(taken)
         ]
@@ -96,6 +115,7 @@ class Seen:
     def skip(self, plan: StepPlan) -> None:
         """It has nothing to do with a step."""
         self._is_close[plan.rows] = False
+        self._advance(plan)
 
     def note(self, plan: StepPlan, decodes: NDArray[np.bool_], late: NDArray[np.bool_]) -> None:
         """It has computed what it missed but of those that are late, and the last two tokens of these
@@ -108,7 +128,13 @@ class Seen:
         done &= ~late
         self._is_close[rows] = done
         chunks = all_rows.num_computed[rows] + plan.num_tokens
-        self._reach(rows[done], np.where(decodes, all_rows.num_tokens[rows], chunks)[done])
+        self._reach(rows[done], np.where(decodes, self._lengths(rows)[0], chunks)[done])
+        self._advance(plan)
+
+    def _advance(self, plan: StepPlan) -> None:
+        rows = plan.sampling_rows.astype(np.intp)
+        self._least[rows] += 1
+        self._most[rows] += 1 + (plan.num_drafts[plan.samples] if len(plan.num_drafts) else 0)
 
     def _reach(self, rows: NDArray[np.intp], num_tokens: NDArray[Any]) -> None:
         size = self._all_rows.block_size
@@ -120,10 +146,11 @@ class Seen:
             self._blocks[ids] = True
 
 
-def open_seen(all_rows: Rows, cache: CacheLayout, first: int) -> Seen:
+def open_seen(all_rows: Rows, cache: CacheLayout, first: int, *, ahead: bool) -> Seen:
     """Of a draft whose layers are numbered from `first` on."""
     groups = [at for at, group in enumerate(cache.groups) if max(group.layers, default=-1) >= first]
-    return Seen(all_rows, groups, lags=all(cache.groups[at].window is None for at in groups))
+    most = _STEPS_AHEAD * all_rows.drafts.shape[1] if ahead else 0
+    return Seen(all_rows, groups, lags=all(cache.groups[at].window is None for at in groups), ahead=most)
 
 
 def is_decode(plan: StepPlan) -> NDArray[np.bool_]:

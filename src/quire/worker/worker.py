@@ -435,9 +435,10 @@ class Worker:
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
             asked, first = config.speculation, len(config.own_facts.layers)
+            is_ahead = not isinstance(device, Host)
             device.draft_by(
                 self.drafter,
-                None if self.drafter.follows else open_seen(all_rows, self.layout, first),
+                None if self.drafter.follows else open_seen(all_rows, self.layout, first, ahead=is_ahead),
                 config.scheduler.max_num_batched_tokens,
                 by_chance=asked is not None and asked.draft_sample_method == "probabilistic",
             )
