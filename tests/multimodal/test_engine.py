@@ -209,7 +209,7 @@ def test_steps_in_flight_on_a_device(fake: Fake, monkeypatch: pytest.MonkeyPatch
     """Vectors are forgotten, and made, behind steps whose results nobody knows."""
 
     def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> OnCPU:
-        return OnCPU(model, all_rows, lambda logits, asked: logits.argmax(-1), device, *drafts)
+        return OnCPU(model, all_rows, lambda logits, *asked: logits.argmax(-1), device, *drafts)
 
     monkeypatch.setattr("quire.worker.worker.open_device", open_device)
     llm = open_fake(fake, max_num_batched_tokens=15)
@@ -359,7 +359,7 @@ def test_items_travel_with_plans_and_requests(fake: Fake) -> None:
     (item,) = found.encodes
     assert found.forgotten == [b"k"] and item.places() == seen.media.items[0].places()
     assert item.arrays is not None and (item.arrays["pixels"].numbers() == CAT).all()
-    encoder = Encoder(FakeTower, width=1, dtype=torch.float32, device=torch.device("cpu"))
+    encoder = Encoder(FakeTower, hidden=1, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(encoder._on_device(item.arrays["bits"]), bits)
     request = Request(id="a", tokens=seen.tokens, params=SamplingParams(), prompt_len=1, limit=2, seed=0)
     request.media = seen.media

@@ -30,11 +30,19 @@ class Encoder:
     """A tower, and the vectors that it has made, by the keys of items."""
 
     def __init__(
-        self, tower: Tower, *, width: int, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+        self,
+        tower: Tower,
+        *,
+        hidden: int,
+        levels: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = ALONE,
     ) -> None:
-        """Vectors have `width` numbers. Each of a `group` encodes some of the items."""
+        """Vectors have `hidden` numbers, and as many more for each of the layers that are given some. Each of
+        a `group` encodes some of the items."""
         self.tower = tower
-        self.width = width
+        self.hidden, self.width = hidden, hidden * (1 + levels)
         self.dtype = dtype
         self.device = device
         self.group = group
@@ -92,8 +100,8 @@ class Encoder:
 
     def _widened(self, vectors: Tensor) -> Tensor:
         """With zeros where later layers would be given more."""
-        missing = self.width - vectors.shape[-1]
-        return torch.nn.functional.pad(vectors.to(self.dtype), (0, max(missing, 0)))
+        missing = self.width - self.hidden if vectors.shape[-1] == self.hidden else 0
+        return torch.nn.functional.pad(vectors.to(self.dtype), (0, missing))
 
     def _take(self, plan: StepPlan, all_rows: Rows) -> tuple[Tensor, Tensor] | None:
         """What a row has computed of its items it does not need again."""
@@ -193,7 +201,8 @@ def open_encoder(
         return None
     return Encoder(
         tower,
-        width=config.checkpoint.facts.hidden * (1 + media.levels),
+        hidden=config.checkpoint.facts.hidden,
+        levels=media.levels,
         dtype=getattr(torch, config.model.dtype),
         device=device,
         group=ALONE if tower_group(config, group) is group else group,
