@@ -211,3 +211,33 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
     (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
     torch.testing.assert_close(vectors, theirs, atol=1e-4, rtol=1e-4)
     assert ours.token_ids == [twin.processor.video_token_id] * len(theirs)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "size"),
+    [
+        ("llava", {"image_mean": [0.5, "x", 0.5]}, (30, 30)),
+        ("llava", {"image_std": [0, 0, 0]}, (30, 30)),
+        ("llava", {"rescale_factor": 1e300, "do_normalize": False}, (30, 30)),
+        ("llava", {"resample": [1]}, (30, 30)),
+        ("llava", {"size": {"shortest_edge": 8000}}, (1, 9)),
+        ("llava", {"size": {"shortest_edge": 10**9}}, (30, 30)),
+        ("llava", {}, (1, 100_000)),
+        ("gemma3", {"size": {"height": 8000, "width": 8000}}, (30, 30)),
+        ("gemma3", {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 10**9}, (30, 30)),
+        ("internvl", {"max_patches": 10**9}, (30, 30)),
+        ("llama4", {"max_patches": 10**9}, (30, 30)),
+        ("idefics3", {"do_resize": False}, (5000, 2)),
+    ],
+)
+def test_no_request_takes_gigabytes(
+    family: str, arguments: dict[str, Any], size: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Numbers that are none, and such that take all memory or for ever: refused before anything is made."""
+    if family not in _TWINS:
+        _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
+    with pytest.raises(RequestError):
+        _TWINS[family].ours.process("image", picture(*size), arguments)
+
+
+_TWINS: dict[str, Twin] = {}

@@ -1,7 +1,7 @@
 """Images as numbers: what the processors of all families do to them, as transformers with Pillow."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,13 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_LARGEST = 1e4
+"""Of numbers that can be pixels."""
+_MOST_PARTS = 64
+_MOST_PIXELS = 8192
+"""Of a side that a request may ask for."""
+_MOST_AREA = 2**26
+"""Pixels of what an image is resized to: a line of one pixel would become gigabytes."""
 IMAGE_ARGUMENTS = (
     "do_resize",
     "size",
@@ -86,15 +93,24 @@ class Finish:
         cls, keys: Keys, mean: tuple[float, ...], std: tuple[float, ...], *, is_narrow: bool = False
     ) -> "Finish":
         scale = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else None
-        if not keys.flag("do_normalize", True):
-            return cls(scale, None, None, is_narrow)
-        means, stds = _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std)
-        return cls(scale, means, stds, is_narrow)
+        finish = cls(scale, None, None, is_narrow)
+        if keys.flag("do_normalize", True):
+            means, stds = _per_channel(keys, "image_mean", mean), _per_channel(keys, "image_std", std)
+            finish = cls(scale, means, stds, is_narrow)
+        if not np.abs(finish._table).max() < _LARGEST:
+            raise ConfigError(
+                f"{keys.source}: rescale_factor, image_mean and image_std make numbers too large"
+            )
+        return finish
 
     @cached_property
     def _table(self) -> NDArray[np.float32]:
         """What becomes of each byte, [3, 256]."""
         rounded = _narrowed if self.is_narrow else np.asarray
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return self._finished(rounded)
+
+    def _finished(self, rounded: Callable[[Any], NDArray[np.float32]]) -> NDArray[np.float32]:
         out = np.tile(np.arange(256, dtype=np.float64), (3, 1))
         table = rounded((out if self.scale is None else out * self.scale).astype(np.float32))
         if self.mean is not None and self.std is not None:
@@ -117,21 +133,38 @@ def _per_channel(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[floa
     found = keys.get(key)
     found = default if found is None else found
     found = [found] * 3 if isinstance(found, (int, float)) else found
-    if not isinstance(found, (list, tuple)) or len(found) != 3:
+    if (
+        not isinstance(found, (list, tuple))
+        or len(found) != 3
+        or not all(isinstance(each, (int, float)) for each in found)
+    ):
         raise keys.wrong(key, "a number for each of three channels")
     return tuple(float(each) for each in found)
+
+
+def count_of(keys: Keys, key: str, default: int) -> int:
+    """How many tiles or crops an image may have: so many that they can all be looked at."""
+    count = keys.size(key, default)
+    if count > _MOST_PARTS:
+        raise keys.wrong(key, f"{_MOST_PARTS} at most")
+    return count
 
 
 def resample_of(keys: Keys, default: Image.Resampling) -> Image.Resampling:
     found = keys.get("resample")
     try:
         return default if found is None else Image.Resampling(found)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise keys.wrong("resample", "the number of one of Pillow's filters") from error
 
 
 def resized(image: Image.Image, size: Size, resample: Image.Resampling) -> Pixels:
     height, width = size
+    if height * width > _MOST_AREA:
+        raise ConfigError(
+            f"an image of {image.width} x {image.height} pixels would become one of {width} x {height}, and "
+            f"{_MOST_AREA} pixels are the most"
+        )
     return np.asarray(image.resize((width, height), resample=resample))
 
 
@@ -145,8 +178,8 @@ def size_of(keys: Keys, key: str = "size") -> dict[str, int]:
     if not isinstance(found, dict):
         raise keys.wrong(key, "an object such as {'height': 336, 'width': 336}")
     said = {name: value for name, value in found.items() if value is not None}
-    if not said or not all(isinstance(each, int) and each > 0 for each in said.values()):
-        raise keys.wrong(key, "positive numbers of pixels")
+    if not said or not all(isinstance(each, int) and 0 < each <= _MOST_PIXELS for each in said.values()):
+        raise keys.wrong(key, f"numbers of pixels, {_MOST_PIXELS} at most")
     return said
 
 

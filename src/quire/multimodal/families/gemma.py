@@ -21,6 +21,7 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     Finish,
     asked,
+    count_of,
     fitted,
     resample_of,
     resized,
@@ -70,13 +71,12 @@ class Gemma3Processor(Pictures):
         try:
             images = [content, *crops(content, keys)]
             finish = Finish.read(keys, HALF, HALF)
-            size, resample = size_of(keys), resample_of(keys, Image.Resampling.BILINEAR)
-            squares = [resized(image, fitted(size, image.size[::-1]), resample) for image in images]
+            side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
+            if fitted(size_of(keys), (side, side)) != (side, side):
+                raise keys.wrong("size", f"{side} x {side} pixels")
+            squares = [resized(image, (side, side), resample) for image in images]
         except ConfigError as error:
             raise wrong_argument(error) from error
-        side = self.facts.vit.image
-        if any(square.shape[:2] != (side, side) for square in squares):
-            raise RequestError(f"size must be {side} x {side} pixels", "mm_processor_kwargs")
         pixels = finish(np.stack(squares))
         return self.spread(self._span(len(images) - 1), arrays={"pixels": Array.of(pixels)})
 
@@ -112,7 +112,7 @@ def crops(image: Image.Image, keys: Keys) -> list[Image.Image]:
     if not keys.flag("do_pan_and_scan"):
         return []
     least = keys.size("pan_and_scan_min_crop_size", 256)
-    most = keys.size("pan_and_scan_max_num_crops", 4)
+    most = count_of(keys, "pan_and_scan_max_num_crops", 4)
     short, long = sorted(image.size)
     if long / short < keys.number("pan_and_scan_min_ratio_to_activate", 1.2):
         return []

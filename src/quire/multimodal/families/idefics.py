@@ -60,6 +60,8 @@ class Idefics3Processor(Pictures):
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.LANCZOS)
         if keys.get("max_image_size") is not None and set(size_of(keys, "max_image_size").values()) != {side}:
             raise keys.wrong("max_image_size", f"{side}, the side of what the tower sees")
+        if max(image.size) > _LONGEST and not keys.flag("do_resize", True):
+            raise keys.wrong("do_resize", f"true for images of more than {_LONGEST} pixels a side")
         if keys.flag("do_resize", True):
             image = Image.fromarray(resized(image, _long(keys, image.size[::-1]), resample))
         if not keys.flag("do_image_splitting", True):

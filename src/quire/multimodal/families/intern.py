@@ -23,6 +23,7 @@ from quire.multimodal.images import (
     Finish,
     Size,
     asked,
+    count_of,
     resample_of,
     resized,
     stored_settings,
@@ -79,7 +80,7 @@ class InternVLProcessor(Pictures):
 
     def _tiles(self, image: Image.Image, keys: Keys) -> NDArray[np.uint8]:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
-        most = keys.size("max_patches", 12)
+        most = count_of(keys, "max_patches", 12)
         rows, columns = 1, 1
         if keys.flag("crop_to_patches") and most > 1:
             rows, columns = grid_of(image.size[::-1], side, keys.size("min_patches", 1), most)

@@ -23,6 +23,7 @@ from quire.multimodal.images import (
     Finish,
     Size,
     asked,
+    count_of,
     resample_of,
     resized,
     stored_settings,
@@ -58,7 +59,7 @@ class Llama4Processor(Pictures):
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BILINEAR)
         is_largest = keys.flag("resize_to_max_canvas")
         size = image.size[1], image.size[0]
-        canvas = best_canvas(size, side, keys.size("max_patches", 16), is_largest=is_largest)
+        canvas = best_canvas(size, side, count_of(keys, "max_patches", 16), is_largest=is_largest)
         room = canvas
         if not is_largest:
             room = min(max(size[0], side), canvas[0]), min(max(size[1], side), canvas[1])
