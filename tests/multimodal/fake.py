@@ -100,8 +100,6 @@ class Fake(NamedTuple):
     path: Path
     hf: Any
     weights: dict[str, Tensor]
-    is_whole: bool = False
-    """Whether the tokens of an image see each other in both directions."""
 
     def vectors(self, pixels: NDArray[Any]) -> Tensor:
         w = self.weights
@@ -124,17 +122,10 @@ class Fake(NamedTuple):
         embed, logits = self.hf.get_input_embeddings(), []
         x, said = self.embedded(prompt), list[int]()
         for _ in range(count):
-            mask = self._mask(prompt, len(x)) if self.is_whole else None
-            logits.append(self.hf(inputs_embeds=x[None], attention_mask=mask).logits[0, -1])
+            logits.append(self.hf(inputs_embeds=x[None]).logits[0, -1])
             said.append(int(logits[-1].argmax()))
             x = torch.cat([x, embed(torch.tensor(said[-1:]))])
         return said, torch.stack(logits)
-
-    def _mask(self, prompt: "Seen", length: int) -> Tensor:
-        seen = torch.ones(length, length).tril()
-        for first, size in (run for item in prompt.media.items for run in item.places()):
-            seen[first : first + size, first : first + size] = 1
-        return (1 - seen)[None, None] * torch.finfo(torch.float32).min
 
 
 class Seen(NamedTuple):
@@ -157,7 +148,7 @@ def make_fake(path: Path) -> Fake:
     save_file(load_file(file) | weights, file)
     said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
     (made / "config.json").write_text(json.dumps(said))
-    return Fake(made, hf, weights, bool(config.get("whole")))
+    return Fake(made, hf, weights)
 
 
 def image(num_patches: int, seed: int) -> NDArray[np.float32]:
