@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
-.PHONY: serve test lint types unit slow clients clean
+.PHONY: serve test lint types unit slow clients docs dist sbom clean
 
 serve: .venv/ready
 	@$(BIN)/quire serve $(ARGS)
@@ -22,6 +22,24 @@ unit: .venv/ready-test
 
 slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The pages of docs/ as a site, in build/site.
+docs: .venv-docs/ready
+	.venv-docs/bin/mkdocs build --strict
+
+# A wheel and an archive of the sources, in dist/.
+dist: .venv/ready
+	$(BIN)/python -m pip --disable-pip-version-check install -q build
+	rm -rf dist && $(BIN)/python -m build
+
+# What a serving environment is made of, as CycloneDX, in dist/sbom.json.
+sbom: .venv/ready
+	$(BIN)/python deploy/sbom.py dist/sbom.json
+
+.venv-docs/ready: mkdocs.yml
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install 'mkdocs-material>=9.5,<10'
+	@touch $@
 
 # Real clients have needs of their own, so they have a place of their own.
 clients: .venv-clients/ready
@@ -45,4 +63,4 @@ clients: .venv-clients/ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-clients build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-docs build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

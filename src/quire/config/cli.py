@@ -267,7 +267,7 @@ def add_section_flags(
     help_of: dict[str, str] = {}
     for section, cls in sections.items():
         groups[section] = parser.add_argument_group(cls.__name__.removesuffix("Section"))
-        help_of |= _field_help(cls)
+        help_of |= field_help(cls)
     for option in known.values():
         text = help_of[option.name] + _default_note(option)
         _add_flag(groups[option.section], option, text, prefix)
@@ -333,7 +333,7 @@ _NO_TOPICS = ("positional arguments", "options", HIDDEN_TITLE)
 
 
 @functools.cache
-def _field_help(section: type) -> dict[str, str]:
+def field_help(section: type) -> dict[str, str]:
     """The docstring under each field of the section, read from its source."""
     (cls,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(cls, ast.ClassDef)
