@@ -75,8 +75,8 @@ def _cell(text: str) -> str:
 
 def environment() -> str:
     texts = _said(Env)
-    for group, kind in _GROUPS.items():
-        texts |= {f"{group}_{name}": text for name, text in _said(kind).items()}
+    for kind, prefix in _GROUPS.values():
+        texts |= {f"{prefix}{name}": text for name, text in _said(kind).items()}
     lines = [
         "# Environment variables\n",
         "Each is read as `QUIRE_NAME`, then as `VLLM_NAME` (`python tests/arch/reference_pages.py` makes this"
