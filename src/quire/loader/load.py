@@ -94,10 +94,9 @@ def load_model(
         kept = Kept.of(checkpoint.facts.architecture, dtype, device, _method(quant), world.tp.size)
         _open_saved(source, kept, world.tp.rank, spread=ep is not None)
     stored, plain = source.shapes({}), PlainFormat(_narrow(checkpoint, dtype, device))
-    is_stored = partial(_is_stored, stored)
     format = source.format(plain) if packed else plain
     if quant is not None:
-        format = SchemeFormat(quant, plain, is_stored if stored else None)
+        format = SchemeFormat(quant, plain, partial(_is_stored, stored) if stored else None)
     scope = Scope(
         dtype=dtype,
         device=device,
@@ -106,7 +105,7 @@ def load_model(
         ops=choose(device, dtype),
         linear=format.linear,
         experts=format.experts,
-        is_stored=is_stored,
+        is_stored=partial(_is_stored, stored),
         shape_of=lambda name: stored.get(_stored_name(name, stored), ()),
         group=world.tp,
         stage=stage,
