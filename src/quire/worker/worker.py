@@ -17,7 +17,7 @@ from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.experts import Eplb
 from quire.config.facts import ArchFacts
-from quire.config.layout import cache_specs, layout
+from quire.config.layout import CacheLayout, cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
 from quire.config.ranks import Stage
@@ -76,17 +76,9 @@ class Worker:
         """The type of the cache."""
         facts, parallel = config.own_facts, config.parallel
         self.stage = Stage(world.rank.pp, parallel.pipeline_parallel_size, parallel.pp_layer_partition)
-        self._own_draft: ArchFacts | None = None
-        if config.draft is not None:
-            self._own_draft = config.draft.of_one(parallel.tensor_parallel_size)
-        drafting = () if self._own_draft is None else cache_specs(self._own_draft)
-        whole = layout((*cache_specs(facts), *drafting), config.model.max_model_len)
-        num_layers = len(facts.layers)
-        behind = range(num_layers, num_layers + len(drafting) * self.stage.is_last)
-        if config.draft is not None and config.draft.facts.drafts is None:
-            whole = whole.keeping(1)  # its own drafts are computed again
-        self.layout = whole.of({*self.stage.layers(num_layers), *behind})
-        """Of the layers that are here, those of the draft last."""
+        draft, tp_size = config.draft, parallel.tensor_parallel_size
+        self._own_draft = None if draft is None else draft.of_one(tp_size)
+        self.layout = self._layout(facts)
         self.ep = open_dispatch(
             world,
             parallel.all2all_backend,
@@ -119,12 +111,20 @@ class Worker:
         """Weights that are in host memory."""
         self._asleep: set[str] = set()
         """Which of `MEMORY`."""
-        rank = world.rank
-        self._name = f"dp{rank.dp}_pp{rank.pp}_tp{rank.tp}_rank"
+        self._name = f"dp{world.rank.dp}_pp{world.rank.pp}_tp{world.rank.tp}_rank"
         profiling = Profiling.of(config.observability.profiler_config)
         self._recorder: Recorder | None = None
         if profiling is not None:
             self._recorder = Recorder(profiling, self._name, on_gpu=self.device.type == "cuda")
+
+    def _layout(self, facts: ArchFacts) -> CacheLayout:
+        """Of the layers that are here, those of the draft last."""
+        drafting = () if self._own_draft is None else cache_specs(self._own_draft)
+        whole = layout((*cache_specs(facts), *drafting), self.config.model.max_model_len)
+        if (draft := self.config.draft) is not None and draft.facts.drafts is None:
+            whole = whole.keeping(1)  # its own drafts are computed again
+        num = len(facts.layers)
+        return whole.of({*self.stage.layers(num), *range(num, num + len(drafting) * self.stage.is_last)})
 
     @property
     def _reaches(self) -> bool:
