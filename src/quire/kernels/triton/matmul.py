@@ -130,13 +130,13 @@ def _tiles(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Grid (num / NUM * size_out / ROWS, SPLITS). `x` and `weight` are descriptors of tiles. The last split
-    adds them all; `arrivals` is zero before and after. What adapters add is made at the end (`RANK`), or was
-    made before; if `LATE` the kernels in front only make that."""
+    adds them all; `arrivals` is zero before and after. If `LATE`, kernels in front are those of adapters."""
     tile, stripes = tl.program_id(0), tl.cdiv(num, NUM)
     first_m, first_n = tile % stripes * NUM, tile // stripes * ROWS
     share = tl.cdiv(tl.cdiv(size_in, LENGTH), SPLITS) * LENGTH
     first = tl.program_id(1) * share
     begin(OVERLAP, LATE)
+    reach, reach_up = 0, 0
     if RANK:
         reach = reached(adapted, first_n, 0, RANK, ROWS)
         reach_up = reached(adapted, first_n + size_out, 0, RANK, ROWS) if GATED else reach
@@ -149,8 +149,7 @@ def _tiles(
     acc, up = upright(acc, NUM), upright(up, NUM)
     wait(OVERLAP, LATE)
     m, n = first_m + tl.arange(0, NUM), first_n + tl.arange(0, ROWS)
-    inside = (m < num)[:, None] & (n < size_out)[None, :]
-    place = m[:, None] * size_out + n[None, :]
+    inside, place = (m < num)[:, None] & (n < size_out)[None, :], m[:, None] * size_out + n[None, :]
     if SPLITS > 1:
         tl.store(parts + tl.program_id(1) * num * size_out + place, acc, mask=inside)
         tl.debug_barrier()
@@ -160,19 +159,37 @@ def _tiles(
         acc = all_of(parts + place, inside, num * size_out, SPLITS)
     if BIASED:
         acc += tl.load(bias + n, mask=n < size_out, other=0.0).to(tl.float32)[None, :]
-    if RANK:
-        acc += expanded(adapted, m, num, first_n, reach, RANK, ENDS, NUM, ROWS)
-        if GATED:
-            up += expanded(adapted, m, num, first_n + size_out, reach_up, RANK, ENDS, NUM, ROWS)
-    if added is not None:
-        own, more = tl.where(m < num, m, -1), m[:, None] * (size_out * (1 + GATED)) + n[None, :]
-        acc = plus_added(acc, added, slots, own, more, inside)
-        if GATED:
-            up = plus_added(up, added, slots, own, more + size_out, inside)
-    y = acc.to(out.dtype.element_ty)
+    outputs, given = size_out * (1 + GATED), (out, m, num, inside)
+    y = _adapted(acc, adapted, added, slots, given, first_n, outputs, reach, RANK, ENDS)
     if GATED:
-        y = silu_times(y, up.to(out.dtype.element_ty))
+        up = _adapted(up, adapted, added, slots, given, first_n + size_out, outputs, reach_up, RANK, ENDS)
+        y = silu_times(y, up)
     tl.store(out + place, y, mask=inside)
+
+
+@triton.jit
+def _adapted(
+    acc: tl.tensor,
+    adapted: tl.tuple,
+    added: tl.tensor,
+    slots: tl.tensor,
+    given: tl.tuple,
+    first: tl.tensor,
+    outputs: tl.tensor,
+    reach: tl.tensor,
+    RANK: tl.constexpr,
+    ENDS: tl.constexpr,
+) -> tl.tensor:
+    """Rounded, with what adapters add to outputs from `first` on: made here (`RANK`), or before."""
+    out, m, num, inside = given
+    NUM: tl.constexpr = acc.shape[0]
+    ROWS: tl.constexpr = acc.shape[1]
+    if RANK:
+        acc += expanded(adapted, m, num, first, reach, RANK, ENDS, NUM, ROWS)
+    if added is not None:
+        place = m[:, None] * outputs + first + tl.arange(0, ROWS)[None, :]
+        acc = plus_added(acc, added, slots, tl.where(m < num, m, -1), place, inside)
+    return acc.to(out.dtype.element_ty)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapted: Adapted | None = None) -> Tensor:
