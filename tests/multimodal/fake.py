@@ -41,7 +41,7 @@ class FakeFacts:
 
 
 def read(keys: Keys) -> tuple[Keys, MediaFacts]:
-    facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH))
+    facts = MediaFacts("fake", ("image",), FakeFacts(PATCH, WIDTH), is_whole=bool(keys.get("whole")))
     return keys.but(architectures=["LlamaForCausalLM"]), facts
 
 
@@ -100,6 +100,8 @@ class Fake(NamedTuple):
     path: Path
     hf: Any
     weights: dict[str, Tensor]
+    is_whole: bool = False
+    """Whether the tokens of an image see each other in both directions."""
 
     def vectors(self, pixels: NDArray[Any]) -> Tensor:
         w = self.weights
@@ -122,10 +124,17 @@ class Fake(NamedTuple):
         embed, logits = self.hf.get_input_embeddings(), []
         x, said = self.embedded(prompt), list[int]()
         for _ in range(count):
-            logits.append(self.hf(inputs_embeds=x[None]).logits[0, -1])
+            mask = self._mask(prompt, len(x)) if self.is_whole else None
+            logits.append(self.hf(inputs_embeds=x[None], attention_mask=mask).logits[0, -1])
             said.append(int(logits[-1].argmax()))
             x = torch.cat([x, embed(torch.tensor(said[-1:]))])
         return said, torch.stack(logits)
+
+    def _mask(self, prompt: "Seen", length: int) -> Tensor:
+        seen = torch.ones(length, length).tril()
+        for first, size in (run for item in prompt.media.items for run in item.places()):
+            seen[first : first + size, first : first + size] = 1
+        return (1 - seen)[None, None] * torch.finfo(torch.float32).min
 
 
 class Seen(NamedTuple):
@@ -136,7 +145,7 @@ class Seen(NamedTuple):
     pixels: list[NDArray[Any]]
 
 
-def make_fake(path: Path) -> Fake:
+def make_fake(path: Path, *, whole: bool = False) -> Fake:
     made, hf = make_tiny("llama", path)
     weights = {
         "eye.up.weight": torch.randn(WIDTH, PATCH),
@@ -146,9 +155,9 @@ def make_fake(path: Path) -> Fake:
     }
     file = made / "model.safetensors"
     save_file(load_file(file) | weights, file)
-    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
+    said = json.loads((made / "config.json").read_text()) | {"architectures": [ARCHITECTURE], "whole": whole}
     (made / "config.json").write_text(json.dumps(said))
-    return Fake(made, hf, weights)
+    return Fake(made, hf, weights, whole)
 
 
 def image(num_patches: int, seed: int) -> NDArray[np.float32]:

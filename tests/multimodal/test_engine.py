@@ -136,6 +136,14 @@ def test_preempted_in_the_middle_of_an_image(fake: Fake, sharing: bool) -> None:
     assert llm.llm_engine.core.scheduler.num_preemptions == 5
 
 
+def test_tokens_of_an_image_that_see_each_other(tmp_path: Path) -> None:
+    """In one step and several, beside text and decodes, from the prefix cache, and computed again."""
+    whole = make_fake(tmp_path, whole=True)
+    llm = open_fake(whole, max_num_batched_tokens=17)
+    check(whole, PROMPTS, run(llm, PROMPTS, preempt=(2, 4)))
+    check(whole, PROMPTS[:2], run(llm, PROMPTS[:2]))
+
+
 def test_images_that_must_not_be_divided(fake: Fake) -> None:
     llm = open_fake(fake, max_num_batched_tokens=15, disable_chunked_mm_input=True)
     assert max_span(llm.llm_engine.config) == 15
