@@ -141,7 +141,7 @@ def test_a_device_that_runs_ahead_turns_alike(
     monkeypatch.setattr(
         "quire.worker.worker.open_device",
         lambda model, all_rows, device, facts: WithGraphs(
-            model, all_rows, lambda logits, asked: logits.argmax(-1), device, facts
+            model, all_rows, lambda logits, *_: logits.argmax(-1), device, facts
         ),
     )
     asked = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}

@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("qwen3", tmp_path_factory.mktemp("drafts"), **kinds, **windows)[0]
 
 
-def draw(shown: int, logits: Tensor, asked: Asked) -> Tensor:
+def draw(shown: int, logits: Tensor, asked: Asked, confined: object = None) -> Tensor:
     """By the numbers of seeds and positions, one of so many tokens: with few of them much is repeated."""
     numbers = uniform(asked.seeds.numpy().view(np.uint64), asked.positions.numpy().astype(np.int32))
     logits = logits[:, :shown]
