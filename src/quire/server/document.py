@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.direct import MAYBE_SURROGATE
+from quire.server.direct import may_have_surrogates
 from quire.server.replies import ErrorReply
 
 
@@ -16,7 +16,7 @@ async def _valid_text(request: Request) -> None:
     raw = await request.body()
     if b"\0" in raw[:4]:  # two or four bytes a character: `json` would read it, half surrogates and all
         raise RequestError("the body is not in UTF-8; send it so")
-    if MAYBE_SURROGATE.search(raw):
+    if may_have_surrogates(raw):
         try:
             json.dumps(json.loads(raw), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
