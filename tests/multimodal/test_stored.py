@@ -241,3 +241,23 @@ def test_no_request_takes_gigabytes(
 
 
 _TWINS: dict[str, Twin] = {}
+
+
+@torch.no_grad()
+def test_smolvlm_is_idefics_by_another_name(tmp_path: Path) -> None:
+    """Its configuration, and the names of its weights."""
+    import transformers as hf
+
+    twin = Twin(tmp_path, "idefics3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: config[key] for key in ("image_token_id", "scale_factor", "text_config")}
+    vision = {key: value for key, value in config["vision_config"].items() if key != "model_type"}
+    torch.manual_seed(1)
+    model = hf.SmolVLMForConditionalGeneration(hf.SmolVLMConfig(**kept, vision_config=vision)).eval()
+    model.float().save_pretrained(tmp_path)
+    twin.reread()
+    assert twin.checkpoint.facts.architecture == "LlamaForCausalLM"
+    inputs = twin.inputs(twin.mark, [picture(60, 28)])
+    kinds = ("pixel_values", "pixel_attention_mask")
+    (theirs,) = model.model.get_image_features(**{name: inputs[name] for name in kinds}).pooler_output
+    torch.testing.assert_close(_vectors(twin), theirs, atol=1e-4, rtol=1e-4)
