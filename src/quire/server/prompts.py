@@ -45,7 +45,9 @@ class _Talk:
     messages: list[Mapping[str, Any]]
     prepared: list[Prepared]
     size: int
-    """Characters, about."""
+    """Characters, about; with media it counts as long."""
+    text_size: int
+    """Those that the template has to deal with."""
 
 
 class PromptReader:
@@ -136,9 +138,13 @@ class PromptReader:
         size = _size(body)
         messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)]))
         if not items:
-            return _Talk(body, messages, [], size)
+            return _Talk(body, messages, [], size, size)
         work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
-        return _Talk(body, messages, await (work if wait is None else wait(work)), _LONG)
+        prepared = await (work if wait is None else wait(work))
+        rest = [messages, body.tools, body.documents, body.chat_template_kwargs]
+        return _Talk(
+            body, messages, prepared, _LONG, _num_chars(rest) if body.chat_template is None else _LONG
+        )
 
     def variables(self, body: Conversation, effort: str | None) -> dict[str, Any]:
         """Those of the chat template that server and body set. Who wants no effort wants no thinking."""
@@ -167,7 +173,7 @@ class PromptReader:
             },
             add_special_tokens=body.add_special_tokens,
             prepared=talk.prepared,
-            render_s=_RENDER_S if talk.size >= _LONG else None,
+            render_s=_RENDER_S if talk.text_size >= _LONG else None,
         )
 
     def _input(self, given: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
