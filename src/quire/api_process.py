@@ -22,6 +22,7 @@ from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.frontend.media import media_reader
 from quire.frontend.prefixes import PrefixMap
+from quire.frontend.tracing import tracer_of
 from quire.logs import get_logger
 from quire.metrics import EngineMetrics, Layout, MetricsPages
 from quire.metrics.keys import KeyPages
@@ -90,6 +91,7 @@ def make_engine(
         first=index,
         cores_return=cores_return,
         settings=settings_of(config),
+        tracer=tracer_of(config),
     )
 
 

@@ -45,7 +45,7 @@ IGNORED_VALUES = frozenset(
     mm-ipc-gpu-memory-gb mm-processor-device
     mm-tensor-ipc model-loader-extra-config
     moe-backend num-lookahead-slots num-scheduler-steps numa-bind-cpus numa-bind-nodes offload-backend
-    offload-num-in-group offload-params offload-prefetch-step otlp-traces-endpoint
+    offload-num-in-group offload-params offload-prefetch-step
     per-request-spec-decode-metrics preemption-mode prefill-schedule-interval
     prefix-cache-retention-interval prefix-match-unit pt-load-map-location
     reasoning-config renderer-num-workers replayssm-buffer-len safetensors-load-strategy

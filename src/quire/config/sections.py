@@ -342,6 +342,9 @@ class ObservabilitySection:
 
     disable_log_stats: bool
     """No periodic statistics. Default: off for a server, on for offline use."""
+    otlp_traces_endpoint: str = ""
+    """Where spans of requests are sent: `http://host:4318/v1/traces`, or by gRPC `http://host:4317`. Needs
+    the extra `otel`. Default: nowhere."""
     profiler_config: dict[str, Any] = field(default_factory=dict)
     """JSON of what /start_profile records: profiler (`torch`), torch_profiler_dir, and what else it has."""
 

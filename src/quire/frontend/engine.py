@@ -5,7 +5,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from quire.frontend.operation import Operation
 from quire.frontend.outputs import OutputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.frontend.router import Router
+from quire.frontend.tracing import PARENT, Tracer
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
 from quire.metrics.http import Exchange
@@ -78,6 +79,8 @@ class _Flight:
     """None while it waits for a core to come back."""
     num_sent: int = 0
     lost_at: float = 0.0
+    parent: str = field(default_factory=PARENT.get)
+    """The span of whoever asked."""
 
     @property
     def may_go_again(self) -> bool:
@@ -102,6 +105,7 @@ class AsyncEngine:
         first: int = 0,
         cores_return: bool = True,
         settings: Mapping[str, Any] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`addresses` of the cores by rank; `prefixes` may be shared with other processes; `first` is the
         core whose turn is first. Where dead cores do not return, nobody is kept waiting for them."""
@@ -136,6 +140,7 @@ class AsyncEngine:
         """Makes ids this process's own: users may give the same one twice, and to several processes."""
         self._ready = asyncio.Event()
         self._live = LiveView()
+        self._tracer = tracer
         self.operation = Operation(self._call_all, self._router.forget_prefixes, settings or {})
         self._task: asyncio.Task[None] | None = None
 
@@ -164,6 +169,8 @@ class AsyncEngine:
             self._task.cancel()
         for link in self._links:
             link.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def check(self) -> None:
         """Raise unless some core can be asked, and none has been unable to for longer than the health
@@ -328,6 +335,8 @@ class AsyncEngine:
             if output.finished:
                 self._pop(output.request_id)
                 self._live.ended(output)
+                if self._tracer is not None:
+                    self._tracer.ended(output, flight.requests[0].params, flight.parent)
             answer.put(output)
 
     def on_death(self, link: CoreLink) -> None:

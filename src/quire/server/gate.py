@@ -8,6 +8,7 @@ from fastapi import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.frontend.tracing import PARENT
 from quire.metrics.keys import Account
 from quire.server.errors import error_info, error_response, json_response
 from quire.server.keys import Key, Ledger, Refusal
@@ -56,6 +57,8 @@ class Gate:
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        if b"traceparent" in headers:
+            PARENT.set(headers[b"traceparent"].decode("latin-1"))
         key = None
         if self._ledger.keys and self._is_guarded(scope) and (key := self._key(headers)) is None:
             # A socket that is never accepted is closed by the server with 403.
