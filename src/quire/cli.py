@@ -18,6 +18,7 @@ COMMANDS = {
     "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
     "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
     "plan": ("where a model fits, and how fast it can be", "quire.plan.command"),
+    "tune": ("find the settings that keep latencies, on this machine", "quire.bench.tune"),
     "doctor": ("what is wrong with this machine for a model", "quire.plan.doctor"),
     "python": ("run a script that was written for vLLM", "quire.vllm"),
     "run-batch": ("answer the requests of an OpenAI batch file", "quire.batch.run"),

@@ -1,0 +1,210 @@
+"""`quire tune`: a sweep over the settings that trade latency for throughput, on this machine."""
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from quire.bench.pareto import svg
+from quire.config.cli import FlagParser
+from quire.errors import ConfigError
+
+_UNITS = {"ms": 1.0, "s": 1000.0}
+_START_S = 1800.0
+_TOKENS, _SEQS, _CONCURRENCY = "512,2048,8192", "32,128,256", "1,8,32,128"
+
+
+class Setting(NamedTuple):
+    """How a server is started."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+    @property
+    def flags(self) -> list[str]:
+        tokens, seqs = self
+        return [f"--max-num-batched-tokens={tokens}", f"--max-num-seqs={seqs}"]
+
+
+class Point(NamedTuple):
+    """What came of one setting with so many requests at once."""
+
+    setting: Setting
+    concurrency: int
+    ttft_ms: float
+    """At the 95th percentile, as is the next."""
+    itl_ms: float
+    tok_s: float
+
+    def keeps(self, ttft_ms: float, itl_ms: float) -> bool:
+        return self.ttft_ms <= ttft_ms and self.itl_ms <= itl_ms
+
+
+def add_flags(parser: FlagParser) -> None:
+    parser.add_argument("model", nargs="?", default="default", help="as for `quire serve`")
+    parser.add_argument("--ttft", default="500ms", help="first tokens come within this (p95); default 500ms")
+    parser.add_argument("--itl", default="50ms", help="and tokens follow each other within this (p95)")
+    parser.add_argument("--max-num-batched-tokens", default=_TOKENS, help=f"tried; default {_TOKENS}")
+    parser.add_argument("--max-num-seqs", default=_SEQS, help=f"tried; default {_SEQS}")
+    parser.add_argument("--concurrency", default=_CONCURRENCY, help=f"tried; default {_CONCURRENCY}")
+    parser.add_argument("--input-len", type=int, default=512, help="tokens of a prompt; default 512")
+    parser.add_argument("--output-len", type=int, default=128, help="tokens of an answer; default 128")
+    parser.add_argument(
+        "--requests", type=int, default=4, help="requests for each that run at once; default 4"
+    )
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        default=Path("tune.jsonl"),
+        help="where results go, one a line; what it has is not measured again",
+    )
+    parser.add_argument("--svg", type=Path, default=Path("tune.svg"), help="the picture")
+    parser.add_argument("--serve-args", default="", help="further flags of `quire serve`, in one string")
+
+
+def run(args: argparse.Namespace) -> int:
+    limits = _milliseconds(args.ttft), _milliseconds(args.itl)
+    tried = itertools.product(_numbers(args.max_num_batched_tokens), _numbers(args.max_num_seqs))
+    settings = [Setting(tokens, seqs) for tokens, seqs in tried if tokens >= seqs]
+    found = sweep(args, settings, _numbers(args.concurrency))
+    args.svg.write_text(svg(found, *limits), encoding="utf-8")
+    good = [point for point in found if point.keeps(*limits)]
+    for point in sorted(found, key=lambda point: -point.tok_s):
+        mark = "*" if point in good else " "
+        print(
+            f"{mark} {_named(point):<44} {point.ttft_ms:9.1f} {point.itl_ms:8.1f} {point.tok_s:10,.0f} tok/s"
+        )
+    print(f"(p95 of first tokens and between tokens in ms; the picture is {args.svg})")
+    if not good:
+        print(f"Nothing keeps {args.ttft} and {args.itl}: fewer requests at once, or a faster machine.")
+        return 1
+    best = max(good, key=lambda point: point.tok_s)
+    words = ["quire", "serve", args.model, *best.setting.flags, *shlex.split(args.serve_args)]
+    print(f"Best within {args.ttft} and {args.itl}, at {best.concurrency} at once:\n  {shlex.join(words)}")
+    return 0
+
+
+def sweep(args: argparse.Namespace, settings: Sequence[Setting], levels: Sequence[int]) -> list[Point]:
+    """All points; those in the journal are taken from there, each new one goes into it at once."""
+    key = [args.model, args.input_len, args.output_len, args.requests, args.serve_args]
+    known = {(point.setting, point.concurrency): point for point in _journal(args.journal, key)}
+    total, done = len(settings) * len(levels), 0
+    for setting in settings:
+        missing = [level for level in levels if (setting, level) not in known]
+        done += len(levels) - len(missing)
+        if not missing:
+            continue
+        with served(args.model, [*setting.flags, *shlex.split(args.serve_args)]) as url:
+            for level in missing:
+                done += 1
+                print(f"[{done}/{total}] {' '.join(setting.flags)}, {level} at once ...", file=sys.stderr)
+                point = Point(setting, level, *_measured(args, url, level))
+                known[setting, level] = point
+                with args.journal.open("a", encoding="utf-8") as journal:
+                    journal.write(json.dumps({"of": key, "point": point}) + "\n")
+    return [known[setting, level] for setting in settings for level in levels]
+
+
+def _journal(path: Path, key: list[Any]) -> Iterator[Point]:
+    """What an earlier run has measured; a line that was cut off is no result."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry.get("of") == key:
+            setting, *rest = entry["point"]
+            yield Point(Setting(*setting), *rest)
+
+
+@contextmanager
+def served(model: str, flags: Sequence[str]) -> Iterator[str]:
+    """A server with these flags, from when it is healthy on; gone afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    place = ("--host", "127.0.0.1", "--port", str(port))
+    words = [sys.executable, "-m", "quire", "serve", model, *place, *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _until_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def _until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Any) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip().splitlines()
+            last = said[-1] if said else "without a word"
+            raise ConfigError(f"the server ended while it was starting: {last}")
+        try:
+            with urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, OSError):
+            time.sleep(0.2)
+    raise ConfigError(f"the server is not healthy after {_START_S:g} s")
+
+
+def _measured(args: argparse.Namespace, url: str, level: int) -> tuple[float, float, float]:
+    """First tokens, between tokens, and tokens a second, by `quire bench serve`."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            *(sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, "--ignore-eos"),
+            *("--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)),
+            *("--num-prompts", str(args.requests * level), "--max-concurrency", str(level)),
+            *("--percentile-metrics", "ttft,itl", "--metric-percentiles", "95", "--save-result"),
+            *("--result-dir", folder, "--result-filename", "result.json"),
+        ]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"quire bench serve failed: {done.stderr.strip()[-300:]}")
+        result = json.loads((Path(folder) / "result.json").read_text())
+    if result["failed"]:
+        raise ConfigError(f"{result['failed']} of {args.requests * level} requests failed at {level} at once")
+    return result["p95_ttft_ms"], result["p95_itl_ms"], result["output_throughput"]
+
+
+def _named(point: Point) -> str:
+    tokens, seqs = point.setting
+    return f"tokens {tokens}, seqs {seqs}, {point.concurrency} at once"
+
+
+def _milliseconds(text: str) -> float:
+    unit = "ms" if text.endswith("ms") else "s"
+    try:
+        value = float(text.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        raise ConfigError(f"{text!r} is no time, such as 500ms or 0.5s") from None
+    if not value > 0:
+        raise ConfigError(f"{text!r} is no time above 0")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{text!r} is no list of numbers, such as 512,2048")
+    return [int(part) for part in parts]

@@ -1,0 +1,107 @@
+"""`quire tune`: what is tried, what is kept, and what is recommended."""
+
+import json
+from argparse import Namespace
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench import tune
+from quire.bench.pareto import frontier
+from quire.bench.tune import Point, Setting
+from quire.cli import main
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int]]:
+    """What was measured; the larger the step, the later and the more."""
+    seen: list[tuple[tuple[str, ...], int]] = []
+    current: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def served(model: str, flags: list[str]) -> Any:
+        current.append(tuple(flags))
+        yield "http://nowhere"
+
+    def measure(args: Namespace, url: str, level: int) -> tuple[float, float, float]:
+        seen.append((current[-1], level))
+        tokens = int(current[-1][0].partition("=")[2])
+        return tokens / 10, level * 2.0, tokens * level / 4
+
+    monkeypatch.setattr(tune, "served", served)
+    monkeypatch.setattr(tune, "_measured", measure)
+    return seen
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    tried = ["--max-num-batched-tokens", "512,8192", "--max-num-seqs", "32", "--concurrency", "1,8,64"]
+    places = ["--journal", str(folder / "j.jsonl"), "--svg", str(folder / "p.svg")]
+    return ["tune", "model", *tried, *places, *more]
+
+
+def test_the_best_that_keeps_the_limits_is_recommended(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path, "--ttft", "1s", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
+    said = capsys.readouterr().out
+    assert (
+        "--max-num-batched-tokens=8192 --max-num-seqs=32 --dtype float32" in said and "at 8 at once" in said
+    )
+    assert "<svg" in (tmp_path / "p.svg").read_text() and len(measured) == 6
+    assert main(flags(tmp_path, "--ttft", "100ms", "--itl", "20ms", "--serve-args", "--dtype float32")) == 0
+    assert "=512 " in capsys.readouterr().out and len(measured) == 6, "what is known was measured again"
+
+
+def test_a_broken_run_goes_on(measured: list[Any], tmp_path: Path) -> None:
+    key = ["model", 512, 128, 4, ""]
+    known = Point(Setting(512, 32), 8, 1.0, 1.0, 1.0)
+    lines = [
+        json.dumps({"of": key, "point": known}),
+        json.dumps({"of": ["other"], "point": known}),
+        '{"of": ["mo',
+    ]
+    (tmp_path / "j.jsonl").write_text("\n".join(lines) + "\n")
+    main(flags(tmp_path))
+    assert [level for started, level in measured if "=512" in started[0]] == [1, 64] and len(measured) == 5
+
+
+def test_nothing_that_keeps_them_is_said(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path, "--itl", "1ms")) == 1
+    assert "Nothing keeps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["--ttft", "soon"], ["--itl", "0ms"], ["--concurrency", "1,x"]])
+def test_what_is_wrong_is_named(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "model", *wrong]) == 1
+    assert wrong[1] in capsys.readouterr().err
+
+
+def test_the_frontier_has_nothing_that_is_beaten() -> None:
+    points = [
+        Point(Setting(1, 1), n, 1.0, itl, rate)
+        for n, (itl, rate) in enumerate([(1, 5), (2, 4), (3, 9), (3, 8)])
+    ]
+    assert [point.concurrency for point in frontier(points)] == [0, 2]
+
+
+@pytest.mark.slow
+def test_a_real_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the packaged model: about a minute."""
+    given = [
+        "--max-num-batched-tokens",
+        "512",
+        "--max-num-seqs",
+        "8",
+        "--concurrency",
+        "1,4",
+        "--requests",
+        "2",
+    ]
+    places = ["--journal", str(tmp_path / "j"), "--svg", str(tmp_path / "p.svg")]
+    more = ["--input-len", "32", "--output-len", "16", "--ttft", "60s", "--itl", "60s"]
+    assert main(["tune", "default", *given, *places, *more]) == 0
+    assert "quire serve default --max-num-batched-tokens=512" in capsys.readouterr().out
