@@ -4,19 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from browse import answered, ask
 
 Open = Callable[..., Any]
-
-
-def ask(page: Any, text: str) -> None:
-    page.fill("#question", text)
-    page.press("#question", "Enter")
-
-
-def answered(page: Any) -> Any:
-    """The newest answer, when it has ended."""
-    page.wait_for_selector(".answer:last-child[aria-busy=false]")
-    return page.locator(".answer").last
 
 
 def holds(page: Any, expression: str) -> None:

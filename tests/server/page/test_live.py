@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browse import answered, ask
 
 import quire.server.page as page_module
 from quire.errors import EngineDead
@@ -13,17 +14,6 @@ from quire.errors import EngineDead
 PHONE = {"width": 390, "height": 844}
 
 Open = Callable[..., Any]
-
-
-def ask(page: Any, text: str) -> None:
-    page.fill("#question", text)
-    page.press("#question", "Enter")
-
-
-def answered(page: Any) -> Any:
-    """The newest answer, when it has ended."""
-    page.wait_for_selector(".answer:last-child[aria-busy=false]")
-    return page.locator(".answer").last
 
 
 def test_live_numbers_move(serve: Open, open_page: Open) -> None:
