@@ -458,6 +458,7 @@ class AsyncEngine:
             "preemptions": int(pages.value("num_preemptions")),
             "requests_finished": int(ended),
             "max_model_len": self.inputs.max_model_len,
+            "modalities": self.inputs.media.modalities,
         } | self._live.view(pages.value("prompt_tokens"), pages.value("generation_tokens"))
 
 

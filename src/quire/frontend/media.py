@@ -44,6 +44,12 @@ class MediaReader:
         self.interleaves = interleaves
         """Whether items keep their places among texts where a template knows only text."""
 
+    @property
+    def modalities(self) -> list[str]:
+        """What a prompt may have."""
+        known = self._kitchen.processor.modalities if self._kitchen is not None else ()
+        return [modality for modality in known if self._limits.get(modality)]
+
     def check(self, given: Sequence[Given]) -> None:
         """Before anything is fetched."""
         for modality in dict.fromkeys(item.modality for item in given):

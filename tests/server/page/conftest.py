@@ -151,7 +151,8 @@ class Site:
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
-        question = body["messages"][-1]["content"]
+        content = body["messages"][-1]["content"]
+        question = content if isinstance(content, str) else content[-1].get("text", "")
         if question == "refuse":
             return JSONResponse({"error": {"message": "max_tokens is too large."}}, 400)
         if question == "overload":
@@ -183,7 +184,7 @@ def chunk(delta: dict[str, str], num_tokens: int, reason: str | None = None) -> 
     return f"data: {json.dumps({'choices': [choice], 'usage': usage})}\n\n"
 
 
-def wait_until(done: Callable[[], Any], limit_s: float = 10.0) -> None:
+def wait_until(done: Callable[[], Any], limit_s: float = 60.0) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + limit_s
     while not done():
@@ -229,7 +230,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def open_site(site: Any, **settings: Any) -> Any:
         context = browser.new_context(**{"viewport": DESKTOP, **settings})
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page = context.new_page()
         page.requests, page.problems = [], []

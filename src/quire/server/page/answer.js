@@ -9,10 +9,16 @@ const ENDINGS = {
   stopped: "stopped",
 };
 
-export function question(text) {
+export function question(text, urls) {
   const node = element("article", "question");
   node.setAttribute("aria-label", "You");
-  node.append(element("p", "", text));
+  for (const url of urls) {
+    const image = element("img");
+    image.src = url;
+    image.alt = "An image sent with the question";
+    node.append(image);
+  }
+  if (text) node.append(element("p", "", text));
   return node;
 }
 

@@ -2,6 +2,7 @@
 
 import { Answer, question } from "./answer.js";
 import { events, request } from "./api.js";
+import { Images, content } from "./images.js";
 import { count } from "./numbers.js";
 
 const AT_END_PX = 48;
@@ -11,6 +12,7 @@ export class Chat {
   #messages = [];
   #running = null; // the AbortController of the answer under way
   #usedLen = 0;
+  #refused = false; // whether the newest question has no answer but an error
   #atEnd = true; // whether the reader sees the newest text
   #controls;
   #log = document.getElementById("log");
@@ -20,11 +22,13 @@ export class Chat {
   #context = document.getElementById("context");
   #send = document.getElementById("send");
   #stop = document.getElementById("stop");
+  #images = new Images(document.querySelector(".chat"), this.#input);
 
   constructor(controls) {
     this.#controls = controls;
-    this.#form.addEventListener("submit", (event) => {
+    this.#form.addEventListener("submit", async (event) => {
       event.preventDefault();
+      await this.#images.ready;
       this.#ask(this.#input.value.trim());
     });
     this.#input.addEventListener("input", () => this.#fit());
@@ -44,6 +48,11 @@ export class Chat {
     }, { passive: true });
   }
 
+  /** What the model takes beside text. */
+  set modalities(names) {
+    this.#images.sees = names.includes("image");
+  }
+
   stop() {
     this.#running?.abort();
   }
@@ -52,6 +61,8 @@ export class Chat {
     this.stop();
     this.#begin(null);
     this.#messages = [];
+    this.#refused = false;
+    this.#images.take();
     this.#log.replaceChildren(this.#hello);
     this.showContext(0);
     this.#input.focus();
@@ -72,12 +83,15 @@ export class Chat {
   }
 
   #ask(text) {
-    if (!text || this.#running || !this.#controls.check()) return;
+    if (!(text || this.#images.size) || this.#running || !this.#controls.check()) return;
+    const urls = this.#images.take();
+    // With it every further question would be refused, too.
+    if (this.#refused) this.#messages.pop();
     this.#input.value = "";
     this.#fit();
     this.#hello.remove();
-    this.#messages.push({ role: "user", content: text });
-    this.#log.append(question(text));
+    this.#messages.push({ role: "user", content: content(text, urls) });
+    this.#log.append(question(text, urls));
     this.#answer();
   }
 
@@ -93,12 +107,14 @@ export class Chat {
     const control = new AbortController();
     const answer = new Answer(() => this.#keepAtEnd());
     answers.set(answer.node, answer);
+    this.#refused = false;
     this.#begin(control);
     this.#log.append(answer.node);
     this.#toEnd();
     try {
       answer.end(await this.#stream(answer, control.signal));
     } catch (error) {
+      this.#refused = !control.signal.aborted && !answer.text;
       if (control.signal.aborted) answer.end("stopped");
       else answer.end("failed", messageOf(error));
     }

@@ -31,6 +31,7 @@ follow("page/events", {
   onState: (state) => view.connection(state),
   onEvent: (snapshot) => {
     chat.maxLen = snapshot.max_model_len ?? 0;
+    if (snapshot.modalities) chat.modalities = snapshot.modalities;
     view.show(snapshot);
   },
   unlocked,

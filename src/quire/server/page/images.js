@@ -1,0 +1,119 @@
+// Images for the next question: taken by button, drop and paste, and shown until they are sent or removed.
+
+import { element } from "./markdown.js";
+
+export class Images {
+  /** Settles when every image taken so far has been read. */
+  ready = Promise.resolve();
+  #sees = false;
+  #urls = new Map(); // by their thumbnails
+  #list = document.getElementById("images");
+  #note = document.getElementById("image-note");
+  #button = document.getElementById("add-images");
+  #picker = document.getElementById("image-files");
+
+  /** `place` is where they may be dropped, `input` where they may be pasted. */
+  constructor(place, input) {
+    this.#button.addEventListener("click", () => this.#picker.click());
+    this.#picker.addEventListener("change", () => {
+      this.#takeAll([...this.#picker.files]);
+      this.#picker.value = "";
+    });
+    input.addEventListener("paste", (event) => {
+      const { files, types } = event.clipboardData;
+      // Office programs copy texts together with a picture of them.
+      if (!files.length || types.includes("text/plain")) return;
+      event.preventDefault();
+      this.#takeAll([...files]);
+    });
+    for (const name of ["dragenter", "dragover", "dragleave", "drop"]) {
+      place.addEventListener(name, (event) => this.#dragged(event, place));
+    }
+  }
+
+  /** Whether the model takes images. */
+  set sees(sees) {
+    this.#sees = sees;
+    this.#button.hidden = !sees;
+  }
+
+  get size() {
+    return this.#urls.size;
+  }
+
+  /** The urls of all, which are gone from here then. */
+  take() {
+    const urls = [...this.#urls.values()];
+    this.#urls.clear();
+    this.#list.replaceChildren();
+    this.#list.hidden = true;
+    this.#tell("");
+    return urls;
+  }
+
+  #dragged(event, place) {
+    if (!event.dataTransfer.types.includes("Files")) return;
+    // Left alone, a browser goes to the file, and the conversation is lost.
+    event.preventDefault();
+    const leaves = event.type === "dragleave" && !place.contains(event.relatedTarget);
+    if (event.type === "drop" || leaves) place.classList.remove("dropping");
+    else if (this.#sees) place.classList.add("dropping");
+    if (event.type === "drop") this.#takeAll([...event.dataTransfer.files]);
+  }
+
+  #takeAll(files) {
+    this.#tell(this.#sees ? "" : "This model takes no images.");
+    if (!this.#sees) return;
+    this.ready = Promise.all([this.ready, ...files.map((file) => this.#read(file))]);
+  }
+
+  async #read(file) {
+    try {
+      const url = await dataUrl(file);
+      const image = new Image();
+      image.src = url;
+      await image.decode();
+      this.#add(image, file.name);
+    } catch {
+      this.#tell(`${file.name} cannot be read as an image.`);
+    }
+  }
+
+  #add(image, name) {
+    const item = element("li");
+    const remove = element("button", "", "×");
+    image.alt = name;
+    remove.type = "button";
+    remove.setAttribute("aria-label", `Remove ${name}`);
+    remove.addEventListener("click", () => {
+      this.#urls.delete(item);
+      item.remove();
+      this.#list.hidden = !this.#urls.size;
+    });
+    item.append(image, remove);
+    this.#urls.set(item, image.src);
+    this.#list.append(item);
+    this.#list.hidden = false;
+  }
+
+  #tell(problem) {
+    this.#note.textContent = problem;
+    this.#note.hidden = !problem;
+  }
+}
+
+/** A message's content as the API has it; a text alone stays one. */
+export function content(text, urls) {
+  if (!urls.length) return text;
+  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
