@@ -172,6 +172,12 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
     ]
     assert len({*keys}) == 5
     assert key(other, **named) == keys[4] and key(IMAGE.copy()) == keys[0]
+    others = [
+        key(picture(40, 20), **named),
+        key(**named, cache_salt="hers"),
+        key(**named, mm_processor_kwargs={"side": 8}),
+    ]
+    assert len({*keys, *others}) == 8, "what has a uuid is not mistaken for what is larger, or another's"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class InputProcessor:
             return self._placed(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
             told = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
-            given = items_of(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
+            given = items_of(prompt)
             ready = prepared or self.media.prepare_now(given, told)
             return self._placed(self._from_mapping(prompt, add_special_tokens, ready), ready)
         if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -155,7 +155,7 @@ class InputProcessor:
         """`parse` in an event loop: others go on while the media of the prompt are made ready."""
         prepared: list[Prepared] = []
         if isinstance(prompt, Mapping):
-            given = items_of(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
+            given = items_of(prompt)
             prepared = await self.media.prepare(given, prompt.get("mm_processor_kwargs"))
         return self.parse(prompt, prepared=prepared, **options)
 

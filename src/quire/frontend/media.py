@@ -128,10 +128,10 @@ def media_reader(config: EngineConfig, tokenizer: Tokenizer | None) -> MediaRead
 # ---- multi_modal_data
 
 
-def items_of(data: Any, uuids: Any) -> list[Given]:
+def items_of(prompt: Mapping[str, Any]) -> list[Given]:
     """The items of a prompt's `multi_modal_data`, each with its of `multi_modal_uuids`."""
     found: list[Given] = []
-    data, uuids = _mapping("multi_modal_data", data), _mapping("multi_modal_uuids", uuids)
+    data, uuids = (_mapping(name, prompt.get(name)) for name in ("multi_modal_data", "multi_modal_uuids"))
     for modality in dict.fromkeys([*data, *uuids]):
         if modality not in MODALITIES:
             known = ", ".join(MODALITIES)
@@ -150,7 +150,7 @@ def items_of(data: Any, uuids: Any) -> list[Given]:
             where = f"multi_modal_data[{modality!r}][{at}]"
             if source is None and uuid is None:
                 raise RequestError(f"{where} is None, and has no uuid", "multi_modal_data")
-            item = Given(modality, None, where, "multi_modal_data", uuid)
+            item = Given(modality, None, where, "multi_modal_data", uuid, prompt.get("cache_salt"))
             try:
                 item.source = None if source is None else _READERS[modality](source)
             except RequestError as error:

@@ -69,10 +69,13 @@ _KINDS = {
 _UNTYPED = ("image_url", "image_pil", "image", "image_embeds", "audio_url", "input_audio", "video_url")
 
 
-def part_media(messages: Messages) -> tuple[list[Mapping[str, Any]], list[Given]]:
+def part_media(messages: Messages, salt: str | None = None) -> tuple[list[Mapping[str, Any]], list[Given]]:
     """The messages with `{"type": "image"}` and the like where media are, and these in their order."""
     found: list[Given] = []
-    return [_parted(message, at, found) for at, message in enumerate(messages)], found
+    parted = [_parted(message, at, found) for at, message in enumerate(messages)]
+    for item in found:
+        item.salt = salt
+    return parted, found
 
 
 def _parted(message: Mapping[str, Any], at: int, found: list[Given]) -> Mapping[str, Any]:

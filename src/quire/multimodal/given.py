@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.errors import RequestError
-from quire.multimodal.families import Sound, Video
+from quire.multimodal.families import Processed, Sound, Video
 from quire.multimodal.fetch import Blob
 
 
@@ -44,7 +44,9 @@ class Given:
     param: str | None = None
     """The field at fault if it cannot be had."""
     uuid: str | None = None
-    """What its sender knows it by, in place of its content."""
+    """What its sender knows it by, in place of its content;"""
+    salt: str | None = None
+    """only among those who have the same."""
 
     def wrong(self, error: RequestError) -> RequestError:
         """The error with the item's place in it."""
@@ -66,10 +68,21 @@ class Keys:
                 self._new = blake3
 
     def of(self, given: Given, *read_with: Mapping[str, Any]) -> bytes:
-        digest = self._new()
-        named = [f"uuid {given.uuid}".encode()] if given.uuid is not None else _contents(given.source)
+        uuid = [f"uuid {given.uuid}".encode(), f"{given.salt or ''}".encode()]
+        named = uuid if given.uuid is not None else _contents(given.source)
         how = msgspec.json.encode(read_with, order="sorted", enc_hook=repr)
-        for piece in (given.modality.encode(), how, *named):
+        return self._of(given.modality.encode(), how, *named)
+
+    def fitted(self, key: bytes, processed: Processed) -> bytes:
+        """The key of an item by its uuid, for items that became as much as it has. Others have the same uuid
+        if two users chose it: theirs may be mistaken for it, but must fit."""
+        arrays = {name: (each.dtype, each.shape) for name, each in (processed.arrays or {}).items()}
+        form = msgspec.json.encode((processed.token_ids, processed.runs, arrays), order="sorted")
+        return self._of(key, form)
+
+    def _of(self, *pieces: Any) -> bytes:
+        digest = self._new()
+        for piece in pieces:
             # Each with its length in front: no two lists of pieces run together into the same bytes.
             digest.update(memoryview(piece).nbytes.to_bytes(8, "little"))
             digest.update(piece)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from quire.config.env import MediaEnv
@@ -89,6 +89,7 @@ class Kitchen:
             # What has been processed before is known by its key: nothing below need be done again.
             item = await self._brought(item)
             processed = await self._in_thread(self._processed, item, arguments, options)
+            key = key if item.uuid is None else self._keys.fitted(key, processed)
         except RequestError as error:
             raise item.wrong(error) from None
         return Prepared(item.modality, key, processed)
@@ -100,7 +101,7 @@ class Kitchen:
             source = await self._fetcher.fetch(source.url, item.modality)
         elif isinstance(source, Base64):
             source = Blob((await self._in_thread(self._fetcher.decode_base64, source.text),))
-        return Given(item.modality, source, item.place, item.param, item.uuid)
+        return replace(item, source=source)
 
     def _processed(self, item: Given, arguments: Options, options: Options) -> Processed:
         content = item.source

@@ -136,7 +136,8 @@ class PromptReader:
     async def _begun(self, body: Conversation, wait: Wait | None = None) -> "_Talk":
         """What the messages bring beside text is made ready; only that takes time here."""
         size = _size(body)
-        messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)]))
+        salt = getattr(body, "cache_salt", None)
+        messages, items = await off_loop(size, lambda: part_media([*map(as_dict, body.messages)], salt))
         if not items:
             return _Talk(body, messages, [], size, size)
         work = self._inputs.media.prepare(items, body.mm_processor_kwargs, body.media_io_kwargs)
