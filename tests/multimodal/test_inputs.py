@@ -190,6 +190,8 @@ def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
         ({"pictures": IMAGE}, "multi_modal_data has no 'pictures'"),
         ({"image": np.zeros((3, 3, 3, 3, 3))}, "is no image"),
         ({"image": np.full((3, 3, 3), np.nan)}, "pixels that are no numbers"),
+        ({"image": [[[1], [2, 3]]]}, "not all of one length"),
+        ({"image": np.zeros((3, 3, 3), np.longdouble)}, "no numbers"),
         ({"image": {"image_embeds": np.zeros((2, HIDDEN))}}, "You must set `--enable-mm-embeds`"),
         ({"audio": (np.zeros(5), -1)}, "sample rate of -1"),
         ({"audio": (np.zeros(0), 8000)}, "has no samples"),
@@ -213,7 +215,7 @@ def test_vectors_come_in_place_of_images_where_that_is_allowed() -> None:
         (item,) = found.media.items  # type: ignore[union-attr]
         assert found.token_ids == [PAD, PAD]
         assert np.array_equal(item.arrays["embeds"].numbers(), vectors)  # type: ignore[index]
-    for wrong in (np.zeros((2, 5)), np.full((2, HIDDEN), np.inf)):
+    for wrong in (np.zeros((2, 5)), np.full((2, HIDDEN), 1e300), [[0] * HIDDEN, [1]], ["a"], [{}], [None]):
         with pytest.raises(RequestError, match="image_embeds|not \\[n, 4\\]"):
             reader.parse({"prompt": "<i>", "multi_modal_data": {"image": {"image_embeds": wrong}}})
 

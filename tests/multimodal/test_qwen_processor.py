@@ -82,6 +82,8 @@ def test_arguments_of_a_request_are_checked(base: Path) -> None:
         ({"min_pixels": 4096, "max_pixels": 2048}, "more than max_pixels"),
         ({"max_pixels": 4097}, "4096 at most"),
         ({"fps": "a"}, "positive number"),
+        ({"fps": 1e9}, "1000 at most"),
+        ({"num_frames": 10**400}, "positive integer"),
     ]
     for wrong, said in wrongs:
         with pytest.raises(RequestError, match=said):
@@ -104,6 +106,8 @@ def test_vectors_that_a_user_brings_are_checked(base: Path) -> None:
         {"embeds": vectors[:5], "image_grid_thw": grid},
         {"embeds": vectors[:, :32], "image_grid_thw": grid},
         {"embeds": vectors, "image_grid_thw": [1, 3, 6]},
+        {"embeds": vectors, "image_grid_thw": [np.nan, 4, 6]},
+        {"embeds": vectors, "image_grid_thw": [np.inf, 4, 6]},
     ]
     for wrong in wrongs:
         with pytest.raises(RequestError, match="image_"):

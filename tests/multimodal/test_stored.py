@@ -219,6 +219,8 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("llava", {"image_mean": [0.5, "x", 0.5]}, (30, 30)),
         ("llava", {"image_std": [0, 0, 0]}, (30, 30)),
         ("llava", {"rescale_factor": 1e300, "do_normalize": False}, (30, 30)),
+        ("llava", {"rescale_factor": 10**400}, (30, 30)),
+        ("llava", {"image_mean": [10**400, 0, 0]}, (30, 30)),
         ("llava", {"resample": [1]}, (30, 30)),
         ("llava", {"size": {"shortest_edge": 8000}}, (1, 9)),
         ("llava", {"size": {"shortest_edge": 10**9}}, (30, 30)),

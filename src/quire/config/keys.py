@@ -1,7 +1,7 @@
 """Typed reading of what a model's files say of themselves."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,11 @@ class Keys:
         if value is None:
             assert default is not None
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.wrong(key, "a positive number")
         return float(value)
 

@@ -72,11 +72,23 @@ def tensor_of(given: Any, name: str) -> NDArray[Any]:
         if isinstance(given, str | bytes):
             return _stored(given)
         if not hasattr(given, "dtype"):
-            return np.asarray(given)
+            return as_numbers(given)
         dtype, _, rows_of = _live(given)
-        return _widened(dtype, rows_of()) if dtype == "bfloat16" else rows_of()
+        return _widened(dtype, rows_of()) if dtype == "bfloat16" else as_numbers(rows_of())
     except RequestError as error:
-        raise RequestError(str(error).replace("prompt_embeds", name), param=name) from None
+        why = str(error).removeprefix("prompt_embeds ")
+        raise RequestError(f"{name} {why}", param=name) from None
+
+
+def as_numbers(given: Any) -> NDArray[Any]:
+    """An array, or lists that are one, of numbers that a device knows."""
+    try:
+        found = np.asarray(given)
+    except ValueError:
+        raise RequestError("has lists that are not all of one length") from None
+    if found.dtype.kind not in "uif" or found.dtype.itemsize > 8:
+        raise RequestError(f"is an array of {found.dtype}, which are no numbers here")
+    return found
 
 
 def _stored(given: str | bytes) -> NDArray[Any]:
@@ -88,7 +100,7 @@ def _stored(given: str | bytes) -> NDArray[Any]:
         file = io.BytesIO(data)
         head = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(file)]
         shape, by_columns, dtype = head(file)
-        if dtype.kind not in "uif":
+        if dtype.kind not in "uif" or dtype.itemsize > 8:
             raise _refused(f"is an array of {dtype}")
         numbers: NDArray[Any] = np.frombuffer(data, dtype, offset=file.tell())
         return numbers.reshape(shape, order="F" if by_columns else "C")

@@ -14,7 +14,7 @@ from quire.config.env import Env
 from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
 from quire.errors import RequestError
-from quire.frontend.embeds import tensor_of
+from quire.frontend.embeds import as_numbers, tensor_of
 from quire.multimodal.families import PROCESSORS, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
@@ -251,6 +251,8 @@ def read_embeds(modality: str, given: Any) -> dict[str, NDArray[Any]]:
     }
     if "embeds" not in found:
         raise RequestError(f"{modality}_embeds are missing; there are {sorted(found)}", f"{modality}_embeds")
+    with np.errstate(over="ignore"):
+        found["embeds"] = found["embeds"].astype(np.float32, copy=False)
     if not np.isfinite(found["embeds"]).all():
         raise RequestError(f"{modality}_embeds have numbers that are not finite", f"{modality}_embeds")
     return found
@@ -262,10 +264,10 @@ def _numbers(given: Any) -> NDArray[Any]:
         given = given.detach().cpu()
     if not isinstance(given, np.ndarray) and not hasattr(given, "__array__") and not _is_list(given):
         raise RequestError(f"{type(given).__name__} is nothing that can be read here")
-    found = np.asarray(given)
-    if found.dtype.kind not in "uif":
-        raise RequestError(f"an array of {found.dtype} has no numbers")
-    return found
+    try:
+        return as_numbers(given)
+    except RequestError as error:
+        raise RequestError(f"it {error}") from None
 
 
 def _is_list(given: Any) -> bool:

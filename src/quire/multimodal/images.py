@@ -136,7 +136,7 @@ def _per_channel(keys: Keys, key: str, default: tuple[float, ...]) -> tuple[floa
     if (
         not isinstance(found, (list, tuple))
         or len(found) != 3
-        or not all(isinstance(each, (int, float)) for each in found)
+        or not all(isinstance(each, (int, float)) and abs(each) < _LARGEST for each in found)
     ):
         raise keys.wrong(key, "a number for each of three channels")
     return tuple(float(each) for each in found)

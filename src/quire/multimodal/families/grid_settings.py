@@ -18,6 +18,9 @@ _MOST_UNEQUAL = 200
 """How many times longer than the other a side may be."""
 _MOST_GROWN = 1 << 20
 """Pixels that a small image, or each frame, may be asked to become."""
+_MOST_FPS = 1000
+_LARGEST = 1 << 63
+"""Beyond it there are no arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,7 @@ class GridSettings:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 Reads = Callable[[str, Any], dict[str, Any]]
@@ -125,7 +128,7 @@ def _whole(field: str) -> Reads:
     def read(name: str, value: Any) -> dict[str, Any]:
         if not _is_number(value) or int(value) != value:
             raise RequestError(
-                f"{name} is {value!r}, expected a positive integer", f"mm_processor_kwargs.{name}"
+                f"{name} is {value!r:.80}, expected a positive integer", f"mm_processor_kwargs.{name}"
             )
         return {field: int(value)}
 
@@ -133,8 +136,11 @@ def _whole(field: str) -> Reads:
 
 
 def _rate(name: str, value: Any) -> dict[str, Any]:
-    if not _is_number(value):
-        raise RequestError(f"{name} is {value!r}, expected a positive number", f"mm_processor_kwargs.{name}")
+    if not _is_number(value) or value > _MOST_FPS:
+        raise RequestError(
+            f"{name} is {value!r:.80}, expected a positive number, {_MOST_FPS} at most",
+            f"mm_processor_kwargs.{name}",
+        )
     return {"fps": float(value), "num_frames": None, "samples": True, "asked": True}
 
 

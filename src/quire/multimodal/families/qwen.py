@@ -25,6 +25,8 @@ _TIMES: dict[str, Callable[[float, float], str]] = {
     "seconds": lambda first, last: f"{first:.1f} seconds",
 }
 """How the time of a step is written, out of those of its first and last frame."""
+_MOST_SECONDS = 86400
+"""Of a step of a video."""
 
 
 class GridProcessor:
@@ -99,11 +101,11 @@ class GridProcessor:
         vectors, key = embeds["embeds"], f"{modality}_grid_thw"
         if key not in embeds:
             raise RequestError(f"{modality}_embeds need {key}: steps, height and width in patches", key)
-        numbers = [int(number) for number in np.asarray(embeds[key]).reshape(-1)]
-        merge = self.tower.merge
-        if len(numbers) != 3 or min(numbers) < 1 or numbers[1] % merge or numbers[2] % merge:
+        numbers, merge = np.asarray(embeds[key]).reshape(-1)[:4].tolist(), self.tower.merge
+        units = zip(numbers, (1, merge, merge), strict=False)
+        if len(numbers) != 3 or not all(number >= 1 and number % unit == 0 for number, unit in units):
             raise RequestError(f"{key} is {numbers}, expected steps, and height and width in {merge}s", key)
-        grid = Grid(*numbers)
+        grid = Grid(*map(int, numbers))
         expected = (grid.num_vectors(merge), self.width)
         if vectors.shape != expected:
             raise RequestError(
@@ -113,7 +115,9 @@ class GridProcessor:
         if modality == "image":
             return _with(Processed([self.tower.image_id] * len(vectors)), grid, embeds=vectors)
         given = np.asarray(embeds.get("second_per_grid_ts", self.tower.frames / USUAL_FPS))
-        seconds = float(given.reshape(-1)[0])
+        if given.size != 1 or not 0 < given.item() < _MOST_SECONDS:
+            raise RequestError("second_per_grid_ts must be a number of seconds", "second_per_grid_ts")
+        seconds = float(given.item())
         times = [seconds * i / self.tower.frames for i in range(grid.steps * self.tower.frames)]
         return _with(self._spread(grid, times, seconds), grid, embeds=vectors)
 
