@@ -3,17 +3,21 @@
 import json
 import os
 import socket
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_openai import MODEL, FakeServer
+from PIL import Image
 from tiny_text import text_model
 
 from quire.cli import main
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--random-input-len", "5", "--random-output-len", "4", "--disable-tqdm")
+TOO_MANY = ("--random-mm-base-items-per-request", "5", "--random-mm-limit-mm-per-prompt", '{"image": 3}')
 
 
 def bench(server: FakeServer, *words: str, code: int = 0) -> None:
@@ -96,6 +100,31 @@ def test_chat_takes_texts_from_a_tokenizer(tmp_path_factory: pytest.TempPathFact
     assert "needs prompts as text: give --tokenizer" in capsys.readouterr().err
 
 
+def test_chats_of_random_mm_have_media(tmp_path_factory: pytest.TempPathFactory, capsys: Capture) -> None:
+    """Catches items of a wrong size or number, and more of a kind than its limit."""
+    path = text_model(tmp_path_factory.getbasetemp()).path
+    words = ["--dataset-name", "random-mm", "--tokenizer", str(path), "--num-prompts", "12", *SMALL]
+    words += ["--random-mm-base-items-per-request", "2", "--random-mm-num-mm-items-range-ratio", "0.5"]
+    words += ["--random-mm-limit-mm-per-prompt", '{"image": 3, "video": 1}']
+    words += ["--random-mm-bucket-config", "{(8, 12, 1): 0.5, (6, 10, 3): 0.5}"]
+    with FakeServer() as server:
+        bench(server, *words, code=1)
+        assert "needs --backend openai-chat" in capsys.readouterr().err
+        bench(server, "--backend", "openai-chat", *words)
+    bodies = [each["messages"][0]["content"] for each in server.requests]
+    kinds = [[part["type"] for part in parts] for parts in bodies]
+    assert all(each[0] == "text" and 1 <= len(each) - 1 <= 3 for each in kinds)
+    assert all(each.count("video_url") <= 1 for each in kinds) and len({len(each) for each in kinds}) > 1
+    urls = [part[part["type"]]["url"] for parts in bodies for part in parts[1:]]
+    assert len(set(urls)) == len(urls)
+    sizes = {"image": ((12, 8), 1), "video": ((10, 6), 3)}
+    for url in urls:
+        head, *frames = url.removeprefix("data:").split(",")
+        size, num_frames = sizes[head.removesuffix("/jpeg;base64")]
+        assert [Image.open(BytesIO(b64decode(frame))).size for frame in frames] == [size] * num_frames
+    assert set(sizes) == {url[5:10] for url in urls}
+
+
 def test_warmups_and_the_ready_check_are_not_part_of_the_run(tmp_path: Path) -> None:
     with FakeServer() as server:
         server.num_failures = 1
@@ -146,6 +175,7 @@ def test_cpu_report_names_the_server_and_the_client(tmp_path: Path, capsys: Capt
         (["--max-concurrency", "0"], "--max-concurrency 0"),
         (["--percentile-metrics", "ttft,tptt"], "'tptt'; known: ttft, tpot, itl, e2el"),
         (["--goodput", "itl:5"], "'itl'; known: ttft, tpot, e2el"),
+        (["--dataset-name", "random-mm", "--backend", "openai-chat", *TOO_MANY], "at least 5 items, but"),
         (["--dataset-name", "custom"], "needs --dataset-path"),
         (["--server-pid", "99999999", "--cpu-report"], "no such process"),
         (["--base-url", "nowhere"], "'nowhere'"),
@@ -159,7 +189,16 @@ def test_mistakes_are_one_line(words: list[str], says: str, capsys: Capture) -> 
 
 
 @pytest.mark.parametrize(
-    "words", [["--goodput", "ttft"], ["--metric-percentiles", "101"], ["--header", "x"], ["--backend", "tgi"]]
+    "words",
+    [
+        ["--goodput", "ttft"],
+        ["--metric-percentiles", "101"],
+        ["--header", "x"],
+        ["--backend", "tgi"],
+        ["--random-mm-bucket-config", "{(8, 8): 1}"],
+        ["--random-mm-bucket-config", '{"(8, 8, 1": 1}'],
+        ["--random-mm-limit-mm-per-prompt", '{"images": 1}'],
+    ],
 )
 def test_wrong_flags_are_exit_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -2,10 +2,10 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.errors import ConfigError
 from quire.text.tokenizer import Tokenizer
@@ -29,6 +29,8 @@ class Query:
     prompt_len: int
     """Its tokens, as far as they can be counted here: 0 for a text without a tokenizer."""
     output_len: int
+    media: Sequence[dict[str, Any]] = ()
+    """Parts of a chat's message beside it."""
 
 
 def random_samples(

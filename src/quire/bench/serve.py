@@ -7,7 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from quire.bench.datasets import (
     sharegpt_queries,
 )
 from quire.bench.drafts import draft_counters, draft_summary
+from quire.bench.media import random_media
 from quire.bench.prefix_hits import prefix_summary
 from quire.bench.report import GOODPUT_METRICS, TITLES, detailed, lines, summarise
 from quire.bench.serve_flags import add_flags
@@ -127,6 +128,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--max-concurrency {args.max_concurrency} must be at least 1; leave it out for no limit"
         )
+    if args.dataset_name == "random-mm" and args.backend != "openai-chat":
+        raise ConfigError("--dataset-name random-mm needs --backend openai-chat: only chats take media")
     if not args.request_rate > 0:
         raise ConfigError(f"--request-rate {args.request_rate} must be above 0; inf sends everything at once")
     if not args.burstiness > 0:
@@ -218,7 +221,7 @@ def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query
             seed=args.seed,
         )
         return random_queries(samples, tokenizer)
-    if args.dataset_name == "random":
+    if args.dataset_name in ("random", "random-mm"):
         samples = random_samples(
             args.num_prompts,
             vocab=vocab,
@@ -228,13 +231,26 @@ def queries(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[Query
             prefix_len=args.random_prefix_len,
             seed=args.seed,
         )
-        return random_queries(samples, tokenizer)
+        asked = random_queries(samples, tokenizer)
+        return asked if args.dataset_name == "random" else _with_media(asked, args)
     if not args.dataset_path:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE")
     count, path = args.num_prompts, Path(args.dataset_path)
     if args.dataset_name == "custom":
         return custom_queries(count, path, tokenizer, output_len=args.custom_output_len, seed=args.seed)
     return sharegpt_queries(count, path, tokenizer, output_len=args.sharegpt_output_len, seed=args.seed)
+
+
+def _with_media(asked: Sequence[Query], args: argparse.Namespace) -> list[Query]:
+    items = random_media(
+        len(asked),
+        num_items=args.random_mm_base_items_per_request,
+        range_ratio=args.random_mm_num_mm_items_range_ratio,
+        limits=args.random_mm_limit_mm_per_prompt,
+        buckets=args.random_mm_bucket_config,
+        seed=args.seed,
+    )
+    return [replace(query, media=media) for query, media in zip(asked, items, strict=True)]
 
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:

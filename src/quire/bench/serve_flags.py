@@ -1,9 +1,18 @@
 """The flags of `quire bench serve`."""
 
 import argparse
+import ast
+from typing import Annotated, Literal
 
+import msgspec
+
+from quire.bench.media import BUCKETS, LIMITS, Bucket
 from quire.bench.traffic import ENDPOINTS
 from quire.config.cli import FlagParser, JsonFlag
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Weight = Annotated[float, msgspec.Meta(ge=0)]
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -70,9 +79,9 @@ def _dataset_flags(parser: FlagParser) -> None:
     group = parser.add_argument_group("Prompts", "What is asked.")
     group.add_argument(
         "--dataset-name",
-        choices=("random", "prefix_repetition", "sharegpt", "custom"),
+        choices=("random", "random-mm", "prefix_repetition", "sharegpt", "custom"),
         default="random",
-        help="Kind of prompts; those of prefix_repetition begin alike in groups.",
+        help="Kind of prompts; those of prefix_repetition begin alike in groups, random-mm has media.",
     )
     group.add_argument("--dataset-path", metavar="FILE", help="JSON of sharegpt, JSON lines of custom.")
     group.add_argument(
@@ -104,6 +113,7 @@ def _dataset_flags(parser: FlagParser) -> None:
         metavar="N",
         help="Random ids are below it. Default: the tokenizer's size, else 256, which every model has.",
     )
+    _media_flags(group)
     _prefix_flags(group)
     group.add_argument(
         "--sharegpt-output-len", type=int, metavar="N", help="Default: the length of the dataset's answers."
@@ -114,6 +124,39 @@ def _dataset_flags(parser: FlagParser) -> None:
         default=256,
         metavar="N",
         help="For lines without output_tokens. Default: 256.",
+    )
+
+
+def _media_flags(group: argparse._ArgumentGroup) -> None:
+    """Of images and videos beside random texts."""
+    group.add_argument(
+        "--random-mm-base-items-per-request",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Images and videos of a request. Default: 1.",
+    )
+    group.add_argument(
+        "--random-mm-num-mm-items-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="Spread of their number, 0 to 1. Default: 0.",
+    )
+    group.add_argument(
+        "--random-mm-limit-mm-per-prompt",
+        type=_limits,
+        default=LIMITS,
+        metavar="JSON",
+        help='Most of each in a request. Default: {"image": 255, "video": 1}.',
+    )
+    group.add_argument(
+        "--random-mm-bucket-config",
+        type=_buckets,
+        default=BUCKETS,
+        metavar="DICT",
+        help="How likely which sizes are, as {(height, width, frames): weight}; of one frame is an image. "
+        "Default: {(256, 256, 1): 0.5, (720, 1280, 1): 0.5}.",
     )
 
 
@@ -220,6 +263,33 @@ class _Limits(argparse.Action):
             except ValueError:
                 raise argparse.ArgumentError(self, f"{word!r} is not KEY:MS such as ttft:200") from None
         setattr(namespace, self.dest, limits)
+
+
+def _limits(text: str) -> dict[str, int]:
+    try:
+        found: dict[str, int] = msgspec.convert(
+            ast.literal_eval(text), dict[Literal["image", "video"], Count]
+        )
+        return found
+    except (ValueError, SyntaxError):
+        form = '{"image": 3, "video": 1}'
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}") from None
+
+
+def _buckets(text: str) -> dict[Bucket, float]:
+    """The keys may be strings, as JSON has them."""
+    try:
+        given = ast.literal_eval(text)
+        keys = [ast.literal_eval(key) if isinstance(key, str) else key for key in given]
+        found = msgspec.convert(
+            dict(zip(keys, given.values(), strict=True)), dict[tuple[Size, Size, Size], Weight]
+        )
+    except (ValueError, SyntaxError, TypeError, AttributeError):
+        found = {}
+    if not 0 < sum(found.values()) < float("inf"):
+        form = "{(256, 256, 1): 0.5, (720, 1280, 16): 0.1}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+    return found
 
 
 def _pair(text: str) -> tuple[str, str]:

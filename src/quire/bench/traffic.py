@@ -82,7 +82,9 @@ def request_body(query: Query, *, backend: str, model: str, options: dict[str, A
     if backend == "openai-chat":
         if not isinstance(query.prompt, str):
             raise ConfigError("the backend openai-chat needs prompts as text: give --tokenizer MODEL")
-        messages = [{"role": "user", "content": query.prompt}]
+        text = {"type": "text", "text": query.prompt}
+        content = [text, *query.media] if query.media else query.prompt
+        messages = [{"role": "user", "content": content}]
         asked: dict[str, Any] = {"messages": messages, "max_completion_tokens": query.output_len}
     else:
         asked = {"prompt": query.prompt, "max_tokens": query.output_len}
