@@ -10,6 +10,7 @@ import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
+import quire.config.media.qwen_audio as qwen_audio
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 
@@ -17,6 +18,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm46VForConditionalGeneration": qwen.glm46v,
     "Glm4vForConditionalGeneration": qwen.glm4v,
     "Glm4vMoeForConditionalGeneration": qwen.glm4v,
+    "Qwen2AudioForConditionalGeneration": qwen_audio.qwen2_audio,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": qwen.qwen3_vl("Qwen3ForCausalLM"),

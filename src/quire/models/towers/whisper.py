@@ -1,0 +1,76 @@
+"""Whisper's encoder: moments of a sound, two convolutions over them, and layers where all see each other."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.config.media.qwen_audio import WhisperFacts
+from quire.kernels.encoder import Spans, spans_of
+from quire.layers.norm import LayerNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
+
+_EPS = 1e-5
+_WIDTH = 3
+"""Moments under a convolution's kernel."""
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm."""
+
+    def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(facts.hidden, _EPS, scope / "self_attn_layer_norm")
+        self.attention = VisionAttention(facts.hidden, facts.heads, scope / "self_attn", key_bias=False)
+        self.mlp_norm = LayerNorm(facts.hidden, _EPS, scope / "final_layer_norm")
+        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope, activation=facts.activation)
+
+    def forward(self, x: Tensor, sounds: Spans) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), sounds)
+        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class Convolution(nn.Module):
+    """A product of each moment and its neighbours, or of every second; before the first there is nothing."""
+
+    def __init__(self, size_in: int, size_out: int, step: int, scope: Scope) -> None:
+        super().__init__()
+        self.step = step
+        self.product = PatchEmbedding((size_in, _WIDTH), size_out, scope)
+
+    def forward(self, sounds: Sequence[Tensor]) -> list[Tensor]:
+        """[moments, size_in] each -> [fewer by the one behind the last, size_out]."""
+        patches = [F.pad(each, (0, 0, 1, 0)).unfold(0, _WIDTH, self.step).flatten(1) for each in sounds]
+        found: Tensor = F.gelu(self.product(torch.cat(patches)))
+        return list(found.split([len(each) for each in patches]))
+
+
+class Encoder(nn.Module):
+    """All layers; the norm behind them is for who uses the states."""
+
+    def __init__(self, facts: WhisperFacts, scope: Scope) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            (
+                Convolution(facts.mels, facts.hidden, 1, scope / "conv1"),
+                Convolution(facts.hidden, facts.hidden, 2, scope / "conv2"),
+            )
+        )
+        self.places = Learned(scope / "embed_positions" / "weight", facts.positions, facts.hidden)
+        self.layers = nn.ModuleList(Layer(facts, scope / "layers" / i) for i in range(facts.layers))
+
+    def forward(self, mels: Sequence[Tensor]) -> list[Tensor]:
+        """[2 * states + 1, mels] of each sound, with the moment behind its last -> [states, hidden]."""
+        states: Sequence[Tensor] = mels
+        for convolution in self.convolutions:
+            states = convolution(states)
+        lens = [len(each) for each in states]
+        x = torch.cat([each + self.places.vectors[: len(each)] for each in states])
+        sounds = spans_of(np.array(lens, np.int32), x.device)
+        for layer in self.layers:
+            x = layer(x, sounds)
+        return list(x.split(lens))

@@ -1,0 +1,61 @@
+"""A tiny model that hears, with a transformers twin."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from seeing import TEXT, make_tokenizer, save_tiny
+
+from quire.multimodal.families import Sound
+
+RATE = 16000
+SECONDS = 2
+"""Of the longest sound."""
+MARK = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if 'audio' in p or 'audio_url' in p or p.type == 'audio' %}" + MARK + "\n"
+    "{% elif 'text' in p %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def save_qwen_audio(path: Path) -> tuple[Any, Any]:
+    """The model and the processor."""
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"])
+    tokenizer.chat_template = TEMPLATE
+    features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    processor = hf.Qwen2AudioProcessor(features, tokenizer, chat_template=TEMPLATE)
+    config = hf.Qwen2AudioConfig(
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "num_mel_bins": 20,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40,
+            "d_model": 32,
+            "max_source_positions": SECONDS * 50,
+        },
+        text_config=hf.Qwen2Config(**TEXT).to_dict(),
+        audio_token_index=processor.audio_token_id,
+    )
+    model = save_tiny(path, "Qwen2AudioForConditionalGeneration", config, processor)
+    # The names of the checkpoints that there are; transformers 5.22 writes one part of them twice.
+    weights = load_file(path / "model.safetensors")
+    once = {name.replace("model.model.", "model."): weight for name, weight in weights.items()}
+    save_file(once, path / "model.safetensors", {"format": "pt"})
+    return model, processor
+
+
+def noise(count: int, seed: int = 0) -> NDArray[np.float32]:
+    """A tone that goes up, and noise."""
+    random = np.random.default_rng([count, seed])
+    tone = np.sin(np.arange(count) ** 1.3 / (5 + seed))
+    return (0.3 * tone + 0.05 * random.standard_normal(count)).astype(np.float32)
+
+
+def sound(count: int, seed: int = 0) -> Sound:
+    return Sound(noise(count, seed), RATE)

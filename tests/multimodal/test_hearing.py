@@ -1,0 +1,179 @@
+"""Sounds and Qwen2-Audio, against transformers: features, spans, vectors, answers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hearing import MARK, RATE, SECONDS, noise, save_qwen_audio, sound
+from seeing import close
+
+from quire import LLM, SamplingParams
+from quire.attention.torch_sdpa import TorchSDPA
+from quire.config.model import read_checkpoint
+from quire.errors import RequestError
+from quire.loader import load_model
+from quire.models.towers import TOWERS
+from quire.multimodal.families import PROCESSORS, Sound
+from quire.multimodal.mel import log_mel, resampled
+from quire.text.tokenizer import load_tokenizer
+
+COUNT = 5
+LENGTHS = (321, 480, 481, 5000, 12345, 31840, 31841, SECONDS * RATE, SECONDS * RATE + 777)
+"""Samples: the fewest, at edges of windows, as many as there may be, more."""
+
+
+class Twin:
+    """The checkpoint, transformers' model and processor of it, and our processor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model, self.processor = save_qwen_audio(path)
+        self.checkpoint = read_checkpoint(path)
+        assert self.checkpoint.facts.media is not None
+        self.media = self.checkpoint.facts.media
+        self.ours = PROCESSORS[self.media.family](path, self.media, load_tokenizer(path, "hf"))
+
+    def inputs(self, text: str, sounds: list[Sound]) -> Any:
+        samples = [each.samples[: SECONDS * RATE] for each in sounds]
+        if not samples:
+            return self.processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        return self.processor(text=text, audio=samples, sampling_rate=RATE, return_tensors="pt")
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp("qwen_audio"))
+
+
+@pytest.mark.parametrize("mels", [80, 128])
+def test_pitches_are_those_of_transformers(mels: int) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    theirs = WhisperFeatureExtractor(feature_size=mels, chunk_length=SECONDS)
+    for count in (1, *LENGTHS[:-1]):
+        samples = noise(count)
+        padded = np.pad(samples, (0, SECONDS * RATE - count))
+        (expected,) = theirs._np_extract_fbank_features(padded[None], "cpu")
+        close(log_mel(samples, SECONDS * 100, mels=mels, rate=RATE), expected.T)
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 44101, 48000, 96000, 767999])
+def test_a_tone_stays_the_same_at_another_rate(rate: int) -> None:
+    """Up to nine tenths of what both rates can have; what the new one cannot have is gone. Odd rates are off
+    by millionths."""
+    within = 0.03 if rate in (44101, 767999) else 2e-5
+
+    def tone(hertz: float, rate: int, count: int) -> np.ndarray[Any, Any]:
+        return np.sin(2 * np.pi * hertz * np.arange(count) / rate).astype(np.float32)
+
+    for hertz in (50, 0.44 * min(rate, RATE)):
+        found = resampled(Sound(tone(hertz, rate, rate // 4), rate), RATE, RATE)
+        assert len(found) == -(-(rate // 4) * RATE // rate)
+        middle = slice(len(found) // 4, -len(found) // 4)
+        close(found[middle], tone(hertz, RATE, len(found))[middle], within)
+    if rate > RATE * 1.1:
+        gone = resampled(Sound(tone(8100, rate, rate // 4), rate), RATE, RATE)
+        assert np.abs(gone[len(gone) // 4 : -len(gone) // 4]).max() < 2e-5
+    assert len(resampled(Sound(tone(50, rate, rate // 4), rate), RATE, 100)) == 100
+
+
+def test_spans_and_features_are_those_of_transformers(twin: Twin) -> None:
+    for count in LENGTHS:
+        given = sound(count)
+        theirs = twin.inputs(MARK, [given])
+        ours = twin.ours.process("audio", given, {})
+        mel = ours.arrays["mel"].numbers()
+        expected = np.pad(theirs["input_features"][0].numpy().T, ((0, 1), (0, 0)))
+        close(mel, expected[: len(mel)], 1e-4)
+        assert ours.token_ids == theirs["input_ids"][0].tolist()[1:-1]
+    for wrong, message in (
+        (Sound(noise(320), RATE), "too short: it has 320 samples"),
+        (Sound(noise(900), 7), "7 Hz is too low"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            twin.ours.process("audio", wrong, {})
+    with pytest.raises(RequestError, match="seconds long"):
+        twin.ours.process("audio", sound(LENGTHS[-1]), {"truncation": False})
+    with pytest.raises(RequestError, match="has no 'size'"):
+        twin.ours.process("audio", sound(5000), {"size": 3})
+
+
+@torch.no_grad()
+def test_vectors_are_those_of_transformers(twin: Twin) -> None:
+    """All lengths in one batch: a layer left out, silence that is heard, the edge of a convolution."""
+    sounds = [sound(count, seed) for seed, count in enumerate(LENGTHS)]
+    inputs = twin.inputs(MARK * len(sounds), sounds)
+    parts = twin.model.model
+    lens = inputs["feature_attention_mask"].sum(-1)
+    states, _ = parts.audio_tower._get_feat_extract_output_lengths(lens)
+    seen = torch.arange(SECONDS * 50)[None] < states[:, None]
+    mask = torch.zeros(len(sounds), 1, 1, SECONDS * 50).masked_fill(~seen[:, None, None], -torch.inf)
+    heard = parts.audio_tower(inputs["input_features"], attention_mask=mask).last_hidden_state
+    theirs = parts.multi_modal_projector(heard)
+    tower: Any = load_model(
+        twin.checkpoint,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=TorchSDPA(),
+        max_model_len=64,
+        show_progress=False,
+        build=lambda facts, scope: TOWERS[twin.media.family](facts, scope),
+        partly=True,
+    )
+    items = [twin.ours.process("audio", each, {}) for each in sounds]
+    arrays = [{"mel": torch.from_numpy(item.arrays["mel"].numbers().copy())} for item in items]
+    vectors = tower.encode("audio", arrays)
+    for item, own, their in zip(items, vectors, theirs, strict=True):
+        assert len(own) == len(item.token_ids)
+        torch.testing.assert_close(own, their[: len(own)], atol=1e-4, rtol=1e-4)
+    (blank,) = tower.encode("audio", [tower.blank("audio", twin.ours.most_vectors("audio"))])
+    assert len(blank) == twin.ours.most_vectors("audio") == max(map(len, vectors))
+    assert tower.cost("audio", {"mel": (9, 20)}) < tower.cost("audio", {"mel": (19, 20)})
+
+
+@torch.inference_mode()
+def says(twin: Twin, text: str, sounds: list[Sound]) -> list[int]:
+    inputs = twin.inputs(text, sounds)
+    out = twin.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False)
+    said: list[int] = out[0, inputs["input_ids"].shape[1] :].tolist()
+    return said
+
+
+def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
+    """One sound, several with text between, none; in chunks that end within them; then again, when their
+    beginnings are kept. One is brought along at another rate."""
+    contents = [
+        (f"what is {MARK} this", [sound(LENGTHS[-1], 1)]),
+        ("nothing to hear here, only words", []),
+        (f"{MARK}one {MARK}\nand then {MARK}?", [sound(900, 2), sound(14321, 3), sound(7000, 4)]),
+    ]
+    llm = LLM(
+        str(twin.path),
+        dtype="float32",
+        block_size=4,
+        max_num_seqs=4,
+        max_model_len=512,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=400,
+        use_tqdm_on_load=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    asked = [
+        {"prompt": text, "multi_modal_data": {"audio": [tuple(each) for each in sounds]}} if sounds else text
+        for text, sounds in contents
+    ]
+    expected = [says(twin, text, sounds) for text, sounds in contents]
+    first = llm.generate(asked, params, use_tqdm=False)
+    for output, (text, sounds) in zip(first, contents, strict=True):
+        assert output.prompt_token_ids == twin.inputs(text, sounds)["input_ids"][0].tolist()
+    assert [output.outputs[0].token_ids for output in first] == expected
+    again = llm.generate(asked, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in again] == expected
+    assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
+    slow = Sound(noise(8000), 8000)
+    one = {"prompt": f"{MARK} so", "multi_modal_data": {"audio": (slow.samples, slow.rate)}}
+    (output,) = llm.generate([one], params, use_tqdm=False)
+    same = Sound(resampled(slow, RATE, SECONDS * RATE), RATE)
+    assert output.outputs[0].token_ids == says(twin, f"{MARK} so", [same])
