@@ -20,6 +20,7 @@ from quire.data.wire import Beat
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
+from quire.frontend.flight import MAX_SENT, failure
 from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
 
@@ -212,7 +213,7 @@ def test_a_silent_core_is_passed_by(with_cores: Run, monkeypatch: pytest.MonkeyP
 def test_a_request_that_kills_every_core_ends(with_cores: Run) -> None:
     async def test(engine: AsyncEngine, cores: Cores) -> None:
         waiting = asyncio.create_task(anext(engine.generate(Prompt([5]), ENDLESS, "poison")))
-        for _ in range(engine_module.MAX_SENT):
+        for _ in range(MAX_SENT):
             await until(lambda: running(engine) == [1])
             cores.kill(0)
             await until(lambda: engine._links[0].core is None)
@@ -258,6 +259,6 @@ def test_the_adapters_of_a_core_are_those_it_last_told_of_and_of_a_dead_one_none
 
 
 def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
-    error = engine_module._failure(Finish("error", "Loading lora x failed: No adapter found for /x"))
+    error = failure(Finish("error", "Loading lora x failed: No adapter found for /x"))
     assert isinstance(error, RequestError) and error.param == "model" and "/x" in str(error)
-    assert not isinstance(engine_module._failure(Finish("error")), RequestError)
+    assert not isinstance(failure(Finish("error")), RequestError)

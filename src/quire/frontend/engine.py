@@ -5,7 +5,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import msgspec
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
-from quire.data.plan import DEAD_END, Finish, StepOutput
+from quire.data.plan import Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
-from quire.data.request import Request
 from quire.data.wire import Abort, Add
-from quire.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.errors import EngineDead, RequestError
 from quire.frontend.answer import Answer
+from quire.frontend.flight import Flight, failure, marks, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.link import CALL_TIMEOUT_S, CoreLink
 from quire.frontend.live import LiveView
@@ -28,7 +28,7 @@ from quire.frontend.operation import Operation
 from quire.frontend.outputs import OutputProcessor
 from quire.frontend.prefixes import PrefixMap
 from quire.frontend.router import Router
-from quire.frontend.tracing import PARENT, Tracer
+from quire.frontend.tracing import Tracer
 from quire.logs import get_logger
 from quire.metrics import FINISH_REASONS, EngineMetrics
 from quire.metrics.http import Exchange
@@ -40,8 +40,6 @@ log = get_logger(__name__)
 LOOK_S = 0.1
 SILENT_S = 2.0
 """A core that said nothing for so long gets no new requests, if another can have them."""
-MAX_SENT = 3
-"""Times that a request is sent: one that kills every core that it comes to must end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +60,6 @@ class EngineFacts:
     chat_template: str | None
     version: str
     start_time: float
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request on its way: what was sent, and to which core."""
-
-    prompt: Prompt
-    requests: list[Request]
-    rank: int | None
-    """The only core that it may go to."""
-    account: Account | None = None
-    """Whose share it is of."""
-    answer: Answer[Any] | None = None
-    link: CoreLink | None = None
-    """None while it waits for a core to come back."""
-    num_sent: int = 0
-    lost_at: float = 0.0
-    parent: str = field(default_factory=PARENT.get)
-    """The span of whoever asked."""
-
-    @property
-    def may_go_again(self) -> bool:
-        """Nobody has seen anything of it, and it has not been at too many deaths."""
-        return self.answer is not None and not self.answer.has_output and self.num_sent < MAX_SENT
 
 
 class AsyncEngine:
@@ -134,7 +108,7 @@ class AsyncEngine:
             first=first % len(self._links),
         )
         self._pages = [metrics.pages.of_engine(place) for place in range(len(self._links))]
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._numbers = itertools.count()
         self._tag = uuid.uuid4().hex[:8]
         """Makes ids this process's own: users may give the same one twice, and to several processes."""
@@ -210,7 +184,7 @@ class AsyncEngine:
         requests = self.inputs.requests(
             id, prompt, params, priority=priority, max_logprobs=max_logprobs, timed=timed, lora=lora
         )
-        return self._answer(id, _Flight(prompt, requests, rank, account))
+        return self._answer(id, Flight(prompt, requests, rank, account))
 
     def encode(
         self,
@@ -227,7 +201,7 @@ class AsyncEngine:
         self._check_any()
         id = self._internal_id(request_id, rank)
         request = self.inputs.pooling_request(id, prompt, params, priority=priority, lora=lora)
-        return self._answer(id, _Flight(prompt, [request], rank, account))
+        return self._answer(id, Flight(prompt, [request], rank, account))
 
     def _internal_id(self, request_id: str, rank: int | None) -> str:
         ranks = [link.rank for link in self._links]
@@ -236,7 +210,7 @@ class AsyncEngine:
             raise RequestError(f"data_parallel_rank {rank} is out of range: there {known}")
         return f"{request_id}-{self._tag}{next(self._numbers):x}"
 
-    def _answer(self, id: str, flight: _Flight) -> Answer[Any]:
+    def _answer(self, id: str, flight: Flight) -> Answer[Any]:
         if flight.account is not None:
             for request in flight.requests:
                 request.tenant, request.weight = flight.account.tenant, flight.account.weight
@@ -249,7 +223,7 @@ class AsyncEngine:
 
         return Answer(id, begin, self._abort)
 
-    def _send_off(self, id: str, flight: _Flight) -> None:
+    def _send_off(self, id: str, flight: Flight) -> None:
         """To the core that is best for it; if there is none, it waits for one."""
         among = self._askable(flight.rank)
         if not among:
@@ -257,9 +231,9 @@ class AsyncEngine:
             flight.lost_at = flight.lost_at or time.monotonic()
             return
         first, answer = flight.requests[0], flight.answer
-        tokens = _marks(first)
+        tokens = marks(first)
         place = self._router.place(
-            id, tokens, among=among, extra=_prefix_extra(first), num_sequences=len(flight.requests)
+            id, tokens, among=among, extra=prefix_extra(first), num_sequences=len(flight.requests)
         )
         link = flight.link = self._links[place]
         put_text = answer.put_text if answer is not None and answer.takes_text else None
@@ -285,7 +259,7 @@ class AsyncEngine:
             link.send(Abort(ids))
         self._forget(link, ids, "abort")
 
-    def _pop(self, request_id: str) -> _Flight | None:
+    def _pop(self, request_id: str) -> Flight | None:
         self._router.end(request_id)
         return self._flights.pop(request_id, None)
 
@@ -330,7 +304,7 @@ class AsyncEngine:
             if flight is None or (answer := flight.answer) is None:
                 continue
             if (finish := processed.failed.get(output.request_id)) is not None:
-                answer.fail(_failure(finish))
+                answer.fail(failure(finish))
                 continue
             if output.finished:
                 self._pop(output.request_id)
@@ -460,30 +434,3 @@ class AsyncEngine:
             "max_model_len": self.inputs.max_model_len,
             "modalities": self.inputs.media.modalities,
         } | self._live.view(pages.value("prompt_tokens"), pages.value("generation_tokens"))
-
-
-def _failure(finish: Finish) -> QuireError:
-    """Of a request that ended as an error."""
-    if finish.stop_reason == DEAD_END:
-        return RequestError(
-            "structured_outputs: the text has come to a point where nothing fits the grammar any more; give "
-            "every part of it an end",
-            param="structured_outputs",
-        )
-    if isinstance(finish.stop_reason, str):
-        return RequestError(finish.stop_reason, param="model")
-    return EngineError("the engine failed on this request; others are not affected")
-
-
-def _marks(request: Request) -> list[int]:
-    """The prompt as numbers that are the same for the same: of vectors and media, what they are known by."""
-    if request.embeds is not None:
-        return request.embeds.marks()
-    return request.tokens if request.media is None else request.media.marks(request.tokens)
-
-
-def _prefix_extra(request: Request) -> str | None:
-    """What a prefix depends on beside its tokens, as far as it is known here."""
-    if request.lora is None:
-        return request.cache_salt
-    return f"{request.lora.lora_name}\0{request.lora.lora_path}\0{request.cache_salt or ''}"

@@ -1,0 +1,67 @@
+"""Flight: a request on its way to a core and back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.data.plan import DEAD_END, Finish
+from quire.data.request import Request
+from quire.errors import EngineError, QuireError, RequestError
+from quire.frontend.answer import Answer
+from quire.frontend.inputs import Prompt
+from quire.frontend.link import CoreLink
+from quire.frontend.tracing import PARENT
+from quire.metrics.keys import Account
+
+MAX_SENT = 3
+"""Times that a request is sent: one that kills every core that it comes to must end."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request on its way: what was sent, and to which core."""
+
+    prompt: Prompt
+    requests: list[Request]
+    rank: int | None
+    """The only core that it may go to."""
+    account: Account | None = None
+    """Whose share it is of."""
+    answer: Answer[Any] | None = None
+    link: CoreLink | None = None
+    """None while it waits for a core to come back."""
+    num_sent: int = 0
+    lost_at: float = 0.0
+    parent: str = field(default_factory=PARENT.get)
+    """The span of whoever asked."""
+
+    @property
+    def may_go_again(self) -> bool:
+        """Nobody has seen anything of it, and it has not been at too many deaths."""
+        return self.answer is not None and not self.answer.has_output and self.num_sent < MAX_SENT
+
+
+def failure(finish: Finish) -> QuireError:
+    """Of a request that ended as an error."""
+    if finish.stop_reason == DEAD_END:
+        return RequestError(
+            "structured_outputs: the text has come to a point where nothing fits the grammar any more; give "
+            "every part of it an end",
+            param="structured_outputs",
+        )
+    if isinstance(finish.stop_reason, str):
+        return RequestError(finish.stop_reason, param="model")
+    return EngineError("the engine failed on this request; others are not affected")
+
+
+def marks(request: Request) -> list[int]:
+    """The prompt as numbers that are the same for the same: of vectors and media, what they are known by."""
+    if request.embeds is not None:
+        return request.embeds.marks()
+    return request.tokens if request.media is None else request.media.marks(request.tokens)
+
+
+def prefix_extra(request: Request) -> str | None:
+    """What a prefix depends on beside its tokens, as far as it is known here."""
+    if request.lora is None:
+        return request.cache_salt
+    return f"{request.lora.lora_name}\0{request.lora.lora_path}\0{request.cache_salt or ''}"
