@@ -80,9 +80,13 @@ class FakeProcessor:
 
 
 def media(
-    limits: Mapping[str, int] | None = None, env: Mapping[str, Any] | None = None, **section: Any
+    limits: Mapping[str, int] | None = None,
+    env: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
+    **section: Any,
 ) -> MediaReader:
-    kitchen = Kitchen(FakeProcessor(), MultimodalSection(**section), MediaEnv(**(env or {})))
+    sections = MultimodalSection(**section), MediaEnv(**(env or {}))
+    kitchen = Kitchen(FakeProcessor(), *sections, max_tokens=max_tokens)
     return MediaReader(
         "fake",
         kitchen,

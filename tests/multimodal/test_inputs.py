@@ -225,6 +225,15 @@ def test_a_span_counts_against_the_length_of_the_prompt() -> None:
         inputs(max_model_len=32).parse({"prompt": "<i>", "multi_modal_data": {"image": picture(608, 10)}})
 
 
+def test_no_more_is_made_of_media_than_a_prompt_can_hold() -> None:
+    """Each of many small files may become megabytes: the rest is not even decoded."""
+    reader = media({"image": 99}, max_tokens=40)
+    with pytest.raises(
+        RequestError, match=r"content\[\d+\]: with it the media of the prompt stand for at least"
+    ):
+        chat_prompt(inputs(reader, max_model_len=4096), turn(*[image_part()] * 9 * 8), chat_template=PARTS)
+
+
 def test_models_that_know_only_text_say_so() -> None:
     from quire.frontend.media import MediaReader
 

@@ -126,6 +126,14 @@ def test_frames_of_a_video_lie_two_by_two(base: Path) -> None:
     np.testing.assert_allclose(pixels_of(got), expected.numpy(), atol=1e-5)
 
 
+def test_a_video_of_many_frames_is_refused_and_one_of_which_few_are_picked_is_not(base: Path) -> None:
+    film = Video(np.zeros((2000, 8, 8, 3), np.uint8), indices=tuple(range(2000)))
+    processor = processor_of("Qwen2VL", base)
+    with pytest.raises(RequestError, match="2000 frames of a video are more than 768"):
+        processor.process("video", film, {})
+    assert processor.process("video", film, {"num_frames": 4}).facts["grid"][0] == 2
+
+
 def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> None:
     frames = np.zeros((12, 16, 24, 3), np.uint8)
     processor = processor_of("Qwen3VL", base)

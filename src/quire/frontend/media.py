@@ -114,7 +114,8 @@ def media_reader(config: EngineConfig, tokenizer: Tokenizer | None) -> MediaRead
     if media is None or tokenizer is None:  # whose marks are texts
         return MediaReader(name, limits=limits)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
-    kitchen = Kitchen(processor, section, Env.read(os.environ).media)
+    max_tokens = config.model.max_model_len
+    kitchen = Kitchen(processor, section, Env.read(os.environ).media, max_tokens=max_tokens)
     return MediaReader(
         name,
         kitchen,

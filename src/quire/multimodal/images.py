@@ -30,6 +30,8 @@ _MOST_PIXELS = 8192
 """Of a side that a request may ask for."""
 _MOST_AREA = 2**26
 """Pixels of what an image is resized to: a line of one pixel would become gigabytes."""
+_MOST_FRAMES = 768
+"""Of a video: each may become a megabyte, however small it was."""
 IMAGE_ARGUMENTS = (
     "do_resize",
     "size",
@@ -156,6 +158,14 @@ def resample_of(keys: Keys, default: Image.Resampling) -> Image.Resampling:
         return default if found is None else Image.Resampling(found)
     except (ValueError, TypeError) as error:
         raise keys.wrong("resample", "the number of one of Pillow's filters") from error
+
+
+def check_frames(count: int) -> None:
+    if count > _MOST_FRAMES:
+        raise RequestError(
+            f"{count} frames of a video are more than {_MOST_FRAMES}: ask for fewer by num_frames of "
+            "media_io_kwargs.video"
+        )
 
 
 def resized(image: Image.Image, size: Size, resample: Image.Resampling) -> Pixels:

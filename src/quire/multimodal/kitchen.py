@@ -34,8 +34,17 @@ class Prepared:
 class Kitchen:
     """Fetches items, and has them decoded and processed in threads. One for a model and a process."""
 
-    def __init__(self, processor: Processor, section: MultimodalSection, env: MediaEnv) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        section: MultimodalSection,
+        env: MediaEnv,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        """The items of a prompt may stand for `max_tokens`; None: for any number."""
         self.processor = processor
+        self._max_tokens = max_tokens
         self._threads = ThreadPoolExecutor(env.media_loading_thread_count, thread_name_prefix="media")
         self._fetcher = Fetcher(
             env,
@@ -61,11 +70,20 @@ class Kitchen:
         """In the order of `given`. `arguments` are mm_processor_kwargs, `reading` are media_io_kwargs, each
         beside those of the server. An error of one item, which it names, ends the work on all."""
         told = {**self._arguments, **(arguments or {})}
-        places = asyncio.Semaphore(_AT_ONCE)
+        places, num_tokens = asyncio.Semaphore(_AT_ONCE), 0
 
         async def one(item: Given) -> Prepared:
+            nonlocal num_tokens
             async with places:
-                return await self._one(item, told, self._options(item.modality, reading))
+                ready = await self._one(item, told, self._options(item.modality, reading))
+            num_tokens += len(ready.processed.token_ids)
+            if self._max_tokens is not None and num_tokens > self._max_tokens:
+                raise RequestError(
+                    f"{item.place}: with it the media of the prompt stand for at least {num_tokens} tokens, "
+                    f"and this model's maximum context length is {self._max_tokens} tokens",
+                    "input_tokens",
+                )
+            return ready
 
         tasks = [asyncio.create_task(one(item)) for item in given]
         try:

@@ -73,13 +73,14 @@ def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
         indices, frames = chosen(total, fps, options), []
+        wanted = {*indices}
         check_pixels(*image.size, len(indices), max_pixels=_KEPT * max_pixels)
         size, end = image.size, time.monotonic() + _DECODE_S
         for index in range(total):
             image.seek(index)
             check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
             _check_time(end)
-            if index in indices:
+            if index in wanted:
                 frames.append(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
         return _video(frames, fps, total, indices)
 
@@ -97,10 +98,11 @@ def _film(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
         check_pixels(*size, len(indices), max_pixels=_KEPT * max_pixels)
         container.seek(0, stream=stream)
         frames: list[NDArray[np.uint8]] = []
+        wanted = {*indices}
         end = time.monotonic() + _DECODE_S
         for index, frame in enumerate(container.decode(stream)):
             _check_time(end)
-            if index in indices:
+            if index in wanted:
                 check_pixels(frame.width, frame.height, len(indices), max_pixels=_KEPT * max_pixels)
                 if frames and (frame.width, frame.height) != size:
                     frame = frame.reformat(width=size[0], height=size[1])

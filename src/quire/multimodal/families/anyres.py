@@ -25,6 +25,7 @@ from quire.multimodal.images import (
     Pixels,
     Size,
     asked,
+    check_frames,
     resample_of,
     resized,
     stored_settings,
@@ -97,6 +98,7 @@ class AnyresProcessor(Pictures):
 
     def _film(self, video: Video, finish: Finish, keys: Keys) -> Processed:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
+        check_frames(len(video.frames))
         frames = np.stack([resized(Image.fromarray(each), (side, side), resample) for each in video.frames])
         count = len(frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
         return Processed(self.marks("video") * count, arrays={"pixels": Array.of(finish(frames))})

@@ -23,6 +23,7 @@ from quire.multimodal.images import (
     Finish,
     Size,
     asked,
+    check_frames,
     count_of,
     resample_of,
     resized,
@@ -92,6 +93,7 @@ class InternVLProcessor(Pictures):
 
     def _film(self, video: Video, finish: Finish, keys: Keys) -> Processed:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
+        check_frames(len(video.frames))
         frames = np.stack([resized(Image.fromarray(f), (side, side), resample) for f in video.frames])
         text = "\n".join(f"Frame{i + 1}: {_BEGIN}{_PLACE}{_END}" for i in range(len(frames)))
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)

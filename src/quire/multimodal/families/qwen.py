@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.multimodal.families import Content, Processed, Sound, Video
 from quire.multimodal.families.grid import USUAL_FPS, Grid, patches_of, positions_of, sampled
 from quire.multimodal.families.grid_settings import GridSettings, read_settings
-from quire.multimodal.images import resized
+from quire.multimodal.images import check_frames, resized
 from quire.text.tokenizer import Tokenizer
 
 _TIMES: dict[str, Callable[[float, float], str]] = {
@@ -65,6 +65,7 @@ class GridProcessor:
 
     def _video(self, video: Video, settings: GridSettings) -> Processed:
         picked, indices, fps = sampled(video, settings, self.tower.times)
+        check_frames(len(picked))
         frames = video.frames[picked]
         height, width = frames.shape[1:3]
         size = settings.size_of(height, width, num_frames=max(len(frames), settings.frames))
