@@ -131,6 +131,12 @@ def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str,
             "model_impl='transformers' needs the transformers package: install it, or use 'auto'"
         )
     name = named[0] if named else str(keys.get("model_type"))
+    if keys.get("is_encoder_decoder") is True:
+        raise keys.wrong(
+            "is_encoder_decoder",
+            f"false: {name} is a decoder that looks at the states of an encoder, and such models, as Whisper"
+            " and T5, are not built yet",
+        )
     source = None
     generates = name.endswith("LMHeadModel") or not name.endswith(_OTHER_ENDINGS)
     if model_impl in ("auto", "transformers") and generates:
