@@ -1,11 +1,13 @@
 """Sounds and Qwen2-Audio, against transformers: features, spans, vectors, answers."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_inputs import data_url, wav
 from hearing import MARK, RATE, SECONDS, noise, save_qwen_audio, sound
 from seeing import close
 
@@ -20,6 +22,7 @@ from quire.multimodal.mel import log_mel, resampled
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 5
+PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 LENGTHS = (321, 480, 481, 5000, 12345, 31840, 31841, SECONDS * RATE, SECONDS * RATE + 777)
 """Samples: the fewest, at edges of windows, as many as there may be, more."""
 
@@ -141,15 +144,9 @@ def says(twin: Twin, text: str, sounds: list[Sound]) -> list[int]:
     return said
 
 
-def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
-    """One sound, several with text between, none; in chunks that end within them; then again, when their
-    beginnings are kept. One is brought along at another rate."""
-    contents = [
-        (f"what is {MARK} this", [sound(LENGTHS[-1], 1)]),
-        ("nothing to hear here, only words", []),
-        (f"{MARK}one {MARK}\nand then {MARK}?", [sound(900, 2), sound(14321, 3), sound(7000, 4)]),
-    ]
-    llm = LLM(
+@pytest.fixture(scope="module")
+def llm(twin: Twin) -> LLM:
+    return LLM(
         str(twin.path),
         dtype="float32",
         block_size=4,
@@ -159,21 +156,65 @@ def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin) -> None:
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+
+
+def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin, llm: LLM) -> None:
+    """One sound, several with text between, none; in chunks that end within them; then again, when their
+    beginnings are kept. One is brought along at another rate."""
+    contents = [
+        (f"what is {MARK} this", [sound(LENGTHS[-1], 1)]),
+        ("nothing to hear here, only words", []),
+        (f"{MARK}one {MARK}\nand then {MARK}?", [sound(900, 2), sound(14321, 3), sound(7000, 4)]),
+    ]
     asked = [
         {"prompt": text, "multi_modal_data": {"audio": [tuple(each) for each in sounds]}} if sounds else text
         for text, sounds in contents
     ]
     expected = [says(twin, text, sounds) for text, sounds in contents]
-    first = llm.generate(asked, params, use_tqdm=False)
+    first = llm.generate(asked, PARAMS, use_tqdm=False)
     for output, (text, sounds) in zip(first, contents, strict=True):
         assert output.prompt_token_ids == twin.inputs(text, sounds)["input_ids"][0].tolist()
     assert [output.outputs[0].token_ids for output in first] == expected
-    again = llm.generate(asked, params, use_tqdm=False)
+    again = llm.generate(asked, PARAMS, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in again] == expected
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
     slow = Sound(noise(8000), 8000)
     one = {"prompt": f"{MARK} so", "multi_modal_data": {"audio": (slow.samples, slow.rate)}}
-    (output,) = llm.generate([one], params, use_tqdm=False)
+    (output,) = llm.generate([one], PARAMS, use_tqdm=False)
     same = Sound(resampled(slow, RATE, SECONDS * RATE), RATE)
     assert output.outputs[0].token_ids == says(twin, f"{MARK} so", [same])
+
+
+def part(samples: np.ndarray[Any, Any], rate: int, kind: int = 1) -> dict[str, Any]:
+    data = base64.b64encode(wav(samples, rate, kind=kind)).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
+    """Stored in other ways, they are heard as the same; what cannot be heard is refused, and the next one is
+    answered."""
+    samples = (noise(9000) * 30000).astype(np.int16)
+    url = data_url(wav(samples[:, None], RATE), "audio/wav")
+    same = [
+        part(np.stack([samples, samples], 1), RATE),
+        part(samples[:, None].astype(np.float32) / 2**15, RATE, kind=3),
+        {"type": "audio_url", "audio_url": {"url": url}},
+    ]
+    asked = [[{"role": "user", "content": [each, {"type": "text", "text": "so"}]}] for each in same]
+    answers = llm.chat(asked, PARAMS, use_tqdm=False)
+    expected = says(twin, f"{MARK}\nso", [Sound(samples / np.float32(2**15), RATE)])
+    assert [answer.outputs[0].token_ids for answer in answers] == [expected] * len(same)
+    loud = np.full((900, 2), 3e38, np.float32)
+    for wrong, message in (
+        (part(samples[:9, None], RATE), "too short"),
+        (part(samples[:0, None], RATE), "has no samples"),
+        (part(samples[:, None], 20), "20 Hz is too low"),
+        (part(samples[:, None], 10**6), "1000000 Hz is not possible"),
+        (part(samples[:, None], RATE, kind=2), "format 2 with 16 bits"),
+        (part(np.full((900, 1), np.nan, np.float32), RATE, kind=3), "no numbers"),
+        (part(loud, RATE, kind=3), "no numbers, or larger"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.chat([{"role": "user", "content": [wrong]}], PARAMS, use_tqdm=False)
+    (answer,) = llm.chat(asked[:1], PARAMS, use_tqdm=False)
+    assert answer.outputs[0].token_ids == expected

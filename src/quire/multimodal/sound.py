@@ -14,6 +14,8 @@ from quire.multimodal.families import Sound
 MAX_SAMPLES = 1 << 28
 """Of all channels: an hour and a half at 48 kHz."""
 MAX_RATE = 768_000
+_LOUDEST = 1e12
+"""Some give integers of 32 bits as they are; the power of much more is no number any longer."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 _Samples = NDArray[np.float32]
@@ -43,8 +45,8 @@ def checked(samples: NDArray[Any], rate: int) -> Sound:
     if samples.size > MAX_SAMPLES:
         raise RequestError(f"the sound has {samples.size} samples, and there may be {MAX_SAMPLES}")
     numbers: _Samples = samples.astype(np.float32, copy=False)
-    if not np.isfinite(numbers).all():
-        raise RequestError("the sound has samples that are no numbers")
+    if not (np.abs(numbers) <= _LOUDEST).all():
+        raise RequestError(f"the sound has samples that are no numbers, or larger than {_LOUDEST:g}")
     return Sound(numbers if numbers.ndim == 1 else numbers.mean(axis=1, dtype=np.float32), rate)
 
 
