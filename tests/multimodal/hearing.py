@@ -1,4 +1,4 @@
-"""A tiny model that hears, with a transformers twin."""
+"""Tiny models that hear, with their transformers twins."""
 
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,40 @@ def save_qwen_audio(path: Path) -> tuple[Any, Any]:
         text_config=hf.Qwen2Config(**TEXT).to_dict(),
         audio_token_index=processor.audio_token_id,
     )
-    model = save_tiny(path, "Qwen2AudioForConditionalGeneration", config, processor)
+    return _saved(path, "Qwen2AudioForConditionalGeneration", config, processor), processor
+
+
+def save_flamingo(path: Path) -> tuple[Any, Any]:
+    """The model and the processor, of sounds of three pieces."""
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["<sound>", "<pad>"])
+    tokenizer.pad_token = "<pad>"
+    features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    processor = hf.AudioFlamingo3Processor(features, tokenizer, max_audio_len=3 * SECONDS)
+    config = hf.AudioFlamingo3Config(
+        audio_config={
+            "model_type": "audioflamingo3_encoder",
+            "num_mel_bins": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 40,
+            "hidden_size": 32,
+            "max_source_positions": SECONDS * 50,
+        },
+        text_config=hf.Qwen2Config(**TEXT).to_dict(),
+        audio_token_id=processor.audio_token_id,
+    )
+    return _saved(path, "AudioFlamingo3ForConditionalGeneration", config, processor), processor
+
+
+def _saved(path: Path, architecture: str, config: Any, processor: Any) -> Any:
+    model = save_tiny(path, architecture, config, processor)
     # The names of the checkpoints that there are; transformers 5.22 writes one part of them twice.
     weights = load_file(path / "model.safetensors")
     once = {name.replace("model.model.", "model."): weight for name, weight in weights.items()}
     save_file(once, path / "model.safetensors", {"format": "pt"})
-    return model, processor
+    return model
 
 
 def noise(count: int, seed: int = 0) -> NDArray[np.float32]:

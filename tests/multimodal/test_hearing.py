@@ -1,6 +1,7 @@
-"""Sounds and Qwen2-Audio, against transformers: features, spans, vectors, answers."""
+"""Sounds and models that hear, against transformers: features, spans, vectors, answers."""
 
 import base64
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_inputs import data_url, wav
-from hearing import MARK, RATE, SECONDS, noise, save_qwen_audio, sound
+from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, sound
 from seeing import close
 
 from quire import LLM, SamplingParams
@@ -30,13 +31,25 @@ LENGTHS = (321, 480, 481, 5000, 12345, 31840, 31841, SECONDS * RATE, SECONDS * R
 class Twin:
     """The checkpoint, transformers' model and processor of it, and our processor."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, save: Callable[[Path], tuple[Any, Any]]) -> None:
         self.path = path
-        self.model, self.processor = save_qwen_audio(path)
+        self.model, self.processor = save(path)
         self.checkpoint = read_checkpoint(path)
         assert self.checkpoint.facts.media is not None
         self.media = self.checkpoint.facts.media
         self.ours = PROCESSORS[self.media.family](path, self.media, load_tokenizer(path, "hf"))
+
+    def tower(self) -> Any:
+        return load_model(
+            self.checkpoint,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            backend=TorchSDPA(),
+            max_model_len=64,
+            show_progress=False,
+            build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
+            partly=True,
+        )
 
     def inputs(self, text: str, sounds: list[Sound]) -> Any:
         samples = [each.samples[: SECONDS * RATE] for each in sounds]
@@ -47,7 +60,7 @@ class Twin:
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    return Twin(tmp_path_factory.mktemp("qwen_audio"))
+    return Twin(tmp_path_factory.mktemp("qwen_audio"), save_qwen_audio)
 
 
 @pytest.mark.parametrize("mels", [80, 128])
@@ -115,16 +128,7 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
     mask = torch.zeros(len(sounds), 1, 1, SECONDS * 50).masked_fill(~seen[:, None, None], -torch.inf)
     heard = parts.audio_tower(inputs["input_features"], attention_mask=mask).last_hidden_state
     theirs = parts.multi_modal_projector(heard)
-    tower: Any = load_model(
-        twin.checkpoint,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        backend=TorchSDPA(),
-        max_model_len=64,
-        show_progress=False,
-        build=lambda facts, scope: TOWERS[twin.media.family](facts, scope),
-        partly=True,
-    )
+    tower = twin.tower()
     items = [twin.ours.process("audio", each, {}) for each in sounds]
     arrays = [{"mel": torch.from_numpy(item.arrays["mel"].numbers().copy())} for item in items]
     vectors = tower.encode("audio", arrays)
@@ -144,8 +148,7 @@ def says(twin: Twin, text: str, sounds: list[Sound]) -> list[int]:
     return said
 
 
-@pytest.fixture(scope="module")
-def llm(twin: Twin) -> LLM:
+def engine(twin: Twin) -> LLM:
     return LLM(
         str(twin.path),
         dtype="float32",
@@ -156,6 +159,11 @@ def llm(twin: Twin) -> LLM:
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
     )
+
+
+@pytest.fixture(scope="module")
+def llm(twin: Twin) -> LLM:
+    return engine(twin)
 
 
 def test_what_is_said_of_sounds_is_what_transformers_says(twin: Twin, llm: LLM) -> None:
@@ -218,3 +226,27 @@ def test_sounds_of_a_conversation(twin: Twin, llm: LLM) -> None:
             llm.chat([{"role": "user", "content": [wrong]}], PARAMS, use_tqdm=False)
     (answer,) = llm.chat(asked[:1], PARAMS, use_tqdm=False)
     assert answer.outputs[0].token_ids == expected
+
+
+@torch.inference_mode()
+def test_long_sounds_are_heard_in_pieces(tmp_path: Path) -> None:
+    """Audio Flamingo's: less than a piece, some, one whose last is too short to be heard, one that is cut."""
+    twin = Twin(tmp_path, save_flamingo)
+    sounds = [sound(count, seed) for seed, count in enumerate((900, 80000, 64100, 200000))]
+    inputs = [
+        twin.processor(text="so <sound>?", audio=[each.samples], sampling_rate=RATE, return_tensors="pt")
+        for each in sounds
+    ]
+    items = [twin.ours.process("audio", each, {}).arrays["mel"].numbers().copy() for each in sounds]
+    tower = twin.tower()
+    vectors = tower.encode("audio", [{"mel": torch.from_numpy(mel)} for mel in items])
+    for own, given in zip(vectors, inputs, strict=True):
+        features = given["input_features"], given["input_features_mask"]
+        theirs = twin.model.model.get_audio_features(*features).pooler_output
+        torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
+    (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
+    assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
+    said = [twin.model.generate(**each, max_new_tokens=COUNT, do_sample=False) for each in inputs]
+    asked = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(each)}} for each in sounds]
+    for output, whole in zip(engine(twin).generate(asked, PARAMS, use_tqdm=False), said, strict=True):
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == whole[0].tolist()

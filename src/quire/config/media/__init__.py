@@ -15,6 +15,7 @@ from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
+    "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
     "Glm46VForConditionalGeneration": qwen.glm46v,
     "Glm4vForConditionalGeneration": qwen.glm4v,
     "Glm4vMoeForConditionalGeneration": qwen.glm4v,

@@ -41,6 +41,7 @@ TOWERS = LazyTable(
         "glm4v": "quire.models.towers.glm4v:Glm4v",
         "qwen2_5_vl": "quire.models.towers.qwen2_5_vl:Qwen2_5VL",
         "qwen2_vl": "quire.models.towers.qwen2_vl:Qwen2VL",
+        "audio_flamingo3": "quire.models.towers.qwen_audio:QwenAudio",
         "qwen2_audio": "quire.models.towers.qwen_audio:QwenAudio",
         "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
         "llava_next": "quire.models.towers.anyres:Anyres",

@@ -1,4 +1,4 @@
-"""Qwen2-Audio's tower: Whisper's encoder, whose states are averaged by two, and one product."""
+"""The tower of Qwen2-Audio and Audio Flamingo 3: Whisper's encoder, states averaged by two, and products."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,14 @@ from quire.config.media.qwen_audio import QwenAudioFacts
 from quire.layers.linear import WholeLinear
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
+from quire.layers.vision import VisionMLP
 from quire.models.towers.whisper import Encoder
 
 _EPS = 1e-5
 
 
 class QwenAudio(nn.Module):
-    """`mel` of an item are [moments, mels], see `Encoder`."""
+    """`mel` of an item are [moments, mels], see `Encoder`; a long one is heard in pieces, each by itself."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -26,8 +27,7 @@ class QwenAudio(nn.Module):
         tower, hidden = scope / "model" / "audio_tower", self.facts.encoder.hidden
         self.encoder = Encoder(self.facts.encoder, tower)
         self.norm = LayerNorm(hidden, _EPS, tower / "layer_norm")
-        product = scope / "model" / "multi_modal_projector" / "linear"
-        self.projector = WholeLinear(hidden, self.facts.size_out, product, bias=True)
+        self.projector = _projector(self.facts, scope / "model" / "multi_modal_projector")
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:
@@ -35,15 +35,28 @@ class QwenAudio(nn.Module):
         return bool(media.tower.encoder.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        states = self.encoder([item["mel"] for item in items])
+        sounds = [item["mel"].split(self.facts.moments + 1) for item in items]
+        states = self.encoder([piece for pieces in sounds for piece in pieces])
         means = [each[: len(each) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for each in states]
         vectors: Tensor = self.projector(self.norm.alone(torch.cat(means)))
-        return list(vectors.split([len(each) for each in means]))
+        counts = iter([len(each) for each in means])
+        return list(vectors.split([sum(next(counts) for _ in pieces) for pieces in sounds]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
-        moments = 2 * min(2 * num_vectors, self.facts.encoder.positions) + 1
+        whole, rest = divmod(num_vectors, self.facts.tokens)
+        moments = whole * (self.facts.moments + 1) + (4 * rest + 1 if rest else 0)
         return {"mel": torch.zeros(moments, self.facts.encoder.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         states = item["mel"][0] // 2
-        return states * (6 * self.facts.encoder.hidden + states)
+        return states * (6 * self.facts.encoder.hidden + min(states, self.facts.encoder.positions))
+
+
+def _projector(facts: QwenAudioFacts, scope: Scope) -> nn.Module:
+    hidden, size_out = facts.encoder.hidden, facts.size_out
+    if not facts.activation:
+        return WholeLinear(hidden, size_out, scope / "linear", bias=facts.bias)
+    names = ("linear_1", "linear_2")
+    return VisionMLP(
+        hidden, size_out, scope, size_out=size_out, names=names, activation=facts.activation, bias=facts.bias
+    )

@@ -114,6 +114,7 @@ PROCESSORS: LazyTable = LazyTable(
         "glm4v": "quire.multimodal.families.qwen:GridProcessor",
         "qwen2_5_vl": "quire.multimodal.families.qwen:GridProcessor",
         "qwen2_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "audio_flamingo3": "quire.multimodal.families.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.families.qwen_audio:QwenAudioProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
