@@ -2,18 +2,27 @@
 stood in for by a tiny one; what is not built yet is listed with its refusal, so that nothing is forgotten."""
 
 import logging
-from collections.abc import Iterator
+import threading
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from serve_process import Start, eventually
+from openai import OpenAI
+from PIL import Image
+from serve_process import ServeProcess, Start, eventually
+from tiny_qwen import made
 from tiny_text import TextModel
 
 from quire import LLM, SamplingParams
 from quire.config.env import warn_unknown
 from quire.errors import ConfigError, QuireError
+from quire.multimodal.families.qwen import GridProcessor
 
 PROMPTS = ["The quick brown fox", "One two three four", "A page is a block"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -128,10 +137,11 @@ def test_eager_and_ignored_settings_change_no_token(model: str, plain: list[str]
     assert texts(opened(model, gpu_memory_utilization=0.5, max_model_len=256, max_num_seqs=4)) == plain
 
 
-def test_a_variable_of_a_later_feature_is_said_to_do_nothing() -> None:
+def test_a_variable_without_effect_is_said_to_do_nothing() -> None:
     with logged() as lines:
-        warn_unknown({"VLLM_MEDIA_LOADING_THREAD_COUNT": "2"})
-    assert any("VLLM_MEDIA_LOADING_THREAD_COUNT" in line for line in lines)
+        warn_unknown({"VLLM_MEDIA_CACHE": "/tmp", "VLLM_MEDIA_LOADING_THREAD_COUNT": "2"})
+    assert any("VLLM_MEDIA_CACHE" in line for line in lines)
+    assert not any("THREAD_COUNT" in line for line in lines)
 
 
 # ---- the server
@@ -166,25 +176,128 @@ def test_devices_share_a_model(model: str, plain: list[str], given: dict[str, in
     llm.llm_engine.close()
 
 
-@pytest.mark.parametrize(
-    ("flags", "num_api", "num_cores"),
-    [
-        pytest.param(
-            ("--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"), 1, 1, marks=pytest.mark.slow
-        ),
-        (("--api-server-count", "4", "-dp", "2"), 4, 2),
-    ],
-)
-def test_servers_share_a_model(
-    start: Start, plain: list[str], flags: tuple[str, ...], num_api: int, num_cores: int
-) -> None:
-    server = start("--dtype", "float32", *flags)
-    server.until_healthy(num_api=num_api)
-    assert len(server.with_role("APIServer")) == num_api and len(server.with_role("EngineCore")) == num_cores
-    bodies = [
-        {"prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True} for prompt in PROMPTS
+@pytest.mark.slow
+def test_a_server_shares_a_model(start: Start, plain: list[str]) -> None:
+    server = start("--dtype", "float32", "--tensor-parallel-size", "4", "--pipeline-parallel-size", "2")
+    server.until_healthy()
+    assert [completed(server, prompt) for prompt in PROMPTS] == plain
+    server.end_cleanly()
+
+
+def completed(server: ServeProcess, prompt: str) -> str:
+    text: str = server.complete(prompt=prompt, max_tokens=GREEDY.max_tokens)["choices"][0]["text"]
+    return text
+
+
+# ---- images
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Stands for every model of the guide that sees."""
+    path, _ = made("Qwen2_5_VL", tmp_path_factory.getbasetemp())
+    return str(path)
+
+
+IMAGES = [
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24 + seed, 32, 3), np.uint8))
+    for seed in range(8)
+]
+SHARED = {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 8}
+TEMPLATE = """{% for message in messages %}{% for part in message.content %}
+{%- if part.type == "text" %}{{ part.text }}{% else %}<begin><image><end>{% endif %}
+{%- endfor %}{% endfor %}"""
+
+
+def seeing(model: str, **given: Any) -> LLM:
+    return opened(model, **{"max_model_len": 512, "max_num_seqs": 8, **given})
+
+
+def described(llm: LLM, images: Sequence[Image.Image] = IMAGES) -> list[str]:
+    """What it says of each, in a chat."""
+    text = {"type": "text", "text": "What is this?"}
+    chats: Any = [
+        [{"role": "user", "content": [{"type": "image_pil", "image_pil": image}, text]}] for image in images
     ]
-    assert [server.complete(**body)["choices"][0]["text"] for body in bodies] == plain
+    outputs = llm.chat(chats, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def seen(vlm: str) -> list[str]:
+    found = described(seeing(vlm))
+    assert len(set(found)) > 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"} | SHARED,
+        {"mm_processor_cache_gb": 8},
+        {"mm_processor_cache_gb": 0},
+    ],
+    ids=str,
+)
+def test_images_are_shared_and_kept_as_asked(vlm: str, seen: list[str], given: dict[str, Any]) -> None:
+    """Once when they are new, once when they may be known."""
+    llm = seeing(vlm, **given)
+    assert [described(llm), described(llm)] == [seen, seen]
+    llm.llm_engine.close()
+
+
+def test_as_many_threads_load_media_as_asked(
+    vlm: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for another: fewer than two would wait in vain."""
+    monkeypatch.setenv("VLLM_MEDIA_LOADING_THREAD_COUNT", "2")
+    llm = seeing(vlm)
+    pair, names = threading.Barrier(2, timeout=120), set()
+    process = GridProcessor.process
+
+    def watched(*args: Any) -> Any:
+        names.add(threading.current_thread().name)
+        pair.wait()
+        return process(*args)
+
+    monkeypatch.setattr(GridProcessor, "process", watched)
+    prompt = "<begin><image><end>" * len(IMAGES)
+    llm.generate([{"prompt": prompt, "multi_modal_data": {"image": IMAGES}}], GREEDY, use_tqdm=False)
+    assert len(names) == 2
+
+
+def test_servers_share_a_model_and_its_images(
+    vlm: str, seen: list[str], start: Start, tmp_path: Path
+) -> None:
+    """From four API processes and two cores, whichever is asked, as openai's client asks."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    words = ("--api-server-count", "4", "-dp", "2", "--chat-template", str(template))
+    server = start(*words, "--max-model-len", "512", "--max-num-seqs", "8", model=vlm)
+    server.until_healthy(num_api=4)
+    assert len(server.with_role("APIServer")) == 4 and len(server.with_role("EngineCore")) == 2
+
+    def ask(image: Image.Image) -> str | None:
+        file = BytesIO()
+        image.save(file, "PNG")
+        url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+        parts: Any = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "What is this?"},
+        ]
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            reply = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": parts}],
+                temperature=0,
+                max_tokens=GREEDY.max_tokens,
+                extra_body={"ignore_eos": True},
+            )
+        return reply.choices[0].message.content
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, IMAGES * 2)) == seen * 2
+    assert [completed(server, prompt) for prompt in PROMPTS] == texts(seeing(vlm))
     server.end_cleanly()
 
 
