@@ -20,11 +20,14 @@ print("from", quire.__file__)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_wheel_answers_in_an_empty_environment(tiny: TextModel, tmp_path: Path) -> None:
+def test_the_wheel_answers_in_an_empty_environment(
+    tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file of the package that is not in the wheel: a C kernel, a template, the page."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("quire-*.whl")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     python = str(tmp_path / "env" / "bin" / "python")
     words = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), str(wheel)]
