@@ -70,6 +70,7 @@ def make_engine(
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
     )
+    inputs.media.larder.count = metrics.observe_media
     named = EngineMetrics(
         metrics,
         model_name=facts.model_names[0],

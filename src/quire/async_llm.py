@@ -99,6 +99,9 @@ class AsyncLLMEngine:
     async def reset_prefix_cache(self) -> bool:
         return await (await self._engine()).reset_prefix_cache()
 
+    async def reset_mm_cache(self) -> None:
+        await (await self._engine()).reset_mm_cache()
+
     async def aclose(self) -> None:
         """End the cores; requests that run end with them."""
         self._ended = True

@@ -381,6 +381,10 @@ class LLM:
             self._queued.clear()
         return self.llm_engine.reset_prefix_cache()
 
+    def reset_mm_cache(self) -> None:
+        """Forget the images, videos and sounds that were processed: the next ones are read anew."""
+        self.llm_engine.reset_mm_cache()
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back: at level 1 the weights go to host memory and the cache is dropped, at level 2
         both are dropped; at level 0 nothing runs. What is queued ends (`abort`), is waited for (`wait`), or

@@ -143,6 +143,9 @@ class SpreadEngine:
     def reset_prefix_cache(self) -> bool:
         return self._wait(self._engine.reset_prefix_cache())
 
+    def reset_mm_cache(self) -> None:
+        self._wait(self._engine.reset_mm_cache())
+
     # ---- operation
 
     def sleep(self, level: int, mode: str) -> list[AnyOutput]:

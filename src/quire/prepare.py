@@ -13,6 +13,7 @@ from quire.config.engine import DEFAULT_MODEL_NAMES, EngineConfig, resolve
 from quire.config.env import Env, warn_unknown
 from quire.config.experts import steps_together
 from quire.config.keys import read_json
+from quire.config.media.caches import check_cache
 from quire.config.media.limits import limits_of, without_unused
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
@@ -40,6 +41,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
     limits = limits_of(
         values.get("limit_mm_per_prompt"), language_model_only=values.get("language_model_only", False)
     )
+    check_cache(values)
     drafts = asked(values)  # says what is wrong with it
     if ids := values.get("device_ids"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)  # before the driver is asked what there is

@@ -16,6 +16,7 @@ from quire.data.wire import Call, Reply
 from quire.errors import EngineError, RequestError
 from quire.frontend.operation import Operation
 from quire.sched.adapters import AdapterGate
+from quire.sched.pantry import Pantry
 
 
 class Room:
@@ -33,7 +34,10 @@ class Room:
         self.failing: dict[str, Exception] = {}
         """Methods of the workers that fail once."""
         self.core.executor.call = self._call  # type: ignore[method-assign]
-        self.desk = Desk(self.core, lambda _, reply: self.replies.update({reply.number: reply}), self.end)
+        self.pantry = Pantry()
+        self.desk = Desk(
+            self.core, lambda _, reply: self.replies.update({reply.number: reply}), self.end, self.pantry
+        )
 
     def _call(self, method: Any, args: Any = (), kwargs: Any = None, timeout_s: Any = None) -> list[Any]:
         self.calls.append((method, *args))

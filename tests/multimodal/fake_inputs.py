@@ -20,6 +20,7 @@ from quire.frontend.inputs import InputProcessor
 from quire.frontend.media import MediaReader
 from quire.multimodal.families import Content, Processed, Sound, Video
 from quire.multimodal.kitchen import Kitchen
+from quire.multimodal.larder import Larder
 
 START, PAD, END = 1, 2, 3
 """Tokens of a span."""
@@ -82,11 +83,12 @@ class FakeProcessor:
 def media(
     limits: Mapping[str, int] | None = None,
     env: Mapping[str, Any] | None = None,
+    larder: Larder | None = None,
     max_tokens: int | None = None,
     **section: Any,
 ) -> MediaReader:
     sections = MultimodalSection(**section), MediaEnv(**(env or {}))
-    kitchen = Kitchen(FakeProcessor(), *sections, max_tokens=max_tokens)
+    kitchen = Kitchen(FakeProcessor(), *sections, larder, max_tokens=max_tokens)
     return MediaReader(
         "fake",
         kitchen,

@@ -168,6 +168,9 @@ class FakeEngine:
         self.resets_running = False
         self.exchanges: list[Exchange] = []
 
+    async def reset_mm_cache(self) -> None:
+        self.operation.asked.append(("reset_mm_cache",))
+
     def count_exchange(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
 

@@ -161,4 +161,4 @@ def test_vectors_of_media_are_forgotten_if_nobody_needs_them() -> None:
     engine = FakeEngine()
     assert ask("POST", "/reset_encoder_cache", engine).json() == {"success": False}
     assert ask("POST", "/reset_mm_cache", engine).json() == {"success": True}
-    assert engine.operation.asked == [("reset_encoder_cache",)]
+    assert engine.operation.asked == [("reset_encoder_cache",), ("reset_mm_cache",)]

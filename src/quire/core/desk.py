@@ -13,6 +13,7 @@ from quire.data.plan import Finish
 from quire.data.wire import Call, Reply
 from quire.errors import EngineDead, RequestError
 from quire.logs import get_logger
+from quire.sched.pantry import Pantry
 
 log = get_logger(__name__)
 
@@ -52,6 +53,7 @@ class Desk:
         core: EngineCore,
         send: Callable[[bytes, Reply], None],
         end: Callable[[dict[str, Finish]], None],
+        pantry: Pantry,
     ) -> None:
         """`send` answers a client, `end` tells those whose requests were ended."""
         self.operator = Operator(core)
@@ -63,6 +65,7 @@ class Desk:
         self._answers: dict[str, Callable[..., Any]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "reset_encoder_cache": core.scheduler.media.reset,
+            "reset_mm_cache": pantry.clear,
             "reset_running": self.operator.reset_running,
             "block_map": core.block_map,
             "sleep_level": lambda: core.gate.level,

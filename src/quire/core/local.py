@@ -59,6 +59,7 @@ class LocalEngine:
                 cache_info=cache_info(config, num_blocks=cache.num_blocks, num_tokens=cache.num_tokens),
                 max_loras=config.lora.max_loras if config.lora.enable_lora else None,
             )
+            self.inputs.media.larder.count = self.metrics.pages.observe_media
             self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
 
     def add_request(
@@ -126,6 +127,10 @@ class LocalEngine:
 
     def reset_prefix_cache(self) -> bool:
         return self.core.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> None:
+        """Forget the images, videos and sounds that were processed."""
+        self.inputs.media.larder.clear()
 
     def reset_encoder_cache(self) -> bool:
         """Forget the vectors of images, videos and sounds that no request needs; whether that is all."""

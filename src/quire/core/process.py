@@ -23,6 +23,7 @@ from quire.dist.process import adopt, calm_collector
 from quire.errors import EngineDead, QuireError
 from quire.logs import get_logger
 from quire.metrics import Layout, MetricsPages
+from quire.sched.pantry import Pantry
 
 log = get_logger(__name__)
 
@@ -104,7 +105,13 @@ class CoreServer:
     """Takes in messages between steps, never during one, and sends out what the steps brought."""
 
     def __init__(
-        self, core: EngineCore, address: str, ready: Ready, metrics: MetricsPages, stats_log: StatsLog
+        self,
+        core: EngineCore,
+        address: str,
+        ready: Ready,
+        metrics: MetricsPages,
+        stats_log: StatsLog,
+        pantry: Pantry | None = None,
     ) -> None:
         self.core = core
         self.ready = ready
@@ -119,7 +126,8 @@ class CoreServer:
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
-        self.desk = Desk(core, self.clients.send, self._tell_ended)
+        self.pantry = Pantry() if pantry is None else pantry
+        self.desk = Desk(core, self.clients.send, self._tell_ended, self.pantry)
 
     def stop(self) -> None:
         self._running = False
@@ -216,7 +224,7 @@ class CoreServer:
         self._observe(stats)  # gauges: nobody else sees that a client died, or the core before this one
         self.stats_log.tick(stats)
         stalled_s = now - self._progress_at if self.core.has_work else 0.0
-        beat = Beat(stats, stalled_s)
+        beat = Beat(stats, stalled_s, self.pantry.num_resets)
         if now >= self._next_page:
             self._next_page = now + PAGE_S
             beat.page = self.metrics.own.tobytes()

@@ -99,12 +99,14 @@ class StatsLog:
 
     def _line(self, prompt: float, generated: float, now: StepStats) -> str:
         hits, queries = (sum(pair[i] for pair in self._lookups) for i in (0, 1))
+        items = self.pages.value("mm_cache_queries")
+        found = f", MM cache hit rate: {self.pages.value('mm_cache_hits') / items:.1%}" if items else ""
         return (
             f"Engine {self.rank:03d}: Avg prompt throughput: {prompt:.1f} tokens/s, "
             f"Avg generation throughput: {generated:.1f} tokens/s, Running: {now.num_running} reqs, "
             f"Waiting: {now.num_waiting} reqs, GPU KV cache usage: {now.kv_usage:.1%}, "
             f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "
-            f"Preemptions: {self._num_preempted}"
+            f"Preemptions: {self._num_preempted}{found}"
         )
 
 

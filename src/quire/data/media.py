@@ -33,6 +33,13 @@ class Array(msgspec.Struct, frozen=True, eq=False):
 
 Arrays = dict[str, Array]
 """By the names that the tower of a family knows them by."""
+_ITEM_BYTES = 512
+"""What an item takes beside its numbers."""
+
+
+def size_of(arrays: Arrays) -> int:
+    """Bytes, as caches count them."""
+    return _ITEM_BYTES + sum(array.data.nbytes for array in arrays.values())
 
 
 class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):

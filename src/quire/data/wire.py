@@ -78,6 +78,8 @@ class Beat(msgspec.Struct, tag="beat"):
     stats: StepStats
     stalled_s: float = 0.0
     """For how long there was work and no step ended; 0 when there is none."""
+    num_resets: int = 0
+    """How often all were told to forget what they keep of images, videos and sounds."""
     page: bytes = b""
     """The core's page of metrics, now and then, where the API process has none of it: on another machine."""
 

@@ -292,6 +292,9 @@ class AsyncEngine:
         if page:
             self.metrics.pages.take_page(link.place, page)
 
+    def on_reset(self) -> None:
+        self.inputs.media.larder.clear()
+
     def on_turn(self, link: CoreLink) -> None:
         """Everything that came since the last time, to those who wait for it."""
         processed = link.outputs.flush()
@@ -359,6 +362,11 @@ class AsyncEngine:
     async def reset_prefix_cache(self, running: bool = False) -> bool:
         self._router.forget_prefixes()
         return all(await self._call("reset_running" if running else "reset_prefix_cache"))
+
+    async def reset_mm_cache(self) -> None:
+        """Here; other API processes hear of it from the cores."""
+        self.inputs.media.larder.clear()
+        await self._call_all("reset_mm_cache", {})
 
     async def _call(self, method: str) -> list[Any]:
         """The answers of all cores that are up, in their order."""

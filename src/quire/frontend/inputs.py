@@ -85,7 +85,9 @@ class Prompt:
     embeds: Embeds | None = None
     """In place of token ids, which are zeros then."""
     media: Media | None = None
-    """Images, videos and sounds, whose spans the token ids have."""
+    """Images, videos and sounds, whose spans the token ids have,"""
+    prepared: Sequence[Prepared] = ()
+    """and what they came of."""
 
 
 class InputProcessor:
@@ -166,6 +168,7 @@ class InputProcessor:
         if prompt.embeds is not None:
             raise RequestError("prompt_embeds cannot have media beside them", param="multi_modal_data")
         prompt.token_ids, prompt.media = self.media.place(prompt.token_ids, prepared)
+        prompt.prepared = prepared
         return self._checked(prompt)
 
     def _from_mapping(

@@ -40,6 +40,9 @@ class Owner(Protocol):
     def on_news(self, link: "CoreLink", page: bytes) -> None:
         """The core has said how much it has to do; `page` are its numbers, if it is on another machine."""
 
+    def on_reset(self) -> None:
+        """Somebody wants that processed media are forgotten."""
+
     def on_turn(self, link: "CoreLink") -> None:
         """Some of its steps have been noted in `link.outputs`."""
 
@@ -70,6 +73,7 @@ class CoreLink:
         self._heard_at = time.monotonic()
         self._stalled_s = 0.0
         """How long the core had work and finished no step, when it was last heard of."""
+        self._num_resets = 0
         self._resting = False
         """Whether a turn is to come by itself."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -225,6 +229,9 @@ class CoreLink:
                 self._owner.on_news(self, b"")
             case Beat():
                 self._stalled_s = message.stalled_s
+                if message.num_resets != self._num_resets:
+                    self._num_resets = message.num_resets
+                    self._owner.on_reset()
                 self.stats = message.stats
                 self._owner.on_news(self, message.page)
             case Reply():

@@ -11,6 +11,7 @@ from PIL import Image
 from quire.capacity import max_span
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.media.caches import FAR, CacheKind, max_bytes
 from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
 from quire.errors import RequestError
@@ -19,6 +20,7 @@ from quire.multimodal.families import PROCESSORS, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
 from quire.multimodal.kitchen import Kitchen, Options, Prepared
+from quire.multimodal.larder import Larder
 from quire.multimodal.sound import checked
 from quire.multimodal.spans import place
 from quire.text.tokenizer import Tokenizer
@@ -41,6 +43,8 @@ class MediaReader:
         self._model, self._kitchen, self._limits = model, kitchen, limits or {}
         self._takes_embeds = takes_embeds
         self._max_span = max_span
+        self.larder = Larder(0) if kitchen is None else kitchen.larder
+        """What is kept of items that were read."""
         self.interleaves = interleaves
         """Whether items keep their places among texts where a template knows only text."""
 
@@ -92,6 +96,13 @@ class MediaReader:
                 )
         return placed, media
 
+    async def bring(self, media: Media, prepared: Sequence[Prepared]) -> None:
+        """Give the items of a prompt the arrays again that were elsewhere."""
+        assert self._kitchen is not None
+        made = await self._kitchen.make_again(prepared)
+        for item in media.items:
+            item.arrays = item.arrays or made.get(item.key)
+
     def spelled(self, text: str) -> str:
         """A prompt with media, as its tokens are to be made."""
         assert self._kitchen is not None
@@ -107,15 +118,17 @@ class MediaReader:
 TEXT_ALONE = MediaReader("This model")
 
 
-def media_reader(config: EngineConfig, tokenizer: Tokenizer | None) -> MediaReader:
+def media_reader(
+    config: EngineConfig, tokenizer: Tokenizer | None, *, cache: CacheKind = "processor"
+) -> MediaReader:
     section, media = config.multimodal, config.checkpoint.facts.media
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     if media is None or tokenizer is None:  # whose marks are texts
         return MediaReader(name, limits=limits)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
-    max_tokens = config.model.max_model_len
-    kitchen = Kitchen(processor, section, Env.read(os.environ).media, max_tokens=max_tokens)
+    larder, env = Larder(max_bytes(section), far=cache in FAR), Env.read(os.environ).media
+    kitchen = Kitchen(processor, section, env, larder, max_tokens=config.model.max_model_len)
     return MediaReader(
         name,
         kitchen,

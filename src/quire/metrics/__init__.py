@@ -54,6 +54,8 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "mm_cache_queries": "Images, videos and sounds looked up among those processed before.",
+    "mm_cache_hits": "Of these, the ones that were there.",
     "num_preemptions": "Requests preempted by recomputation.",
     "prompt_tokens": "Prompt tokens processed, cached ones counted in.",
     "prompt_tokens_cached": "Prompt tokens taken from the prefix cache.",
@@ -234,6 +236,11 @@ class MetricsPages:
         self._put("request_inference_time_seconds", times.last_token_at - times.scheduled_at)
         if ended.num_output_tokens > 1:
             self._put("request_time_per_output_token_seconds", decode / (ended.num_output_tokens - 1))
+
+    def observe_media(self, queries: int, hits: int) -> None:
+        """Items that were asked for, and those that had been processed."""
+        self._add("mm_cache_queries", queries)
+        self._add("mm_cache_hits", hits)
 
     def observe_http(self, exchange: Exchange) -> None:
         counter, observations = exchange.additions

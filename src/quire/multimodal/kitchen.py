@@ -4,16 +4,18 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quire.config.env import MediaEnv
 from quire.config.sections import MultimodalSection
+from quire.data.media import Arrays
 from quire.errors import RequestError
 from quire.multimodal.decode import decode
 from quire.multimodal.families import Processed, Processor
 from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
 from quire.multimodal.image_files import allow_pixels
+from quire.multimodal.larder import Larder
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -29,6 +31,16 @@ class Prepared:
     modality: str
     key: bytes
     processed: Processed
+    raw: "Raw | None" = None
+    """What it is made of, where its arrays are elsewhere, and may be lost there."""
+
+
+class Raw(NamedTuple):
+    """An item, and how it is read."""
+
+    item: Given
+    arguments: Options
+    options: Options
 
 
 class Kitchen:
@@ -39,11 +51,13 @@ class Kitchen:
         processor: Processor,
         section: MultimodalSection,
         env: MediaEnv,
+        larder: Larder | None = None,
         *,
         max_tokens: int | None = None,
     ) -> None:
         """The items of a prompt may stand for `max_tokens`; None: for any number."""
         self.processor = processor
+        self.larder = Larder(0) if larder is None else larder
         self._max_tokens = max_tokens
         self._threads = ThreadPoolExecutor(env.media_loading_thread_count, thread_name_prefix="media")
         self._fetcher = Fetcher(
@@ -103,14 +117,41 @@ class Kitchen:
         try:
             if item.uuid is None:
                 item = await self._brought(item)
-            key = await self._in_thread(self._keys.of, item, arguments, options)
-            # What has been processed before is known by its key: nothing below need be done again.
-            item = await self._brought(item)
-            processed = await self._in_thread(self._processed, item, arguments, options)
-            key = key if item.uuid is None else self._keys.fitted(key, processed)
+            name = await self._in_thread(self._keys.of, item, arguments, options)
+            raw = Raw(item, arguments, options)
+            if (found := self.larder.find(name)) is not None:
+                key, processed = found
+                return Prepared(item.modality, key, processed, None if processed.arrays is not None else raw)
+            key, processed = await self._made(name, raw)
         except RequestError as error:
             raise item.wrong(error) from None
+        self.larder.keep(name, key, processed)
         return Prepared(item.modality, key, processed)
+
+    async def _made(self, name: bytes, raw: Raw) -> tuple[bytes, Processed]:
+        """With the key of the item, out of what it is looked up by."""
+        item = await self._brought(raw.item)
+        processed = await self._in_thread(self._processed, item, raw.arguments, raw.options)
+        return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
+
+    async def make_again(self, prepared: Sequence[Prepared]) -> dict[bytes, Arrays]:
+        """The arrays by key, of those whose arrays were elsewhere."""
+
+        async def one(wanted: bytes, raw: Raw) -> Arrays | None:
+            try:
+                name = await self._in_thread(self._keys.of, *raw)
+                key, processed = await self._made(name, raw)
+                if key != wanted:
+                    raise RequestError(
+                        f"what came with the uuid {raw.item.uuid!r:.80} is not what it stood for"
+                    )
+                return processed.arrays
+            except RequestError as error:
+                raise raw.item.wrong(error) from None
+
+        raws = {each.key: each.raw for each in prepared if each.raw is not None}
+        made = await asyncio.gather(*(one(key, raw) for key, raw in raws.items()))
+        return {key: arrays for key, arrays in zip(raws, made, strict=True) if arrays is not None}
 
     async def _brought(self, item: Given) -> Given:
         """The item with its content at hand."""

@@ -138,6 +138,10 @@ class Engine(Protocol):
         """Over when no request uses it any more. Whether it was known."""
         ...
 
+    async def reset_mm_cache(self) -> None:
+        """Forget the media that were processed."""
+        ...
+
     async def reset_prefix_cache(self, running: bool = False) -> bool:
         """`running`: the requests that hold some are computed from their beginning again."""
         ...

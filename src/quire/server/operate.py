@@ -179,7 +179,8 @@ def _add_worker_routes(app: FastAPI, api: Api) -> None:
 def _add_cache_routes(app: FastAPI, api: Api) -> None:
     @app.post("/reset_mm_cache", operation_id="reset_mm_cache", **replies_of(ResetReply, *_CODES))
     async def reset_mm_cache() -> Response:
-        """Forget the images, videos and sounds that were processed: nothing is kept of them."""
+        """Forget the images, videos and sounds that were processed: the next ones are read anew."""
+        await api.engine.reset_mm_cache()
         return json_response({"success": True})
 
     @app.post("/reset_encoder_cache", operation_id="reset_encoder_cache", **replies_of(ResetReply, *_CODES))

@@ -1,0 +1,152 @@
+"""Processed items are kept: found by key, bounded, and lost in the same order on both sides."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_inputs import FakeProcessor, data_url, file_of, image_part, inputs, media, picture
+
+from quire.config.media.caches import cache_kind
+from quire.config.sections import MultimodalSection, ParallelSection
+from quire.config.topology import lay_out
+from quire.data.lru import Lru
+from quire.errors import RequestError
+from quire.frontend.chat import chat_prompt
+from quire.frontend.inputs import Prompt
+from quire.frontend.media import MediaReader
+from quire.multimodal import kitchen
+from quire.multimodal.larder import Larder
+from quire.prepare import configure
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def see(reader: MediaReader, *parts: dict[str, Any], **options: Any) -> Prompt:
+    return chat_prompt(
+        inputs(reader), [{"role": "user", "content": list(parts)}], chat_template=TEMPLATE, **options
+    )
+
+
+def image_of(number: int) -> dict[str, Any]:
+    return image_part(data_url(file_of(picture(16, 16, seed=number))))
+
+
+def seen_by(reader: MediaReader) -> int:
+    """Items that were processed."""
+    processor = reader._kitchen.processor  # type: ignore[union-attr]
+    assert isinstance(processor, FakeProcessor)
+    return len(processor.seen)
+
+
+@pytest.mark.parametrize(
+    ("api", "parallel", "kind", "gb", "expected"),
+    [
+        (None, {}, "lru", 4.0, "replicated"),
+        (1, {}, "shm", 4.0, "shm"),
+        (2, {}, "lru", 4.0, "processor"),
+        (2, {}, "shm", 4.0, "processor"),
+        (1, {"data_parallel_size": 2}, "lru", 4.0, "processor"),
+        (None, {"data_parallel_size": 2}, "shm", 4.0, "processor"),
+        (4, {"data_parallel_size": 2}, "lru", 4.0, "processor"),
+        (1, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "replicated"),
+        (1, {"data_parallel_size": 2, "data_parallel_rank": 0}, "shm", 0.5, "shm"),
+        (2, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "processor"),
+        (1, {"tensor_parallel_size": 2}, "lru", 4.0, "replicated"),
+        (None, {}, "lru", 0.0, "off"),
+        (2, {"data_parallel_size": 2}, "shm", 0.0, "off"),
+    ],
+)
+def test_where_items_are_kept(
+    api: int | None, parallel: dict[str, int], kind: Any, gb: float, expected: str
+) -> None:
+    ranks = ParallelSection(device="cpu", cpu_threads=1, **parallel)  # type: ignore[arg-type]
+    laid_out = lay_out(ranks, headless=False, api_server_count=api)
+    section = MultimodalSection(mm_processor_cache_type=kind, mm_processor_cache_gb=gb)
+    found = cache_kind(section, num_api=laid_out.num_api, num_engines=len(laid_out.served))
+    assert found == expected
+
+
+def test_the_largest_object_of_shared_memory_is_for_shared_memory() -> None:
+    with pytest.raises(ValueError, match="mm_shm_cache_max_object_size_mb=64 is for mm_processor_cache_type"):
+        configure({"mm_shm_cache_max_object_size_mb": 64})
+
+
+def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    decode = kitchen.decode
+
+    def counting(modality: str, *args: Any, **options: Any) -> Any:
+        decoded.append(modality)
+        return decode(modality, *args, **options)
+
+    monkeypatch.setattr(kitchen, "decode", counting)
+    counted: list[tuple[int, int]] = []
+    larder = Larder(1 << 20)
+    larder.count = lambda queries, hits: counted.append((queries, hits))
+    reader = media(larder=larder)
+    first = see(reader, image_of(0), image_of(1))
+    again = see(reader, image_of(1), image_of(0))
+    assert len(decoded) == seen_by(reader) == 2
+    assert sorted(counted) == [(1, 0), (1, 0), (1, 1), (1, 1)]
+    assert first.media is not None and again.media is not None
+    for item in again.media.items:
+        (same,) = [each for each in first.media.items if each.key == item.key]
+        assert item.arrays is same.arrays is not None and item.runs == same.runs
+    see(reader, image_of(0), mm_processor_kwargs={"side": 8})  # is another item
+    assert seen_by(reader) == 3
+    larder.clear()
+    see(reader, image_of(0))
+    assert seen_by(reader) == 4
+
+
+def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
+    reader = media(larder=Larder(1 << 20))
+    empty = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    with pytest.raises(RequestError, match="nothing is kept of the uuid 'cat'"):
+        see(reader, empty)
+    first = see(reader, image_of(0) | {"uuid": "cat"})
+    again = see(reader, empty)
+    gone = see(reader, image_part("http://nobody.invalid/cat.png", uuid="cat"))
+    assert first.token_ids == again.token_ids == gone.token_ids
+    assert seen_by(reader) == 1
+
+
+def test_nothing_is_kept_where_there_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    reader = media(larder=Larder(0))
+    for _ in range(2):
+        see(reader, image_of(0))
+    assert seen_by(reader) == 2 and not caplog.records
+    reader = media(larder=Larder(2000))
+    small, large = image_of(0), image_part(data_url(file_of(picture(64, 64))))
+    with caplog.at_level(logging.WARNING, "quire"):
+        for _ in range(2):
+            see(reader, small, large)
+    assert seen_by(reader) == 3
+    assert "larger than mm_processor_cache_gb" in caplog.text
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """Whatever comes, the oldest go first, and bytes are counted right."""
+    random, kept = np.random.default_rng(0), Lru[int](10_000)
+    expected: dict[bytes, int] = {}
+    for number in range(10_000):
+        key, size = bytes([int(random.integers(0, 200))]), int(random.integers(1, 12_000) // 4)
+        if random.random() < 0.4:
+            assert (kept.get(key) is not None) == (key in expected)
+            if key in expected:
+                expected[key] = expected.pop(key)
+            continue
+        assert kept.put(key, number, size)
+        expected.pop(key, None)
+        expected[key] = size
+        while sum(expected.values()) > kept.max_bytes:
+            del expected[next(iter(expected))]
+        assert kept.num_bytes == sum(expected.values()) <= kept.max_bytes and len(kept) == len(expected)
+    assert not kept.put(b"large", 0, 10_001) and b"large" not in kept
+    larder = Larder(60_000)
+    reader = media(larder=larder)
+    for number in range(60):
+        see(reader, image_of(number % 50))
+        assert larder.num_bytes <= 60_000
+    assert 10 < len(larder) < 50
