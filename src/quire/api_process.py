@@ -14,6 +14,7 @@ import uvloop
 
 from quire.config.engine import EngineConfig
 from quire.config.generation import default_sampling
+from quire.config.media.caches import cache_kind
 from quire.dist.process import adopt, calm_collector
 from quire.errors import QuireError
 from quire.frontend.chat import read_template
@@ -52,8 +53,10 @@ def make_engine(
     index: int = 0,
     cores_return: bool = True,
     keys: KeyPages | None = None,
+    num_api: int = 1,
 ) -> AsyncEngine:
-    """The engine as an API process sees it: tokenizer and limits here, the cores at `addresses`, by rank."""
+    """The engine as one of `num_api` API processes sees it: tokenizer and limits here, the cores at
+    `addresses`, by rank."""
     model, tokenizer = config.model, open_tokenizer(config)
     facts = _facts(config, num_cores=len(addresses))
     inputs = InputProcessor(
@@ -66,7 +69,11 @@ def make_engine(
         max_prompt_len=config.scheduler.max_prompt_len,
         pooling=config.pooling,
         embeds=embeds_reader(config),
-        media=media_reader(config, tokenizer),
+        media=media_reader(
+            config,
+            tokenizer,
+            cache=cache_kind(config.multimodal, num_api=num_api, num_engines=len(addresses)),
+        ),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
     )
@@ -144,6 +151,7 @@ def run_api(
             prefixes=PrefixMap(prefix_file),
             index=index,
             keys=keys,
+            num_api=settings.http.api_server_count or 1,
         )
         uvloop.run(
             _answer(

@@ -16,6 +16,7 @@ from quire.api_process import run_api
 from quire.config.cli import FlagParser, add_engine_flags, given_from
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.media.caches import keeps_values
 from quire.config.topology import Topology, lay_out
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
@@ -137,6 +138,9 @@ class Supervisor:
             num_pages=len(engines),
             index=rank - self.topology.local.start,
             num_local=len(self.topology.local),
+            keeps_media=keeps_values(
+                self.config.multimodal, num_api=self.topology.num_api, num_engines=len(engines)
+            ),
         )
 
     def _make_core(self, rank: int, parent: connection.Connection) -> BaseProcess:

@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from quire.api_process import make_engine
 from quire.config.engine import EngineConfig
+from quire.config.media.caches import keeps_values
 from quire.config.topology import local_ranks
 from quire.core.process import Seat, config_of_rank, core_name, run_core
 from quire.dist.child import Child
@@ -33,8 +34,9 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
         if len(ranks) != config.parallel.data_parallel_size:
             raise ConfigError("without a server all data-parallel ranks are on this machine")
         MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
+        keeps = keeps_values(config.multimodal, num_api=1, num_engines=len(ranks))
         seats = {
-            rank: Seat(f"ipc://{folder}/core{rank}", metrics_file, rank, len(ranks), rank, len(ranks))
+            rank: Seat(f"ipc://{folder}/core{rank}", metrics_file, rank, len(ranks), rank, len(ranks), keeps)
             for rank in ranks
         }
 

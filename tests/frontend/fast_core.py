@@ -14,6 +14,7 @@ from quire.data.wire import (
     Call,
     FromCore,
     Hello,
+    Missing,
     Ready,
     Reply,
     Stepped,
@@ -24,6 +25,7 @@ from quire.data.wire import (
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
+from quire.sched.pantry import Pantry
 from quire.text.tokenizer import Tokenizer
 
 BEAT_S = 0.05
@@ -40,6 +42,7 @@ class FastCore:
         self.socket.bind(address)
         self.token_id = token_id
         self.max_model_len = max_model_len
+        self.pantry = Pantry(1 << 20)
         self.clients: set[bytes] = set()
         self.owners: dict[str, bytes] = {}
         self.ends: dict[str, int] = {}
@@ -65,6 +68,8 @@ class FastCore:
             case Hello():
                 self.clients.add(client)
                 self.send(client, Ready(os.getpid(), self.max_model_len, 1000, 999 * 16))
+            case Add() if not self.pantry.fill(message.requests[0].media):
+                self.send(client, Missing(message.requests[0].id))
             case Add():
                 now = time.monotonic()
                 for request in message.all():
@@ -74,7 +79,9 @@ class FastCore:
             case Abort(request_ids):
                 for id in request_ids:
                     self.remove(id)
-            case Call(number):
+            case Call(number, method):
+                if method == "reset_mm_cache":
+                    self.pantry.clear()
                 self.send(client, Reply(number, None))
 
     def remove(self, id: str) -> None:

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_inputs import MARKS, FakeProcessor, inputs, media, picture
 from fast_core import engine_over, run_fast_core
 
 from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish
 from quire.data.stats import StepStats
-from quire.data.wire import Beat
+from quire.data.wire import Beat, ToCore, encode
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
 from quire.frontend.flight import MAX_SENT, failure
 from quire.frontend.inputs import Prompt
 from quire.metrics import EngineMetrics
+from quire.multimodal.larder import Larder
 
 LONGEST = 10**7
 FINAL = {"ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
@@ -93,7 +95,7 @@ async def whole(engine: AsyncEngine, id: str, **options: Any) -> RequestOutput:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)
 
@@ -262,3 +264,88 @@ def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
     error = failure(Finish("error", "Loading lora x failed: No adapter found for /x"))
     assert isinstance(error, RequestError) and error.param == "model" and "/x" in str(error)
     assert not isinstance(failure(Finish("error")), RequestError)
+
+
+class Seeing:
+    """An engine whose core keeps the arrays of images; what goes to it is counted."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.larder = Larder(1 << 20, far=True)
+        engine.inputs = inputs(media(larder=self.larder), max_model_len=LONGEST)
+        self.sent: list[int] = []
+        """Bytes of each message."""
+        (self.link,) = engine._links
+        send = self.link.send
+
+        def counting(message: ToCore) -> None:
+            self.sent.append(len(encode(message)))
+            send(message)
+
+        self.link.send = counting  # type: ignore[method-assign]
+
+    @property
+    def num_processed(self) -> int:
+        processor = self.engine.inputs.media._kitchen.processor  # type: ignore[union-attr]
+        assert isinstance(processor, FakeProcessor)
+        return len(processor.seen)
+
+    async def prompt(self, *pictures: Any) -> Prompt:
+        text = "see " + MARKS["image"] * len(pictures)
+        given = {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+        return await self.engine.inputs.parse_beside(given)
+
+    async def ask(self, prompt: Prompt) -> int:
+        """Bytes that it took."""
+        self.sent.clear()
+        answer = self.engine.generate(prompt, SHORT.clone(), f"see{self.num_processed}")
+        assert (await asyncio.wait_for(anext(answer), 60)).finished
+        return sum(self.sent)
+
+
+def test_what_a_core_has_is_not_sent_again_and_what_it_lost_is(with_cores: Run) -> None:
+    """A hit is not processed and takes few bytes. A core that forgot, or is another one, gets it again."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        seeing, cat = Seeing(engine), picture(64, 64)
+        first = await seeing.ask(await seeing.prompt(cat, picture(48, 48, seed=1)))
+        again = await seeing.ask(await seeing.prompt(cat, cat))
+        assert first > 64 * 64 * 3 and again < 2000 and seeing.num_processed == 2
+
+        await seeing.link.call("reset_mm_cache")  # without a word to this side
+        assert await seeing.ask(await seeing.prompt(cat)) > 64 * 64 * 3 and seeing.num_processed == 3
+        assert await seeing.ask(await seeing.prompt(cat)) < 2000 and seeing.num_processed == 3
+
+        prompt = await seeing.prompt(cat)
+        os.kill(cores.pid(0), signal.SIGSTOP)
+        asked = asyncio.create_task(seeing.ask(prompt))
+        await until(lambda: running(engine) == [1])
+        cores.kill(0)
+        await until(lambda: seeing.link.core is None)
+        cores.start(0)
+        assert await asked > 64 * 64 * 3 and seeing.num_processed == 4
+
+        lost = await seeing.prompt(cat)
+        await engine.reset_mm_cache()
+        assert not len(seeing.larder)
+        assert await seeing.ask(lost) > 64 * 64 * 3 and seeing.num_processed == 5
+        assert running(engine) == [0] and engine.num_in_flight == 0
+
+    with_cores(test)
+
+
+def test_an_item_that_is_nowhere_any_more_ends_its_request(with_cores: Run) -> None:
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        seeing = Seeing(engine)
+        named = {"prompt": MARKS["image"], "multi_modal_uuids": {"image": ["cat"]}}
+        full = await engine.inputs.parse_beside(named | {"multi_modal_data": {"image": picture()}})
+        await seeing.ask(full)
+        empty = await engine.inputs.parse_beside(named)
+        await seeing.ask(empty)
+        await seeing.link.call("reset_mm_cache")
+        with pytest.raises(RequestError, match="nothing is kept of the uuid 'cat'"):
+            await seeing.ask(empty)
+        assert running(engine) == [0] and engine.num_in_flight == 0
+        await seeing.ask(full)
+
+    with_cores(test)

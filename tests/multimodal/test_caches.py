@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from fake_inputs import FakeProcessor, data_url, file_of, image_part, inputs, media, picture
@@ -11,6 +12,7 @@ from quire.config.media.caches import cache_kind
 from quire.config.sections import MultimodalSection, ParallelSection
 from quire.config.topology import lay_out
 from quire.data.lru import Lru
+from quire.data.media import Array, Item, Media
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
@@ -18,7 +20,10 @@ from quire.frontend.media import MediaReader
 from quire.multimodal import kitchen
 from quire.multimodal.larder import Larder
 from quire.prepare import configure
+from quire.sched.pantry import Pantry
 
+encode_media = msgspec.msgpack.Encoder().encode
+decode_media = msgspec.msgpack.Decoder(Media).decode
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -150,3 +155,37 @@ def test_what_is_kept_is_bounded() -> None:
         see(reader, image_of(number % 50))
         assert larder.num_bytes <= 60_000
     assert 10 < len(larder) < 50
+
+
+def test_both_sides_keep_the_same() -> None:
+    """Random items in random requests, some of them twice; the far side forgets now and then. Nothing is
+    sent that is there, and what was not sent is there, or is asked for again."""
+    random = np.random.default_rng(0)
+    larder, pantry = Larder(20_000, far=True), Pantry(20_000)
+    arrays = {
+        bytes([n]): {"numbers": Array.of(np.full(int(random.integers(0, 3000)), n, np.uint8))}
+        for n in range(60)
+    }
+    num_sent = num_missing = 0
+    for turn in range(1000):
+        keys = [bytes([n]) for n in (random.normal(30, 8, random.integers(1, 5)).astype(int) % 60)]
+        whole = Media([Item(modality="image", key=k, offset=n, length=1) for n, k in enumerate(keys)])
+        for item in whole.items:
+            item.arrays = None if larder._is_far(item.key) else arrays[item.key]
+        assert not larder.lacks(whole)
+        got = decode_media(encode_media(larder.outgoing(whole)))
+        num_sent += sum(item.arrays is not None for item in got.items)
+        if turn % 200 == 150:
+            pantry.clear()
+        if not pantry.fill(got):
+            num_missing += 1
+            larder.forget_far()
+            for item in whole.items:
+                item.arrays = arrays[item.key]
+            got = decode_media(encode_media(larder.outgoing(whole, whole=True)))
+            assert pantry.fill(got)
+        for item in got.items:
+            assert item.arrays is not None
+            assert (item.arrays["numbers"].numbers() == item.key[0]).all()
+        assert pantry.num_bytes <= 20_000
+    assert 0 < num_missing <= 5 and 100 < num_sent < 2000

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.media.caches import max_bytes
 from quire.core.build import build_core
 from quire.core.clients import Clients
 from quire.core.desk import Desk
@@ -17,7 +18,7 @@ from quire.core.engine_core import EngineCore
 from quire.core.stats_log import StatsLog
 from quire.data.plan import Finish, StepOutput
 from quire.data.stats import FrontStats, StepStats
-from quire.data.wire import Abort, Add, Beat, Call, Hello, Ready, Stepped, ToCore
+from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
 from quire.dist.platform import devices_of
 from quire.dist.process import adopt, calm_collector
 from quire.errors import EngineDead, QuireError
@@ -50,6 +51,8 @@ class Seat:
     index: int = 0
     num_local: int = 1
     """Cores on this machine, which share its devices, and which of them this is."""
+    keeps_media: bool = False
+    """Whether the arrays of items are kept here for its API process."""
 
 
 def core_name(rank: int, size: int) -> str:
@@ -77,7 +80,8 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
-    server = CoreServer(core, seat.address, ready, metrics, stats_log)
+    pantry = Pantry(max_bytes(config.multimodal) if seat.keeps_media else 0)
+    server = CoreServer(core, seat.address, ready, metrics, stats_log, pantry)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
@@ -170,6 +174,8 @@ class CoreServer:
 
     def _handle(self, client: bytes, message: ToCore) -> None:
         match message:
+            case Add() if not all(self.pantry.fill(request.media) for request in message.requests):
+                self.clients.send(client, Missing(message.requests[0].id))
             case Add():
                 for request in message.all():
                     self.clients.owner[request.id] = client

@@ -96,8 +96,15 @@ class Reply(msgspec.Struct, tag="reply"):
     param: str | None = None
 
 
+class Missing(msgspec.Struct, tag="missing"):
+    """A request that was not added: it has items whose arrays are not here, though they were to be."""
+
+    request_id: str
+    """The first of its prompt."""
+
+
 ToCore = Hello | Add | Abort | Call
-FromCore = Ready | Stepped | Beat | Reply
+FromCore = Ready | Stepped | Beat | Reply | Missing
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

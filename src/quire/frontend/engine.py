@@ -17,8 +17,8 @@ from quire.data.params import SamplingParams
 from quire.data.plan import Finish, StepOutput
 from quire.data.pooled_outputs import PoolingOutput, PoolingRequestOutput
 from quire.data.pooling import PoolingParams
-from quire.data.wire import Abort, Add
-from quire.errors import EngineDead, RequestError
+from quire.data.wire import Abort
+from quire.errors import EngineDead, EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.flight import Flight, failure, marks, prefix_extra
 from quire.frontend.inputs import InputProcessor, Prompt
@@ -230,7 +230,12 @@ class AsyncEngine:
             flight.link = None
             flight.lost_at = flight.lost_at or time.monotonic()
             return
-        first, answer = flight.requests[0], flight.answer
+        first, answer, larder = flight.requests[0], flight.answer, self.inputs.media.larder
+        if first.media is not None and larder.lacks(first.media):
+            flight.link = None
+            flight.lost_at = flight.lost_at or time.monotonic()
+            flight.bringing = flight.bringing or asyncio.create_task(self._bring(id, flight))
+            return
         tokens = marks(first)
         place = self._router.place(
             id, tokens, among=among, extra=prefix_extra(first), num_sequences=len(flight.requests)
@@ -240,7 +245,24 @@ class AsyncEngine:
         link.outputs.add(id, flight.prompt, flight.requests, put_text, flight.account)
         flight.num_sent += 1
         flight.lost_at = 0.0
-        link.send(Add.of(flight.requests))
+        link.send(flight.outgoing(larder))
+
+    async def _bring(self, id: str, flight: Flight) -> None:
+        """Media that no core has any more are made again, then it is sent off."""
+        media = flight.requests[0].media
+        assert media is not None
+        try:
+            await self.inputs.media.bring(media, flight.prompt.prepared)
+            if self.inputs.media.larder.lacks(media):
+                raise EngineError("an item of this request is not to be had any more; please send it again")
+        except Exception as error:  # handed to who waits for the answer
+            if self._pop(id) is not None and flight.answer is not None:
+                flight.answer.fail(error if isinstance(error, QuireError) else EngineError(str(error)))
+            return
+        finally:
+            flight.bringing = None
+        if id in self._flights and flight.link is None:
+            self._send_off(id, flight)
 
     def _askable(self, rank: int | None) -> list[int]:
         """The cores that a request can go to: those that are heard of, or else those that are up at all."""
@@ -295,6 +317,16 @@ class AsyncEngine:
     def on_reset(self) -> None:
         self.inputs.media.larder.clear()
 
+    def on_missing(self, request_id: str) -> None:
+        """It goes again, with all that it has."""
+        self.inputs.media.larder.forget_far()
+        for id, flight in list(self._flights.items()):
+            if flight.link is not None and flight.requests[0].id == request_id:
+                flight.link.outputs.drop([id])
+                self._router.end(id)
+                flight.link, flight.is_whole = None, True
+                self._send_off(id, flight)
+
     def on_turn(self, link: CoreLink) -> None:
         """Everything that came since the last time, to those who wait for it."""
         processed = link.outputs.flush()
@@ -321,6 +353,7 @@ class AsyncEngine:
         flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
         again = {id: flight for id, flight in flights.items() if flight.may_go_again}
         self._router.lose(link.place)
+        self.inputs.media.larder.forget_far()
         self.metrics.note_adapters(link.place, [], [])
         link.outputs.drop(again)
         for id in flights.keys() - again.keys():

@@ -1,16 +1,21 @@
 """Flight: a request on its way to a core and back."""
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quire.data.plan import DEAD_END, Finish
 from quire.data.request import Request
+from quire.data.wire import Add
 from quire.errors import EngineError, QuireError, RequestError
 from quire.frontend.answer import Answer
 from quire.frontend.inputs import Prompt
 from quire.frontend.link import CoreLink
 from quire.frontend.tracing import PARENT
 from quire.metrics.keys import Account
+from quire.multimodal.larder import Larder
 
 MAX_SENT = 3
 """Times that a request is sent: one that kills every core that it comes to must end."""
@@ -29,10 +34,23 @@ class Flight:
     answer: Answer[Any] | None = None
     link: CoreLink | None = None
     """None while it waits for a core to come back."""
+    bringing: asyncio.Task[None] | None = None
+    """While arrays are made again that no core has."""
+    is_whole: bool = False
+    """Whether it is sent with all that it has: the core lacked some of it."""
     num_sent: int = 0
     lost_at: float = 0.0
     parent: str = field(default_factory=PARENT.get)
     """The span of whoever asked."""
+
+    def outgoing(self, larder: Larder) -> Add:
+        """As it is sent to a core."""
+        message = Add.of(self.requests)
+        first = message.requests[0]
+        if first.media is not None:
+            media = larder.outgoing(first.media, whole=self.is_whole)
+            message.requests = [msgspec.structs.replace(first, media=media)]
+        return message
 
     @property
     def may_go_again(self) -> bool:

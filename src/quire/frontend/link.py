@@ -11,7 +11,19 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.data.stats import StepStats
-from quire.data.wire import Beat, Call, Hello, Ready, Reply, Stepped, ToCore, decode_from_core, encode
+from quire.data.wire import (
+    Beat,
+    Call,
+    FromCore,
+    Hello,
+    Missing,
+    Ready,
+    Reply,
+    Stepped,
+    ToCore,
+    decode_from_core,
+    encode,
+)
 from quire.errors import EngineDead, EngineError, RequestError
 from quire.frontend.outputs import OutputProcessor
 from quire.logs import get_logger
@@ -42,6 +54,9 @@ class Owner(Protocol):
 
     def on_reset(self) -> None:
         """Somebody wants that processed media are forgotten."""
+
+    def on_missing(self, request_id: str) -> None:
+        """A core lacks the arrays of a request, the first sequence of which this is."""
 
     def on_turn(self, link: "CoreLink") -> None:
         """Some of its steps have been noted in `link.outputs`."""
@@ -219,7 +234,7 @@ class CoreLink:
                 return False
         return True
 
-    def handle(self, message: Ready | Stepped | Beat | Reply) -> None:
+    def handle(self, message: FromCore) -> None:
         self._heard_at = time.monotonic()
         match message:
             case Stepped(output):
@@ -236,6 +251,8 @@ class CoreLink:
                 self._owner.on_news(self, message.page)
             case Reply():
                 self._hear_reply(message)
+            case Missing():
+                self._owner.on_missing(message.request_id)
             case Ready() if self.core is None:
                 self.core = message
                 self.was_up = True

@@ -16,6 +16,7 @@ from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
 from quire.errors import RequestError
 from quire.frontend.embeds import as_numbers, tensor_of
+from quire.logs import get_logger
 from quire.multimodal.families import PROCESSORS, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
@@ -24,6 +25,8 @@ from quire.multimodal.larder import Larder
 from quire.multimodal.sound import checked
 from quire.multimodal.spans import place
 from quire.text.tokenizer import Tokenizer
+
+log = get_logger(__name__)
 
 
 class MediaReader:
@@ -127,6 +130,8 @@ def media_reader(
     if media is None or tokenizer is None:  # whose marks are texts
         return MediaReader(name, limits=limits)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
+    if section.mm_processor_cache_type == "shm" and max_bytes(section):
+        log.warning("mm_processor_cache_type=shm is not built: processed items are kept as with lru")
     larder, env = Larder(max_bytes(section), far=cache in FAR), Env.read(os.environ).media
     kitchen = Kitchen(processor, section, env, larder, max_tokens=config.model.max_model_len)
     return MediaReader(

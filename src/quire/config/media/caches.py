@@ -11,7 +11,7 @@ CacheKind = Literal["off", "processor", "replicated", "shm"]
 and values in memory that all workers share."""
 
 FAR: tuple[CacheKind, ...] = ("replicated", "shm")
-"""Those whose values are not in the API process."""
+"""Those whose values are not in the API process. Shared memory is not built: the engine has them."""
 
 
 def cache_kind(section: MultimodalSection, *, num_api: int, num_engines: int) -> CacheKind:
@@ -21,6 +21,11 @@ def cache_kind(section: MultimodalSection, *, num_api: int, num_engines: int) ->
     if num_api != 1 or num_engines != 1:
         return "processor"
     return "shm" if section.mm_processor_cache_type == "shm" else "replicated"
+
+
+def keeps_values(section: MultimodalSection, *, num_api: int, num_engines: int) -> bool:
+    """Whether the engine keeps them for its API process."""
+    return cache_kind(section, num_api=num_api, num_engines=num_engines) in FAR
 
 
 def max_bytes(section: MultimodalSection) -> int:
