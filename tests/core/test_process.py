@@ -14,6 +14,7 @@ from quire.core import process
 from quire.core.clients import Clients
 from quire.core.process import CoreServer
 from quire.core.stats_log import StatsLog
+from quire.data.media import Item, Media
 from quire.data.params import SamplingParams
 from quire.data.plan import Finish, StepOutput, StepPlan
 from quire.data.request import Request
@@ -21,8 +22,10 @@ from quire.data.wire import (
     Abort,
     Add,
     Beat,
+    Call,
     FromCore,
     Hello,
+    Missing,
     Ready,
     Stepped,
     ToCore,
@@ -45,6 +48,7 @@ class Client:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.beats: list[Beat] = []
+        self.missing: list[str] = []
         self.is_ready = False
 
     def send(self, message: ToCore) -> None:
@@ -63,6 +67,8 @@ class Client:
                 self.reasons |= {id: finish.reason for id, finish in output.finished.items()}
             case Beat():
                 self.beats.append(message)
+            case Missing():
+                self.missing.append(message.request_id)
             case Ready():
                 self.is_ready = True
 
@@ -145,6 +151,19 @@ def test_requests_come_in_and_tokens_go_out_to_whom_they_belong(make_bench: Call
     assert one.tokens == {"a": continuation(prompt(1), 6)}
     assert two.tokens == {"b": continuation(prompt(2), 9), "c": continuation(prompt(3), 4)}
     assert not bench.server.clients.owner
+
+
+def test_a_request_without_what_the_core_lacks_is_not_added(make_bench: Callable[..., Bench]) -> None:
+    """It is told of, and comes again; a reset is told to all."""
+    bench = make_bench()
+    client = bench.join()
+    request = make_request("a", prompt(1), 2)
+    request.media = Media([Item(modality="image", key=b"cat", offset=0, length=1)])
+    client.send(Add([request]))
+    bench.turn_until(lambda: bool(client.missing), client)
+    assert client.missing == ["a"] and not bench.server.clients.owner and not bench.server.core.has_work
+    client.send(Call(1, "reset_mm_cache"))
+    bench.turn_until(lambda: bool(client.beats) and client.beats[-1].num_resets == 1, client)
 
 
 def test_work_that_cannot_be_planned_is_told_and_not_spun_on(

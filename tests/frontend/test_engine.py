@@ -349,3 +349,16 @@ def test_an_item_that_is_nowhere_any_more_ends_its_request(with_cores: Run) -> N
         await seeing.ask(full)
 
     with_cores(test)
+
+
+def test_what_somebody_else_has_reset_is_forgotten_here() -> None:
+    """Of several API processes one is asked: the others hear of it from the core."""
+    engine = engine_over("ipc://nowhere", vocab=64, max_model_len=64)
+    larder = Larder(1 << 20)
+    engine.inputs = inputs(media(larder=larder))
+    engine.inputs.parse({"prompt": MARKS["image"], "multi_modal_data": {"image": picture()}})
+    (link,) = engine._links
+    link.handle(Beat(StepStats()))
+    assert len(larder) == 1
+    link.handle(Beat(StepStats(), num_resets=1))
+    assert not len(larder)

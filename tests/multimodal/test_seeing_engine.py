@@ -78,3 +78,7 @@ def test_what_is_said_of_images_is_what_transformers_says(
     again = generate(llm, contents)
     assert [output.outputs[0].token_ids for output in again] == [said for said, _ in expected]
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
+    larder = llm.llm_engine.inputs.media.larder
+    assert len(larder) == 4
+    llm.reset_mm_cache()
+    assert not len(larder)
