@@ -1,6 +1,7 @@
 """Media in prompts and conversations: found, limited, placed."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
+from quire.multimodal.families import Processed
+from quire.multimodal.kitchen import Prepared
+from quire.multimodal.spans import _spans_in
 
 WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PARTS = (
@@ -151,6 +155,16 @@ def test_tokens_may_have_their_spans_already() -> None:
     tokens = [7, *SPAN, 8, *SPAN]
     found = inputs().parse({"prompt_token_ids": tokens, "multi_modal_data": {"image": [IMAGE, IMAGE]}})
     assert found.token_ids == tokens and [offset for _, offset, _ in check_spans(found)] == [1, 6]
+
+
+def test_spans_are_looked_for_token_by_token_and_soon() -> None:
+    """Tokens whose bytes hold the span, but not in its place; and such that begin like it everywhere."""
+    whole = Prepared("image", b"", Processed([1, 1]))
+    ready = replace(whole, processed=Processed([256, 256]))
+    assert _spans_in([1, 1, 1, 7], [ready]) is None and _spans_in([1, 256, 256], [ready]) == [(1, ready)]
+    assert _spans_in([1, 1, 1, 1], [whole, whole]) == [(0, whole), (2, whole)]
+    long = replace(whole, processed=Processed([5] * 16000))
+    assert _spans_in(([5] * 15999 + [6]) * 8, [long]) is None
 
 
 def test_the_key_is_of_the_content_and_how_it_is_read() -> None:
