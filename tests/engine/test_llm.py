@@ -200,14 +200,6 @@ def test_an_adapter_is_asked_for_by_a_request_for_it_where_there_may_be_some(llm
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize("name", ["mm_processor_kwargs"])
-def test_what_is_not_built_is_refused_by_name(llm: LLM, name: str) -> None:
-    with pytest.raises(RequestError, match=f"`{name}` is not supported yet"):
-        llm.generate("a", GREEDY, **{name: {"x": 1}})
-    with pytest.raises(RequestError, match=f"`{name}` is not supported yet"):
-        llm.chat(TURN, GREEDY, **{name: {"x": 1}})
-
-
 def test_weights_out_of_pytorch_files(model: TextModel, llm: LLM, tmp_path: Path) -> None:
     """Catches a load format that the loader has and no argument reaches."""
     for file in model.path.iterdir():
@@ -236,7 +228,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "bytes": (b"abc", "got bytes"),
     "dict without keys": ({"text": "a"}, r"needs 'prompt' \(text\) or 'prompt_token_ids'; it has \['text'\]"),
     "ids of a wrong type": ({"prompt_token_ids": "abc"}, "must be a list of integers, got str"),
-    "media": ({"prompt": "a", "multi_modal_data": {"image": 1}}, "`multi_modal_data` is not supported yet"),
+    "media": (
+        {"prompt": "a", "multi_modal_data": {"image": 1}},
+        "int is nothing that can be read",
+    ),
     "embeddings": ({"prompt_embeds": [1.0]}, "You must set `--enable-prompt-embeds`"),
     "empty salt": ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
     "half a surrogate pair": ("\ud800", "."),

@@ -54,8 +54,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages",
-            "image_url",
+            None,
+            "is not a multimodal model",
         ),
         (
             {"stream_options": {"include_usage": True}},

@@ -116,7 +116,6 @@ def test_what_is_asked_reaches_the_engine() -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "cannot be empty"),
         ({"input": "a", "truncate_prompt_tokens": 513}, "greater than max_model_len"),
-        ({"input": "a", "mm_processor_kwargs": {"a": 1}}, "not supported yet"),
         ({"input": ["a"] * 5}, "5 inputs are more than one call may bring, which is 4"),
     ],
 )

@@ -142,11 +142,15 @@ def test_drafts_are_made_without_adapters(tiny: Tiny) -> None:
     seen: list[object] = []
 
     class Drafts:
-        def propose(self, batch: Any, told: Any, most: int) -> Tensor:
+        follows = True
+
+        def see(self, batch: Any, told: Any) -> None:
             assert worker.adapters is not None
             seen.extend((batch.adapters, worker.adapters.slots.tokens, worker.adapters.slots.logit_tokens))
             worker.model.logits(torch.zeros(7, 64))
-            return torch.zeros(len(batch.rows), most, dtype=torch.int64)
+
+        def propose(self, ends: Any, most: int) -> Tensor:
+            return torch.zeros(len(ends.rows), most, dtype=torch.int64)
 
     device.device.drafter = Drafts()
     put = [Slotted(0, tiny.adapters[0])]

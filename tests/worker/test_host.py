@@ -88,7 +88,7 @@ class Traffic:
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(module, "_MAX_TAPED", TAPED)
+    monkeypatch.setattr(module, "MAX_TAPED", TAPED)
     path, _ = make_tiny("llama", tmp_path)
     given: dict[str, Any] = {
         "model": str(path),
