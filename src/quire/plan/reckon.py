@@ -23,9 +23,9 @@ from quire.config.weights import count
 from quire.errors import ConfigError
 
 LIBRARY_BYTES = 1.1 * 2**30
-"""Of a CUDA context and the libraries in it: what an H200 had less before the first tensor was made."""
+"""Of a CUDA context and the libraries in it; assumed, not measured."""
 GRAPH_BYTES = 0.6 * 2**30
-"""Of captured decodes: 8B there, all sizes."""
+"""Of captured decodes; assumed, not measured."""
 
 
 class Precision(NamedTuple):
@@ -45,7 +45,7 @@ PRECISIONS = {
     "bf16": Precision(16, 16, {}),
     "fp8": Precision(8.02, 16, {"quantization": "fp8"}),
     "int8": Precision(8.02, 16, {"quantization": "int8"}),
-    "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --scheme int4` writes"),
+    "int4": Precision(4.16, 16, {}, "a checkpoint of 4 bits, as `quire quantize --to int4` writes"),
 }
 STORED = "stored"
 """As a GGUF file has them."""
