@@ -59,7 +59,7 @@ def test_a_broken_run_goes_on(measured: list[Any], tmp_path: Path) -> None:
     known = Point(Setting(512, 32), 8, 1.0, 1.0, 1.0)
     lines = [
         json.dumps({"of": key, "point": known}),
-        json.dumps({"of": ["other"], "point": known}),
+        json.dumps({"of": ["other"], "point": known._replace(concurrency=64)}),
         '{"of": ["mo',
     ]
     (tmp_path / "j.jsonl").write_text("\n".join(lines) + "\n")
