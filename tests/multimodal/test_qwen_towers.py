@@ -14,6 +14,7 @@ from quire.attention.torch_sdpa import TorchSDPA
 from quire.comm.world import World
 from quire.config.model import read_checkpoint
 from quire.errors import ConfigError
+from quire.layers import vision
 from quire.loader import load_model
 from quire.models.towers import TOWERS
 
@@ -64,6 +65,20 @@ def test_layers_and_vectors_equal_those_of_transformers(family: str, base: Path)
     torch.testing.assert_close(vectors, torch.cat([expected.pooler_output, *deep], 1), atol=1e-4, rtol=1e-4)
     for layer in [*theirs.blocks, *ours.layers]:
         layer._forward_hooks.clear()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL"])
+def test_zeros_between_the_halves_of_a_layer_change_nothing(
+    family: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = made(family, base)
+    items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]
+    expected = torch.cat(tower_of(path).encode("image", items))
+    monkeypatch.setitem(vision._UNITS, "cpu", 56)
+    wider = tower_of(path)
+    assert wider.layers[0].mlp.down.weight.weight.shape[1] % 56 == 0
+    torch.testing.assert_close(torch.cat(wider.encode("image", items)), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])

@@ -16,6 +16,7 @@ from quire.layers.encoder import attend_on, turn_on
 from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
+from quire.quant.plain import Plain
 from quire.quant.shares import divided
 from quire.quant.weight import LinearShape, Weight
 
@@ -23,6 +24,8 @@ _GATES = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tan
 _ACTIVATIONS = {name: ACTIVATIONS[same] for name, same in _GATES.items()} | ACTIVATIONS
 _ACTIVATIONS["quick_gelu"] = lambda x: x * torch.sigmoid(1.702 * x)
 """By the names of config.json and of `kernels/activations.py`."""
+_UNITS = {"cuda": 64}
+"""A multiple of this is between the two halves of a feed-forward layer, by type of device."""
 
 
 def _within(scope: Scope, size: int) -> Scope:
@@ -133,6 +136,10 @@ class VisionMLP(nn.Module):
             self.up = ColumnLinear(hidden, intermediate, scope / ups[0], bias=bias)
             self.act = _ACTIVATIONS[activation]
         self.down = RowLinear(intermediate, size_out or hidden, scope / down, bias=bias)
+        first, second, unit = self.up.weight, self.down.weight, _UNITS.get(scope.device.type, 1)
+        if isinstance(first, Plain) and isinstance(second, Plain) and intermediate % unit:
+            first.widen(outputs=unit)
+            second.widen(inputs=unit)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, size_out]."""

@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quire.kernels import native
@@ -24,13 +24,25 @@ class Plain(Weight):
         size = sum(shape.sizes_out), shape.size_in
         self.weight = unfilled(*size, dtype=kept_as or shape.dtype, device=shape.device)
         self.bias = bias_of(shape)
+        self.rooms = list(shape.sizes_out)
+        """Outputs of each part, and zeros behind them."""
+
+    def widen(self, *, outputs: int = 1, inputs: int = 1) -> None:
+        """Before loading: have multiples of these, by zeros behind the outputs of each part and behind the
+        inputs. The library's products are slow on rows that do not begin at whole words."""
+        self.rooms = [-(-size // outputs) * outputs for size in self.shape.sizes_out]
+        size = sum(self.rooms), -(-self.shape.size_in // inputs) * inputs
+        self.weight = nn.Parameter(self.weight.new_zeros(size), requires_grad=False)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.new_zeros(size[0]), requires_grad=False)
 
     def parts(self) -> list[dict[str, Piece]]:
-        sizes = list(self.shape.sizes_out)
-        parts = [{"weight": Piece(rows, 0, 1)} for rows in self.weight.split(sizes)]
+        sizes, size_in = self.shape.sizes_out, self.shape.size_in
+        rows = zip(self.weight.split(self.rooms), sizes, strict=True)
+        parts = [{"weight": Piece(each[:size, :size_in], 0, 1)} for each, size in rows]
         if self.bias is not None:
-            for part, piece in zip(parts, self.bias.split(sizes), strict=True):
-                part["bias"] = Piece(piece)
+            for part, piece, size in zip(parts, self.bias.split(self.rooms), sizes, strict=True):
+                part["bias"] = Piece(piece[:size])
         return parts
 
     def find_kernels(self) -> None:
