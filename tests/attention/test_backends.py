@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import stand_ins
 import torch
@@ -134,6 +135,20 @@ def test_tokens_that_see_what_follows_them(
 def test_packages_without_reach_say_so(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: lets no token see what follows it"):
         choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
+
+
+@pytest.mark.parametrize(("heads", "window", "sinks"), [((4, 2), None, True), ((6, 1), 9, False)])
+@pytest.mark.parametrize("pad", [1, 6, 70])
+def test_lengths_that_only_the_device_knows(
+    heads: tuple[int, int], window: int | None, sinks: bool, pad: int
+) -> None:
+    """A tile that nobody has, or two; what pads the batch taken for a sequence with keys."""
+    chunks = [*MIXED, (0, 0), (2, 9), (0, 0), (pad, -pad)]
+    case = make_case(chunks, AttentionSpec(*heads, 16, torch.float32, window), block=16, sinks=sinks)
+    expected, num_tokens = case.expected(), len(case.q)
+    case.batch.are_any, case.batch.token_ids = True, torch.zeros(num_tokens)
+    case.batch.query_lens_host = np.full(len(chunks), num_tokens, np.int32)
+    torch.testing.assert_close(attend(TritonAttention(), case), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

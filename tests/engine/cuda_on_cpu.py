@@ -63,6 +63,8 @@ def captured(graph: Replayed, pool: object) -> Iterator[None]:
 
 
 class WithGraphs(OnCPU):
+    captures_prompts = False
+
     def compute(self, batch: Batch, sheet: dict[str, Tensor]) -> Computed | Passed:
         compute = functools.partial(super().compute, batch, sheet)
         done = compute()
@@ -84,6 +86,7 @@ class WithGraphs(OnCPU):
             config.scheduler.max_num_seqs,
             self._kinds,
             seconds=600,
+            prompts=32 if self.captures_prompts else 0,
             follow=None if self.speculation is None else self._verify,
         )
         if self._fronts is not None:

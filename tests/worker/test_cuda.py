@@ -40,7 +40,7 @@ from quire.sampling.rows import (
 from quire.sampling.sampler import Sampled, Sampler
 from quire.worker.cuda import _GRAPH_BYTES, Cuda
 from quire.worker.device import Model
-from quire.worker.graphs import ladder
+from quire.worker.graphs import Graph, ladder
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
@@ -191,6 +191,41 @@ def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> No
     steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
     steps.append(worker.submit(plan(2, {0: 1}, **grown(0, 61))))
     assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
+
+
+class WithPrompts(WithGraphs):
+    captures_prompts = True
+
+
+@NEEDS_KERNELS
+def test_steps_with_prompts_through_graphs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes beside whole prompts and parts of them, in steps that leave more room and less."""
+    pretend_graphs(monkeypatch)
+    worker = started(WithPrompts, tiny, monkeypatch)
+    played: list[tuple[int, int]] = []
+    replay = Graph.replay
+
+    def counted(self: Graph, count: int) -> Any:
+        played.append((self.sizes.tokens, count))
+        return replay(self, count)
+
+    monkeypatch.setattr(Graph, "replay", counted)
+    prompts = PROMPTS | {2: list(range(60, 84))}
+    part = np.array([True, False])
+    steps = [plan(1, {3: 5}, admitted=[admission(3, prompts[3], TABLES[3])])]
+    steps += [plan(2, {3: 1, 1: 2}, admitted=[admission(1, prompts[1], TABLES[1])])]
+    steps += [plan(3, {1: 1, 0: 4}, admitted=[admission(0, prompts[0], TABLES[0])], samples=part)]
+    steps += [plan(4, {3: 1, 0: 7, 1: 1})]
+    late = admission(2, prompts[2], [50, 51, 52, 53, 54, 55, 56])
+    steps += [plan(5, {0: 1, 2: 24, 3: 1}, admitted=[late]), plan(6, {0: 1, 1: 1, 2: 1, 3: 1})]
+    found: dict[int, list[int]] = {row: [] for row in prompts}
+    for step in steps:
+        tokens = worker.submit(step).wait().token_ids.tolist()
+        for row, token in zip(step.sampling_rows.tolist(), tokens, strict=True):
+            found[row].append(token)
+    for row, tokens in found.items():
+        assert tokens == greedy(tiny[1], prompts[row], len(tokens)), row
+    assert played == [(32, 1), (32, 2), (32, 1), (32, 3), (32, 3), (4, 4)]
 
 
 @NEEDS_KERNELS

@@ -67,6 +67,8 @@ class AttentionBackend(Protocol):
     name: str
     capturable: bool
     """Whether a decode is the same launches whatever the lengths, so that a CUDA graph can hold it."""
+    captures_prompts: bool
+    """Whether that goes for a batch of which `Batch.are_any` is said."""
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         """Why this backend cannot serve `spec` on `machine`; None if it can."""

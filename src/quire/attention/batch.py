@@ -37,6 +37,9 @@ class Batch:
     """What ropes made of [3, T] turns, once per step."""
     are_decodes: bool = False
     """Whether each sequence is a decode, with drafts or without: lengths on the host mean nothing."""
+    are_any: bool = False
+    """Whether they are whatever the device says: on the host only the most tokens that one may have is known.
+    The last sequence is what pads the batch, of one token at least, and has no keys."""
     token_types: Tensor | None = None
     """[T] int64, for models that read pairs of texts: 1 for tokens of the second"""
     embeds: tuple[Tensor, Tensor] | None = None

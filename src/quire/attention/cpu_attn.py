@@ -13,7 +13,7 @@ class CPUAttention:
     """The native kernels, for a CPU."""
 
     name = "CPU_ATTN"
-    capturable = False
+    capturable = captures_prompts = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cpu":

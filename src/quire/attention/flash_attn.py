@@ -34,7 +34,7 @@ class FlashAttention:
     """The packages' attention over blocks, for prompts and decodes alike."""
 
     name = "FLASH_ATTN"
-    capturable = False
+    capturable = captures_prompts = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cuda":

@@ -27,7 +27,7 @@ class FlashInfer:
     """The package's attention over blocks, planned on the host."""
 
     name = "FLASHINFER"
-    capturable = False
+    capturable = captures_prompts = False
 
     def __init__(self) -> None:
         self._wrappers: dict[tuple[AttentionSpec, int, torch.dtype], Any] = {}

@@ -53,7 +53,7 @@ class TorchSDPA:
     """torch's own attention over gathered keys: the reference."""
 
     name = "TORCH_SDPA"
-    capturable = False
+    capturable = captures_prompts = False
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         return None

@@ -44,6 +44,8 @@ class _Step:
 
 
 def _cut(batch: Batch, few: int, tile: int) -> _Cut:
+    if batch.are_any:
+        return _cut_there(batch.query_starts, len(batch.token_ids), few, tile)
     lens, device = batch.query_lens_host, batch.seq_lens.device
     # What was captured reads it where it was then.
     return (_kept_cut if batch.are_decodes else _new_cut)(lens.tobytes(), few, tile, device)
@@ -69,11 +71,27 @@ def _new_cut(query_lens: bytes, few: int, tile: int, device: torch.device) -> _C
 _kept_cut = cache(_new_cut)
 
 
+def _cut_there(query_starts: Tensor, num_tokens: int, few: int, tile: int) -> _Cut:
+    """By what the device knows of the lengths: as many tiles as there may be, of which some are nothing."""
+    lens, last = query_starts.diff(), len(query_starts) - 2
+    index = torch.arange(last + 1, device=lens.device)
+    pads = index == last
+    counts = torch.where((lens > few) | pads, (lens + (tile - 1)) // tile, 0)
+    ends = counts.cumsum(0)
+    most = num_tokens // tile + 1 + min(last, num_tokens // (few + 1))
+    place = torch.arange(most, device=lens.device)
+    seqs = torch.searchsorted(ends, place, right=True).clamp_(max=last)
+    # A tile behind all others has none of the queries that it would begin with.
+    firsts = torch.where(place < ends[-1], (ends[seqs] - 1 - place) * tile, num_tokens)
+    short = torch.where((lens > 0) & (lens <= few) & ~pads, index, last)
+    return _Cut(short.int(), last + 1, torch.stack((seqs, firsts), 1).int())
+
+
 class TritonAttention:
     """Our kernels for a GPU."""
 
     name = "TRITON_ATTN"
-    capturable = True
+    capturable = captures_prompts = True
 
     def fits(self, spec: AttentionSpec, machine: Machine) -> str | None:
         if machine.device != "cuda":

@@ -11,8 +11,10 @@ from torch import Tensor
 from quire.attention.batch import Batch
 from quire.capacity import MAX_DRAWS, rows_at_once
 from quire.config.engine import EngineConfig
+from quire.config.layout import cache_specs
 from quire.config.speculation import SpecFacts
-from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult
+from quire.config.weights import count
+from quire.data.plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.masks import apply_masks
 from quire.sampling.rehearsal import rehearse
@@ -26,12 +28,12 @@ from quire.worker.device import (
     Step,
     batch_of,
     blank_batch,
-    device_failures,
 )
 from quire.worker.drafter import Drafter
 from quire.worker.draws import Draws
 from quire.worker.fronts import Fronts
-from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, wide_shapes
+from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, short_shapes, wide_shapes
+from quire.worker.landing import Landing, Read
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
 from quire.worker.seen import Seen, sent
@@ -42,14 +44,12 @@ _EACH_ONE: Ints = np.empty(0, np.int32)
 _GRAPH_BYTES = 8 << 20
 """What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
+_LAUNCH_FLOPS = 7 * 10**12
+"""What the device computes while the host launches, one by one, what a step with prompts does."""
 _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
 """Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
-
-Read = Callable[[Ints], tuple[Ints, Ints, Ints]]
-"""The new tokens of a step's rows out of what came back, how many each has, and how many drafts it had;
-empty: one each, and none."""
 
 
 class Cuda:
@@ -110,8 +110,13 @@ class Cuda:
         largest = self._most_decodes(config)
         wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        kinds = len(self._kinds)
-        graphs = kinds * len(sizes) * _GRAPH_BYTES + (self._peak(sizes[-1], sizes[-1]) if sizes else 0)
+        short = short_shapes(largest, self._longest_captured(config))
+        kinds, most_of_all = (
+            len(self._kinds),
+            [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]],
+        )
+        graphs = kinds * len(sizes) * _GRAPH_BYTES
+        graphs += max((self._peak(*each) for each in most_of_all), default=0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
         most = 0 if self.speculation is None else self.speculation.most
@@ -119,6 +124,8 @@ class Cuda:
         activations += max(more_draws, 0) * facts.vocab * item
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
         graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
+        numbers = sum(seqs * facts.vocab + tokens * facts.hidden for seqs, tokens in short)
+        graphs += len(short) * _GRAPH_BYTES + numbers * item
         if self._fronts is not None and sizes:
             graphs += len(wide) * _GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
         torch.cuda.empty_cache()
@@ -138,6 +145,16 @@ class Cuda:
     def _captures(self, config: EngineConfig) -> bool:
         return self.model.attention.capturable and not config.model.enforce_eager
 
+    def _longest_captured(self, config: EngineConfig) -> int:
+        """Tokens of a step with prompts: 0 where layers must know on the host how long these are."""
+        can = self.model.attention.captures_prompts and self.model.link is None and self.speculation is None
+        kinds = {spec.kind for spec in cache_specs(config.checkpoint.facts) if spec is not None}
+        can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
+        if not can:
+            return 0
+        flops = 2 * count(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
+        return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
+
     def _compile(self, config: EngineConfig) -> None:
         """Have the kernels of all steps compiled: those of sizes between powers of two are among them."""
         limits = config.scheduler
@@ -156,6 +173,8 @@ class Cuda:
                 self._forward_blank(lens)
             for size, each in wide_shapes(last, self.graphs.query_lens):
                 self._forward_blank(np.full(size, each, np.int32), are_decodes=True)
+            for size, tokens in short_shapes(last, self._longest_captured(config)):
+                self._forward_any(self._split(tokens, size))
             if self._fronts is not None:
                 self._compile_fronts(self._fronts, last, longest)
         torch.cuda.synchronize()
@@ -164,6 +183,13 @@ class Cuda:
     def _forward_blank(self, lens: Ints, are_decodes: bool = False) -> None:
         for adapters in self._kinds:
             self._forward(*self._blank(lens, adapters), are_decodes)
+
+    @torch.inference_mode()
+    def _forward_any(self, lens: Ints) -> None:
+        batch, sheet = self._blank(lens)
+        for group in batch.groups:
+            group.are_any, group.query_lens_host = True, lens * len(lens)
+        self._forward(batch, sheet, are_decodes=False)
 
     def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
         for group in batch.groups:
@@ -235,6 +261,7 @@ class Cuda:
                 largest,
                 self._kinds,
                 seconds=seconds,
+                prompts=self._longest_captured(config),
                 follow=follow,
                 redraw=self._draw_by_masks,
             )
@@ -414,41 +441,6 @@ class Cuda:
         if landed is not None:
             landed.record()
         return Landing(landed, landing, sampled, new, all_rows, read)
-
-
-class Landing:
-    """Sampled tokens on their way to the host."""
-
-    def __init__(
-        self,
-        landed: torch.Event | None,
-        tokens: Tensor,
-        sampled: Sampled,
-        new: NewTokens,
-        all_rows: Rows,
-        read: Read,
-    ) -> None:
-        self._read = read
-        self._landed = landed
-        self._tokens = tokens
-        self._sampled = sampled
-        self._new = new
-        self._all_rows = all_rows
-
-    def ready(self, timeout_s: float) -> bool:
-        """However long it takes: steps of a device are short, or it has failed."""
-        if self._landed is not None:
-            with device_failures():
-                self._landed.synchronize()
-        return True
-
-    def wait(self) -> StepResult:
-        self.ready(0.0)
-        token_ids, counts, drafted = self._read(self._tokens.numpy().astype(np.int32))
-        self._all_rows.learn(*self._new, token_ids, counts)
-        result = self._sampled.result(self._new.rows, token_ids, counts)
-        result.drafted = drafted
-        return result
 
 
 class _Pinned:

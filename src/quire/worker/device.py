@@ -250,6 +250,7 @@ def batch_of(
     seq_lens: Ints,
     *,
     are_decodes: bool = False,
+    are_any: bool = False,
 ) -> Batch:
     """`block_tables` [groups of layers, rows, blocks]"""
     turns = sheet.get("turns")
@@ -270,6 +271,7 @@ def batch_of(
         adapters=sheet.get("adapters"),
         logit_adapters=sheet.get("logit_adapters"),
         are_decodes=are_decodes,
+        are_any=are_any,
     )
     batch.others = tuple(
         replace(batch, slots=sheet[slots_of(group)], block_tables=block_tables[group])

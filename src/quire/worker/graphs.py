@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: everything from the tokens in to the tokens sampled, replayed by one call."""
+"""CUDA graphs of steps: everything from the tokens in to the tokens sampled, replayed by one call."""
 
 import time
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, Passed, batch_of
 from quire.worker.rows import Rows, Wide
-from quire.worker.sheet import Page, Sizes, blank, bytes_of, tensors
+from quire.worker.sheet import Page, Sizes, blank, bytes_of, pad, tensors
 
 log = get_logger(__name__)
 
@@ -49,9 +49,20 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
+_SHORT = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of the steps with prompts that are captured."""
+_MOST_SEQS = 128
+
+
+def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
+    """Those steps, where none has more than so many: up to so many sequences, and fewer tokens in all than
+    that."""
+    return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
+
+
 class Graphs:
-    """One graph for each size of the ladder, and where rows may have adapters one more with them; all in one
-    pool of memory."""
+    """One graph for each size of the ladder, and where rows may have adapters one more with them; some for
+    steps with prompts; all in one pool of memory."""
 
     def __init__(
         self,
@@ -73,6 +84,7 @@ class Graphs:
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._wide: dict[tuple[int, int, bool], Graph] = {}
+        self._short: list[Graph] = []
 
     def capture(
         self,
@@ -81,12 +93,14 @@ class Graphs:
         kinds: Sequence[bool] = (False,),
         *,
         seconds: float,
+        prompts: int = 0,
         follow: Follow | None = None,
         redraw: Follow | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without. `kinds`: without adapters, with them. `follow` and
-        `redraw` are captured behind each, and played by themselves."""
+        not done within `seconds` is done without. `kinds`: without adapters, with them. `prompts`: steps
+        that have some, up to so many tokens, if these are few. `follow` and `redraw` are captured behind
+        each, and played by themselves."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         self.pool = pool
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
@@ -118,17 +132,24 @@ class Graphs:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
+        for size, tokens in reversed(short_shapes(largest, prompts)):
+            if time.monotonic() - started < seconds:
+                shape = Shape(size, axes=self.axes, tokens=tokens)
+                given = compute, self.block_tables, pool, None, self.in_flight
+                self._short.insert(0, Graph(shape, *given, redraw=redraw))
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
-        self._by_size, self._sizes, self._wide = {}, [], {}
+        self._by_size, self._sizes, self._wide, self._short = {}, [], {}, []
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
-        """The smallest graph for a plan of decodes, some of them with adapters or none."""
+        """The smallest graph for a plan, some of whose rows have adapters or none."""
         if len(plan.num_drafts) and not plan.is_decode:
             return self._find_wide(plan, adapters)
+        if len(plan.rows) and not plan.is_decode:
+            return None if adapters or plan.counts else self._find_short(plan)
         count = max(plan.counts, default=len(plan.rows))
-        if not self._sizes or count > self._sizes[-1] or (len(plan.rows) and not plan.is_decode):
+        if not self._sizes or count > self._sizes[-1]:
             return None
         return self._by_size[self.size_for(count), adapters]
 
@@ -140,6 +161,12 @@ class Graphs:
         fitting = (shape for shape in kind if shape[0] >= count and shape[1] >= most)
         shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
         return None if shape is None else self._wide[shape]
+
+    def _find_short(self, plan: StepPlan) -> "Graph | None":
+        for graph in self._short:
+            if plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs:
+                return graph
+        return None
 
     def size_for(self, count: int) -> int:
         """The size of the smallest graph for so many tokens, or as many where there is none."""
@@ -158,11 +185,13 @@ class Shape(NamedTuple):
     adapters: bool = False
     axes: int = 0
     """As in `Sizes`."""
+    tokens: int = 0
+    """Of all sequences and what pads them, where these are not all decodes."""
 
 
 class Graph:
-    """Decodes of up to `size` sequences. Its inputs have a fixed place on the device, which derives some of
-    them where each sequence has `query_len` places."""
+    """Steps of up to `size` sequences, which decode unless there are `tokens`. Its inputs have a fixed place
+    on the device, which derives some of them where each sequence has `query_len` places."""
 
     before: Tensor | None = None
     """Where what the stage before sends is to lie."""
@@ -178,11 +207,12 @@ class Graph:
         follow: Follow | None = None,
         redraw: Follow | None = None,
     ) -> None:
-        size, query_len, adapters, axes = shape
+        size, query_len, adapters, axes, tokens = shape
         num_groups, num_rows, width = block_tables.shape
-        num_tokens, num_changes = size * max(query_len, 1), 2 * size * num_groups
+        num_draws, num_changes = size * max(query_len, 1), 2 * size * num_groups
+        self.is_short = tokens > 0
         self.sizes = Sizes(
-            *(num_tokens, size, num_tokens, num_changes, num_groups),
+            *(tokens or num_draws, size + self.is_short, num_draws, num_changes, num_groups),
             adapters=adapters,
             drafts=query_len > 0,
             query_len=query_len,
@@ -196,8 +226,9 @@ class Graph:
         page = next(self._pages)
         self._blank(page, 0)
         self._memory.copy_(page.memory)
-        lens = np.full(size, max(query_len, 1), np.int32)
-        batch = batch_of(self._sheet, block_tables, lens, lens, are_decodes=True)
+        lens = np.full(self.sizes.seqs, max(query_len, tokens, 1), np.int32)
+        kind = {"are_decodes": not self.is_short, "are_any": self.is_short}
+        batch = batch_of(self._sheet, block_tables, lens, lens, **kind)
         batch.before = self.before = before
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
@@ -212,13 +243,19 @@ class Graph:
 
     def _blank(self, page: Page, first: int) -> None:
         query_len = self.sizes.query_len
-        blank(page.arrays, 0 if query_len else first, self.pad_row, self._pad_place, max(query_len, 1))
+        first = 0 if query_len or self.is_short else first
+        blank(page.arrays, first, self.pad_row, self._pad_place, max(query_len, 1))
+        if self.is_short:
+            page.arrays["query_starts"][:] = 0
+            pad(page.arrays, 0)
 
     def load(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> None:
         page = next(self._pages)
         if not page.holds(plan, all_rows):
             self._blank(page, len(plan.rows))
         page.write(plan, all_rows, places, ids)
+        if self.is_short:
+            pad(page.arrays, len(plan.rows))
         page.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(page.memory, non_blocking=True)
 
@@ -227,7 +264,7 @@ class Graph:
         self._graph.replay()
         done = self._done_for.get(count)
         if done is None:
-            done = self._done_for[count] = _first(self._done, count)
+            done = self._done_for[count] = _first(self._done, count, all_states=self.is_short)
         return done
 
 
@@ -245,13 +282,13 @@ def _captured(follow: Follow, done: Computed, pool: Any) -> Callable[[], Tensor]
     return play
 
 
-def _first(done: Computed | Passed, count: int) -> Computed | Passed:
+def _first(done: Computed | Passed, count: int, *, all_states: bool) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
     hidden, logits, token_ids, asked, rows, given, taps, follow, redraw = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
-    if given is None:
+    if given is None and not all_states:
         hidden, taps = hidden[:count], tuple(tap[:count] for tap in taps)
     some = logits[:count], token_ids[:count], columns, rows[:count]
     return Computed(hidden, *some, given, taps, follow, redraw)

@@ -221,6 +221,14 @@ def blank(into: Arrays, first: int, pad_row: int, pad_place: int, query_len: int
     into["logit_tokens"][:] = np.arange(len(into["logit_tokens"]))
 
 
+def pad(into: Arrays, num_seqs: int) -> None:
+    """Of a step of so many sequences, written over what was blank: the last sequence has all further tokens,
+    those between have none."""
+    starts = into["query_starts"]
+    starts[num_seqs + 1 :] = starts[num_seqs]
+    starts[-1] = len(into["token_ids"])
+
+
 _NOTHING: dict[str, float] = {
     "token_ids": 0,
     "sources": -1,

@@ -28,10 +28,18 @@ class Turns:
             self.ahead[row] = int(prompt.max()) + 1 - prompt.shape[1]
 
     def num_axes(self, plan: StepPlan, num_computed: Ints) -> int:
-        """3 where some token of the step has positions of its own in time, height and width, else 1."""
+        """3 where some token of the step has other positions in time than in height or width, else 1."""
         for row in [row for row, each in self._prompts.items() if num_computed[row] >= each.shape[1]]:
             del self._prompts[row]
-        return 3 if self._prompts and not self._prompts.keys().isdisjoint(plan.rows.tolist()) else 1
+        if not self._prompts:
+            return 1
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            if (prompt := self._prompts.get(row)) is not None:
+                first = int(num_computed[row])
+                given = prompt[:, first : first + count]
+                if (given != given[0]).any():
+                    return 3
+        return 1
 
     def fill(
         self, into: NDArray[np.int64], plan: StepPlan, rows: NDArray[np.intp], places: NDArray[np.intp]
@@ -39,12 +47,10 @@ class Turns:
         """`into` [axes, tokens or more]; `rows` and `places` are those of each token."""
         into = into[:, : len(places)]
         into[:] = np.clip(places + self.ahead[rows], 0, self.last)
-        if len(into) == 1:
-            return
         at = 0
         for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             if (prompt := self._prompts.get(row)) is not None:
                 first = int(places[at])
                 given = prompt[:, first : first + count]
-                into[:, at : at + given.shape[1]] = given
+                into[:, at : at + given.shape[1]] = given[: len(into)]
             at += count
