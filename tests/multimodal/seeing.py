@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from finished import finished
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models
@@ -373,7 +374,7 @@ class Llama4Stand:
         (path / "preprocessor_config.json").write_text('{"max_patches": 4}')
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
-        tiles = [self.ours.process("image", image, {}).arrays["pixels"].numbers() for image in images]
+        tiles = [finished(self.ours.process("image", image, {}).arrays)["pixels"] for image in images]
         parts = text.split("<|image|>")
         out = parts[0]
         for image, own, part in zip(images, tiles, parts[1:], strict=True):
@@ -384,7 +385,7 @@ class Llama4Stand:
                 spelled += "<|tile_x_separator|>".join(["<|patch|>" * 4] * columns) + "<|tile_y_separator|>"
             out += spelled + "<|image|>" + "<|patch|>" * 4 + "<|image_end|>" + part
         inputs = self.tokenizer(out, return_tensors="pt")
-        return inputs | {"pixel_values": torch.from_numpy(np.concatenate(tiles))}
+        return inputs | {"pixel_values": torch.cat(tiles)}
 
 
 LLAMA4_GRIDS = {

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished import patches
 from PIL import Image
 from tiny import generate_preempted
 from tiny_qwen import FAMILIES, made
@@ -77,7 +78,7 @@ class Twin:
                     kind = 1 + (modality == "video")
                     kinds += [kind if at in of_run else 0 for at in range(len(processed.token_ids))]
                     out += processed.token_ids
-                    pixels = torch.from_numpy(processed.arrays["pixels"].numbers().copy()).flatten(0, 2)
+                    pixels = patches(processed.arrays).flatten(0, 2)
                     given["pixel_values" + ("_videos" if modality == "video" else "")].append(pixels)
                     given[f"{modality}_grid_thw"].append(torch.tensor([processed.facts["grid"]]))
                     break

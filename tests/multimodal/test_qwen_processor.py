@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished import patches
 from PIL import Image
 from tiny_qwen import BEGIN, END, IMAGE, VIDEO, made
 
@@ -39,8 +40,7 @@ def processor_of(family: str, base: Path, settings: Path | None = None) -> Proce
 
 
 def pixels_of(processed: Processed) -> Any:
-    assert processed.arrays is not None
-    return processed.arrays["pixels"].numbers()
+    return patches(processed.arrays).numpy()
 
 
 @pytest.mark.parametrize("family", CASES)

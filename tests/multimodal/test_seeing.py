@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from finished import finished
 from seeing import FAMILIES, Llama4Stand, Twin, close, picture, sizes
 
 PAIRS = [(40, 20), (28, 28), (90, 61)]
@@ -20,9 +21,8 @@ def test_pixels_are_those_of_transformers(twin: Twin) -> None:
     for width, height in sizes():
         image = picture(width, height)
         ours = twin.ours.process("image", image, {})
-        assert ours.arrays is not None
         theirs = twin.inputs(twin.mark, [image])["pixel_values"]
-        pixels = ours.arrays["pixels"].numbers()
+        pixels = finished(ours.arrays)["pixels"].numpy()
         close(pixels.reshape(-1, *pixels.shape[-3:]), np.asarray(theirs).reshape(-1, *pixels.shape[-3:]))
 
 
@@ -45,11 +45,7 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
         inputs.pop(name, None)
     theirs = twin.features(inputs)
     items = [twin.ours.process("image", image, {}) for image in images]
-    arrays = [
-        {name: torch.from_numpy(array.numbers().copy()) for name, array in item.arrays.items()}
-        for item in items
-        if item.arrays is not None
-    ]
+    arrays = [finished(item.arrays) for item in items if item.arrays is not None]
     tower = twin.tower()
     vectors = tower.encode("image", arrays)
     torch.testing.assert_close(torch.cat(vectors), theirs, atol=1e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished import finished
 from safetensors.torch import load_file, save_file
 from seeing import Twin, picture
 
@@ -24,9 +25,7 @@ Tensors = dict[str, torch.Tensor]
 def _vectors(twin: Twin) -> torch.Tensor:
     arrays = twin.ours.process("image", picture(60, 28), {}).arrays
     assert arrays is not None
-    (vectors,) = twin.tower().encode(
-        "image", [{name: torch.from_numpy(each.numbers().copy()) for name, each in arrays.items()}]
-    )
+    (vectors,) = twin.tower().encode("image", [finished(arrays)])
     return torch.as_tensor(vectors)
 
 
@@ -133,7 +132,7 @@ def test_pan_and_scan_is_asked_for(tmp_path: Path) -> None:
         theirs = twin.processor(images=[image], text=twin.mark, return_tensors="np", **scan)
         ours = twin.ours.process("image", image, scan)
         assert ours.arrays is not None and ours.token_ids == theirs["input_ids"][0].tolist()
-        assert abs(ours.arrays["pixels"].numbers() - theirs["pixel_values"]).max() < 1e-5
+        assert abs(finished(ours.arrays)["pixels"].numpy() - theirs["pixel_values"]).max() < 1e-5
         assert all(count == 4 for _, count in ours.runs)
         assert len(ours.runs) == len(theirs["pixel_values"])
 
@@ -205,8 +204,7 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
     twin = Twin(tmp_path, "llava_onevision")
     frames = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(3)])
     ours = twin.ours.process("video", Video(frames), {})
-    assert ours.arrays is not None
-    pixels = torch.from_numpy(ours.arrays["pixels"].numbers().copy())
+    pixels = finished(ours.arrays)["pixels"]
     theirs = twin.model.model.get_video_features(pixels[None]).pooler_output[0]
     (vectors,) = twin.tower().encode("video", [{"pixels": pixels}])
     torch.testing.assert_close(vectors, theirs, atol=1e-4, rtol=1e-4)

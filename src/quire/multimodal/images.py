@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.config.keys import Keys, read_json
+from quire.data.media import TABLE, Array, Arrays
 from quire.errors import ConfigError, RequestError, nearest
 
 Pixels = NDArray[np.uint8]
@@ -82,7 +83,7 @@ def wrong_argument(error: ConfigError) -> RequestError:
 
 @dataclass(frozen=True)
 class Finish:
-    """From bytes to numbers: scaled, mean and spread taken out."""
+    """From bytes to numbers: scaled, mean and spread taken out. It is not done here: bytes travel lighter."""
 
     scale: float | None
     mean: tuple[float, ...] | None
@@ -120,9 +121,13 @@ class Finish:
             table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """[..., height, width, 3] -> [..., 3, height, width]"""
-        return np.stack([self._table[i][pixels[..., i]] for i in range(3)], axis=-3)
+    def __call__(self, pixels: NDArray[np.uint8]) -> Arrays:
+        """[..., height, width, 3] -> [..., 3, height, width], still bytes."""
+        return self.told(np.stack([pixels[..., i] for i in range(3)], axis=-3))
+
+    def told(self, pixels: NDArray[np.uint8]) -> Arrays:
+        """Bytes [..., 3, height, width], and what is to become of each on the device of the tower."""
+        return {"pixels": Array.of(pixels), TABLE: Array.of(self._table)}
 
 
 def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.capacity import max_vectors
 from quire.comm.group import ALONE, Group
 from quire.config.engine import EngineConfig
-from quire.data.media import Array, Item
+from quire.data.media import TABLE, Array, Arrays, Item
 from quire.data.plan import StepPlan
 from quire.errors import EngineError
 from quire.models.towers import Tower, is_divided
@@ -77,11 +77,16 @@ class Encoder:
         self.kept |= made
 
     def _run(self, modality: str, items: Sequence[Item]) -> list[Tensor]:
-        given = [
-            {name: self._on_device(array) for name, array in (item.arrays or {}).items()} for item in items
-        ]
+        given = [self._given(item.arrays or {}) for item in items]
         made = zip(items, self.tower.encode(modality, given), strict=True)
         return [self._checked(item, part.to(self.dtype)) for item, part in made]
+
+    def _given(self, arrays: Arrays) -> dict[str, Tensor]:
+        """What a tower reads of an item."""
+        found = {name: self._on_device(array) for name, array in arrays.items()}
+        if (table := found.pop(TABLE, None)) is not None:
+            found["pixels"] = numbers_of(found["pixels"], table.to(self.dtype))
+        return found
 
     def _checked(self, item: Item, vectors: Tensor) -> Tensor:
         """Not as a part of a larger tensor, all of which would be kept with it."""
@@ -185,6 +190,14 @@ class Encoder:
             self.tower.encode(modality, [blank] * count)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+
+def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
+    """Of bytes [..., 3, height, width], by a table [3, 256]."""
+    found = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
+    for colour, numbers in enumerate(table):
+        found[..., colour, :, :] = numbers[pixels[..., colour, :, :].int()]
+    return found
 
 
 def tower_group(config: EngineConfig, group: Group) -> Group:

@@ -56,8 +56,14 @@ class GridTower(nn.Module):
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         pixels = [item["pixels"] for item in items]
         grids = [Grid(*each.shape[:3]) for each in pixels]
-        vectors = self(self.patches(torch.cat([each.flatten(0, 2) for each in pixels])), grids)
+        vectors = self(self.patches(torch.cat([self._flat(each) for each in pixels])), grids)
         return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
+
+    def _flat(self, pixels: Tensor) -> Tensor:
+        """[steps, height, width, numbers of a patch, in some axes] -> [patches, numbers of a patch]; what has
+        one frame of several has it again and again."""
+        flat: Tensor = pixels.flatten(0, 2).flatten(1).unflatten(1, (self.facts.channels, -1))
+        return flat.repeat(1, 1, self.facts.frames * self.facts.patch**2 // flat.shape[2]).flatten(1)
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         rows, merge = math.isqrt(num_vectors), self.facts.merge
@@ -65,7 +71,7 @@ class GridTower(nn.Module):
         return {"pixels": torch.zeros(shape, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        steps, height, width, _ = item["pixels"]
+        steps, height, width = item["pixels"][:3]
         return steps * height * width * (6 * self.facts.hidden + height * width)
 
     def places(self, grids: Sequence[Grid]) -> Tensor:

@@ -69,7 +69,7 @@ class AnyresProcessor(Pictures):
             tiles = self._tiles(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        arrays = {"pixels": Array.of(finish(tiles))} | self._order(content.size[::-1])
+        arrays = finish(tiles) | self._order(content.size[::-1])
         return Processed([self.image_id] * arrays["places"].shape[0], arrays=arrays)
 
     def _tiles(self, image: Image.Image, keys: Keys) -> NDArray[np.uint8]:
@@ -101,7 +101,7 @@ class AnyresProcessor(Pictures):
         check_frames(len(video.frames))
         frames = np.stack([resized(Image.fromarray(each), (side, side), resample) for each in video.frames])
         count = len(frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
-        return Processed(self.marks("video") * count, arrays={"pixels": Array.of(finish(frames))})
+        return Processed(self.marks("video") * count, arrays=finish(frames))
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
         if modality != "image":

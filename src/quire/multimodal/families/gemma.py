@@ -12,7 +12,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.gemma import GemmaFacts
-from quire.data.media import Array
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures
@@ -77,8 +76,7 @@ class Gemma3Processor(Pictures):
             squares = [resized(image, (side, side), resample) for image in images]
         except ConfigError as error:
             raise wrong_argument(error) from error
-        pixels = finish(np.stack(squares))
-        return self.spread(self._span(len(images) - 1), arrays={"pixels": Array.of(pixels)})
+        return self.spread(self._span(len(images) - 1), arrays=finish(np.stack(squares)))
 
     def _span(self, num_crops: int) -> list[int]:
         name = self.tokenizer.backend.id_to_token

@@ -27,25 +27,26 @@ class Grid(NamedTuple):
         return self.steps * (self.height // merge) * (self.width // merge)
 
 
-def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.float32]:
-    """[frames, height, width, 3] -> [steps, height, width, numbers of a patch], counted in patches.
+def patches_of(frames: NDArray[np.uint8], settings: GridSettings) -> NDArray[np.uint8]:
+    """[frames, height, width, 3] -> [steps, height, width, 3, frames of a step * patch, patch], counted in
+    patches.
 
     They lie square by square of those that become one vector, and the numbers of a patch colour by colour,
-    frame by frame. What lacks to a whole step repeats the last frame.
+    frame by frame. What lacks to a whole step repeats the last frame; an image is left alone in its step.
     """
     count, height, width, _ = frames.shape
     size, merge, depth = settings.patch, settings.merge, settings.frames
+    depth = min(depth, count)
     rows, columns, steps = height // size, width // size, -(-count // depth)
-    pixels = settings.finish(frames)
+    pixels = np.stack([frames[..., i] for i in range(3)], axis=1)
     pixels = pixels.reshape(count, 3, rows // merge, merge, size, columns // merge, merge, size)
     # [steps, squares down, squares across, down and across in the square, colour, frame, down, across]
-    out = np.empty(
-        (steps, rows // merge, columns // merge, merge, merge, 3, depth, size, size), dtype=np.float32
-    )
+    shape = steps, rows // merge, columns // merge, merge, merge, 3, depth, size, size
+    out = np.empty(shape, dtype=np.uint8)
     for at in range(steps * depth):
         frame = pixels[min(at, count - 1)]
         out[at // depth, ..., at % depth, :, :] = frame.transpose(1, 4, 2, 5, 0, 3, 6)
-    return out.reshape(steps, rows, columns, -1)
+    return out.reshape(steps, rows, columns, 3, depth * size, size)
 
 
 def sampled(video: Video, settings: GridSettings, times: str) -> tuple[list[int], list[int], float | None]:

@@ -12,7 +12,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.idefics import IdeficsFacts
-from quire.data.media import Array
 from quire.errors import ConfigError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures
@@ -53,7 +52,7 @@ class Idefics3Processor(Pictures):
             tiles, grid = self._tiles(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(grid), arrays={"pixels": Array.of(finish(tiles))})
+        return self.spread(self._span(grid), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: Keys) -> tuple[NDArray[np.uint8], Size]:
         """And how many rows and columns of them there are, beside the whole; none of each: only that."""

@@ -12,7 +12,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.intern import InternFacts
-from quire.data.media import Array
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.families import Content, Processed, Video
 from quire.multimodal.families.pictures import Pictures, token_of
@@ -77,7 +76,7 @@ class InternVLProcessor(Pictures):
             tiles = self._tiles(content, keys)
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(self._span(len(tiles)), arrays={"pixels": Array.of(finish(tiles))})
+        return self.spread(self._span(len(tiles)), arrays=finish(tiles))
 
     def _tiles(self, image: Image.Image, keys: Keys) -> NDArray[np.uint8]:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
@@ -98,7 +97,7 @@ class InternVLProcessor(Pictures):
         text = "\n".join(f"Frame{i + 1}: {_BEGIN}{_PLACE}{_END}" for i in range(len(frames)))
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         span = [i for i in token_ids for _ in range(self.facts.tokens if i == self.image_id else 1)]
-        return self.spread(span, arrays={"pixels": Array.of(finish(frames))})
+        return self.spread(span, arrays=finish(frames))
 
     def _span(self, num_tiles: int) -> list[int]:
         return [self.begin, *[self.image_id] * (self.facts.tokens * num_tiles), self.end]

@@ -9,7 +9,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.llava import LlavaFacts
-from quire.data.media import Array
 from quire.errors import ConfigError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures
@@ -59,7 +58,7 @@ class LlavaProcessor(Pictures):
         except ConfigError as error:
             raise wrong_argument(error) from error
         token_ids = [self.image_id] * self.facts.tokens
-        return Processed(token_ids, arrays={"pixels": Array.of(finish(pixels[None]))})
+        return Processed(token_ids, arrays=finish(pixels[None]))
 
     def _pixels(self, image: Image.Image, keys: Keys) -> tuple[Pixels, Finish]:
         finish = Finish.read(keys, *self.norm)

@@ -9,7 +9,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.pixtral import PixtralFacts
-from quire.data.media import Array
 from quire.errors import ConfigError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures, token_of
@@ -54,7 +53,7 @@ class PixtralProcessor(Pictures):
         rows, columns = size[0] // self.side, size[1] // self.side
         row = [*[self.image_id] * columns, self.break_id]
         token_ids = [*(row * rows)[:-1], self.end_id]
-        return self.spread(token_ids, arrays={"pixels": Array.of(finish(pixels))})
+        return self.spread(token_ids, arrays=finish(pixels))
 
     def _size(self, keys: Keys, image: Size) -> Size:
         """Whole patches; larger than the image by less than one, or as large as an image may be."""

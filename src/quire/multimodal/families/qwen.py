@@ -61,7 +61,8 @@ class GridProcessor:
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         grid = Grid(*pixels.shape[:3])
-        return _with(Processed([self.tower.image_id] * grid.num_vectors(settings.merge)), grid, pixels=pixels)
+        span = [self.tower.image_id] * grid.num_vectors(settings.merge)
+        return _with(Processed(span, arrays=settings.finish.told(pixels)), grid)
 
     def _video(self, video: Video, settings: GridSettings) -> Processed:
         picked, indices, fps = sampled(video, settings, self.tower.times)
@@ -75,7 +76,9 @@ class GridProcessor:
         total = video.total_frames or len(video.frames)
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
-        return _with(self._spread(grid, times, settings.frames / rate), grid, pixels=pixels)
+        processed = self._spread(grid, times, settings.frames / rate)
+        processed.arrays = settings.finish.told(pixels)
+        return _with(processed, grid)
 
     def _spread(self, grid: Grid, times: list[float], seconds: float) -> Processed:
         """The span of a video: one run of tokens, or one for each of its steps, beside its time."""
@@ -147,5 +150,6 @@ class GridProcessor:
 
 def _with(processed: Processed, grid: Grid, **arrays: NDArray[Any]) -> Processed:
     processed.facts["grid"] = list(grid)
-    processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}
+    if arrays:
+        processed.arrays = {name: Array.of(numbers) for name, numbers in arrays.items()}
     return processed

@@ -1,0 +1,21 @@
+"""Items as towers are given them."""
+
+import torch
+from torch import Tensor
+
+from quire.data.media import TABLE, Arrays
+from quire.worker.media import numbers_of
+
+
+def finished(arrays: Arrays | None) -> dict[str, Tensor]:
+    assert arrays is not None
+    found = {name: torch.from_numpy(array.numbers().copy()) for name, array in arrays.items()}
+    if TABLE in found:
+        found["pixels"] = numbers_of(found["pixels"], found.pop(TABLE))
+    return found
+
+
+def patches(arrays: Arrays | None) -> Tensor:
+    """[steps, height, width, numbers of two frames of a patch]: one that is alone is there twice."""
+    pixels = finished(arrays)["pixels"]
+    return pixels.flatten(4).repeat(1, 1, 1, 1, 2 * pixels.shape[5] // pixels.shape[4]).flatten(3)
