@@ -376,6 +376,7 @@ class Device:
         raise AssertionError("never called")
 
     def draw(self, masks: Masks) -> None:
+        masks.wait()
         self.engine.masks.append(masks)
 
     def watch(self) -> None:

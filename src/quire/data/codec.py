@@ -47,6 +47,8 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def encode_masks(masks: Masks) -> bytes:
+    """Once they are there."""
+    masks.wait()
     return _encode(masks)
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.coming import Coming
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
 from quire.data.media import Item, Media
@@ -41,6 +42,14 @@ class Masks(msgspec.Struct):
     """[rows, words] token t is bit t % 32 of word t // 32; there may be fewer or more bits than tokens."""
     draws: Ints = _NONE
     """For which of its draws, from 0 on, each row has this mask; empty: each for its first."""
+    coming: Coming | None = None
+    """The bits, which are still being filled; None: they are there."""
+
+    def wait(self) -> None:
+        """Until they are."""
+        if self.coming is not None:
+            self.coming.wait()
+            self.coming = None
 
 
 class Admission(msgspec.Struct):

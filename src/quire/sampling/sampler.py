@@ -101,6 +101,7 @@ class Sampler:
         drawn = None if special or redraw is None else redraw(masks, state.places(rows))
         if drawn is not None:
             return Sampled(drawn)
+        masks.wait()
         if len(masks.rows):
             self.confine(logits, masks, state.places(rows))
         elif not special and in_passing is not None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.coming import Coming
 from quire.data.params import SamplingParams, StructuredOutputsParams
 from quire.data.plan import Ints, Masks, StepPlan, Verdict
 from quire.data.request import Request
@@ -60,10 +61,22 @@ class _Filling(NamedTuple):
     also: list[tuple[int, int]]
     """Tokens that are allowed beside what the matchers say, or alone, and in which of them."""
 
-    def whole(self) -> Masks:
+    def fill(self, grammars: Grammars) -> None:
+        grammars.fill(self.matched, self.masks.bits)
+        self.add()
+
+    def add(self) -> None:
+        """What the matchers do not say."""
         for token_id, at in self.also:
             self.masks.bits[at, token_id // 32] |= np.uint32(1 << token_id % 32)
-        return self.masks
+
+
+def _fill(grammars: Grammars, filling: _Filling, coming: Coming) -> None:
+    """Whoever waits goes on, however it ends."""
+    try:
+        filling.fill(grammars)
+    finally:
+        coming.arrive()
 
 
 class Constraints:
@@ -85,7 +98,7 @@ class Constraints:
         self._filling: _Filling | None = None
         """Those of the oldest, once they are begun."""
         self._is_beside = False
-        """Whether somebody else fills them."""
+        """Whether somebody else fills them, or has, and was not asked how that went."""
 
     def add(self, request: Request) -> None:
         params = request.params
@@ -154,31 +167,32 @@ class Constraints:
             return
         self._filling = filling
         if self._grammars is None or not filling.matched:
-            return
-        fill = partial(self._grammars.fill, filling.matched, filling.masks.bits)
-        self._is_beside = self._grammars.is_beside and len(filling.matched) > _FEW
-        if self._is_beside:
-            self._beside.begin(fill)
+            filling.add()
+        elif self._grammars.is_beside and len(filling.matched) > _FEW:
+            coming = filling.masks.coming = Coming()
+            self._is_beside = True
+            self._beside.begin(partial(_fill, self._grammars, filling, coming))
         else:
-            fill()
+            filling.fill(self._grammars)
 
     def masks(self) -> Masks:
-        """Those that are begun. They are good until two more plans were made."""
+        """Those that are begun; they may still be coming. They are good until two more plans were made."""
         assert self._filling is not None
-        if self._is_beside:
-            self._is_beside = False
-            self._beside.wait()
-        masks, self._filling = self._filling.whole(), None
+        masks, self._filling = self._filling.masks, None
         self._awaiting.popleft()
         return masks
 
     def forget(self) -> None:
         """Nobody will ask for the masks of what was planned."""
+        self._join()
+        self._filling = None
+        self._awaiting.clear()
+
+    def _join(self) -> None:
+        """Nobody else is at the matchers; raises what has happened to who was."""
         if self._is_beside:
             self._is_beside = False
             self._beside.wait()
-        self._filling = None
-        self._awaiting.clear()
 
     def _next(self, running: Running) -> _Filling | None:
         """Who has gone needs none."""
@@ -188,6 +202,7 @@ class Constraints:
             rows = rows[np.isin(rows, flight.rows[alive])]
         if (running.num_tokens[rows] - running.num_known[rows] > 1).any():  # one is what the plan samples
             return None
+        self._join()
         matchers = self._bound(running, rows.astype(np.intp))
         if matchers is None or len(flight.plan.num_drafts):
             return self._various(running, rows, flight.plan)
@@ -243,6 +258,7 @@ class Constraints:
         ended: dict[int, Verdict] = {}
         if not self._followers:
             return ended
+        self._join()
         running = landed.running
         over: set[int] = set()
         for wave in landed.waves(running.constrained[landed.rows]):

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.data.coming import Coming
 from quire.data.plan import Ints, Masks
 from quire.kernels.triton.sampling import FREE, LATER, Confined, sample
 from quire.sampling.chance import Asked
+from quire.worker.signal import open_signal
 from quire.worker.sleep import pin, unpin
 
 _NUM_PAGES = 3
@@ -61,6 +63,7 @@ class Draws:
         self._host = HostMemory()
         self._stream, self._main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
+        self._signal = open_signal(self._stream)
         self._placed = b""
 
     def confined(self, count: int) -> Confined:
@@ -68,8 +71,8 @@ class Draws:
         return Confined(self._page[:count], self._page[self._width_at :], self._bits)
 
     def send(self, masks: Masks, places: Ints) -> bool:
-        """Have them there before what is launched next; `places` [max_rows] are those of rows in the batch.
-        False: they are too many."""
+        """Have them there before what is launched next, which is held up until they are filled; `places`
+        [max_rows] are those of rows in the batch. False: they are too many."""
         if masks.bits.size > len(self._bits):
             return False
         at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
@@ -81,6 +84,8 @@ class Draws:
             if placed != self._placed:
                 self._place(at, width)
                 self._placed = placed
+            if masks.coming is not None:
+                self._hold(masks, masks.coming)
             if masks.bits.size:
                 self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
         finally:
@@ -88,6 +93,13 @@ class Draws:
         self._sent.record(self._stream)
         self._sent.wait(self._main)
         return True
+
+    def _hold(self, masks: Masks, coming: Coming) -> None:
+        """The stream, or this thread: where memory is still to be pinned nobody may be waiting."""
+        if self._signal is None or not self._host.has(masks.bits):
+            masks.wait()
+        else:
+            coming.then(self._signal.hold())
 
     def _place(self, at: Ints, width: int) -> None:
         page = next(self._pages)
@@ -111,6 +123,10 @@ class HostMemory:
         self._seen: dict[int, tuple[NDArray[np.uint32], Tensor]] = {}
         """The arrays that came last, which mostly come again, by their identity."""
         finalize(self, _let_go, self._kept).atexit = False
+
+    def has(self, bits: NDArray[np.uint32]) -> bool:
+        """Whether they were here before, in the same place at least."""
+        return id(bits) in self._seen or bits.ctypes.data in self._kept
 
     def of(self, bits: NDArray[np.uint32]) -> Tensor:
         """[words] of all masks, one after the other."""
