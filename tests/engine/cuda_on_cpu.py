@@ -52,7 +52,8 @@ def _flat(done: Computed | Passed | Tensor) -> list[Tensor]:
     if not isinstance(done, Computed):
         return [*done]
     assert done.token_ids is not None and done.asked is not None
-    return [done.hidden, done.logits, done.token_ids, *done.asked]
+    found = [] if done.found is None else [done.found]
+    return [done.hidden, done.logits, done.token_ids, *done.asked, *found]
 
 
 @contextmanager
@@ -87,7 +88,7 @@ class WithGraphs(OnCPU):
             self._kinds,
             seconds=600,
             prompts=32 if self.captures_prompts else 0,
-            follow=None if self.speculation is None else self._verify,
+            follow=self._follow,
         )
         if self._fronts is not None:
             self._capture_fronts(self._fronts, config.scheduler.max_num_seqs)

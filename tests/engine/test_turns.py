@@ -133,7 +133,7 @@ def test_a_device_that_runs_ahead_turns_alike(
     monkeypatch.setattr("quire.worker.worker.choose", choose)
     here = "quire.worker.speculation."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3]))
+    monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3], *given[5:]))
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
     )

@@ -80,7 +80,7 @@ def core_of(
     # Kernels are held against these elsewhere, and take their time on a CPU.
     here = "quire.worker.speculation."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
-    monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3]))
+    monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3], *given[5:]))
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
     )

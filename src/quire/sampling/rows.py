@@ -208,6 +208,10 @@ class SamplingRows:
                 table.drop(row)
         self.flags[row] = 0
 
+    def special(self, rows: Ints) -> int:
+        """The bits of all that these rows ask for that sampling in passing does not do."""
+        return int(np.bitwise_or.reduce(self.flags[rows])) & ~(RANDOM | LIMITED)
+
     def places(self, rows: Ints) -> Ints:
         """[max_rows] the first place of each row in this batch, -1 if it has none. Valid until the next
         call."""

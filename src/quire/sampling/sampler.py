@@ -97,7 +97,7 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab)
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
-        special = np.bitwise_or.reduce(state.flags[rows]) & ~(RANDOM | LIMITED)
+        special = state.special(rows)
         drawn = None if special or redraw is None else redraw(masks, state.places(rows))
         if drawn is not None:
             return Sampled(drawn)

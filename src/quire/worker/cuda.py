@@ -202,7 +202,8 @@ class Cuda:
             self.model.head(hidden[batch.logit_tokens])
         if self.speculation is not None and given is not None:
             self._without_adapters()
-            self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"])
+            for later in (None, self._draws.later):
+                self.speculation.verify(given, hidden, sheet["positions"], sheet["seeds"], later)
 
     @torch.inference_mode()
     def _compile_fronts(self, fronts: Fronts, most_rows: int, longest: int) -> None:
@@ -254,7 +255,7 @@ class Cuda:
         if self._captures(config):
             # Devices that step together have the same graphs.
             seconds = _CAPTURE_S if self.model.ep is None else float("inf")
-            largest, follow = self._most_decodes(config), None if self.speculation is None else self._verify
+            largest = self._most_decodes(config)
             self._draws.open()
             self.graphs.capture(
                 self.compute,
@@ -262,12 +263,17 @@ class Cuda:
                 self._kinds,
                 seconds=seconds,
                 prompts=self._longest_captured(config),
-                follow=follow,
+                follow=self._follow,
                 redraw=self._draw_by_masks,
             )
             asked = config.speculation
             if self._fronts is not None and not (asked is not None and asked.enforce_eager):
                 self._capture_fronts(self._fronts, largest)
+
+    @property
+    def _follow(self) -> Callable[[Computed], Tensor] | None:
+        """What is captured behind each step, since it is not part of it."""
+        return None if self.speculation is None or self.speculation.behind is None else self._verify
 
     def _capture_fronts(self, fronts: Fronts, most_rows: int) -> None:
         self._without_adapters()
@@ -295,7 +301,7 @@ class Cuda:
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
         places, ids = _joined(all_rows.block_changes)
         reach = self.model.reach(plan, all_rows, self.device)
-        self._draws.hold(len(plan.confined) > 0)
+        self._draws.hold(len(plan.confined) > 0 or self._verifies_later(plan, all_rows))
         embeds = self.model.embeds(plan, all_rows, self.device)
         if self.speculation is not None:
             self.speculation.begin(plan, all_rows)
@@ -309,6 +315,10 @@ class Cuda:
         if graph is None:
             return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
         return self._replay(graph, plan, all_rows, places, ids)
+
+    def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
+        """Whether what is sampled in passing would be held against drafts, and is not what rows ask for."""
+        return self.speculation is not None and all_rows.sampling.special(plan.logit_rows) != 0
 
     def _in_front(self, fronts: Fronts, plan: StepPlan, places: Wide, ids: Ints) -> bool:
         """Have drafts made, if any are wanted. Whether the changes of the block tables are made, too."""
@@ -389,9 +399,13 @@ class Cuda:
         wanted = hidden if each else hidden[batch.logit_tokens]
         logits, asked = self.model.head(wanted), asked_of(sheet)
         token_ids = self._in_passing = self.sample(logits, asked, self._draws.in_passing(len(logits)))
+        found = None
         if given is None:
             self.last_tokens.index_copy_(0, sheet["logit_rows"], token_ids)
-        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], given, batch.taps)
+        elif self.speculation is not None and self.speculation.behind is None:
+            found = self.speculation.verify(given, hidden, token_ids, asked.seeds, self._draws.later)
+        more = given, batch.taps, None, found
+        return Computed(hidden, logits, token_ids, asked, sheet["logit_rows"], *more)
 
     def _draw_by_masks(self, done: Computed) -> Tensor:
         count = len(done.logits)
@@ -414,7 +428,10 @@ class Cuda:
         new = NewTokens.of(plan)
         if self.speculation is not None and len(new.rows):
             num_seqs = len(done.given.step.rows)
-            if done.follow is not None and sampled.token_ids is done.token_ids:
+            is_in_passing = sampled.token_ids is done.token_ids
+            if done.found is not None and is_in_passing:
+                found = done.found
+            elif done.follow is not None and is_in_passing:
                 found = done.follow()
             else:
                 found = self._verify(done._replace(token_ids=sampled.token_ids))

@@ -48,6 +48,8 @@ class Computed(NamedTuple):
     """See `Batch.taps`."""
     follow: Callable[[], Tensor] | None = None
     """What is done with tokens that were sampled in passing, where it was captured."""
+    found: Tensor | None = None
+    """What became of drafts by these tokens, where that was looked at in passing, too."""
     redraw: Callable[[], Tensor] | None = None
     """Samples [N] by the masks that lie on the device, where that was captured."""
 

@@ -35,7 +35,8 @@ class Draws:
 
     def __init__(self, max_rows: int, max_draws: int, vocab: int, device: torch.device) -> None:
         self.device = device
-        self._later = torch.full((max_draws,), FREE, dtype=torch.int32, device=device)
+        self.later = torch.full((max_draws,), FREE, dtype=torch.int32, device=device)
+        """Of each draw, LATER if tokens are not sampled in passing."""
         self._is_later = False
         self._max_words = max_rows * -(-vocab // 32)
         self._max_draws = max_draws
@@ -46,11 +47,11 @@ class Draws:
         """Whether tokens of the next step are sampled once its masks are there, and not in passing."""
         if is_later != self._is_later:
             self._is_later = is_later
-            self._later.fill_(LATER if is_later else FREE)
+            self.later.fill_(LATER if is_later else FREE)
 
     def in_passing(self, count: int) -> Confined | None:
         """What draws in passing look at; None: there are more than ever wait."""
-        later = self._later[:count]
+        later = self.later[:count]
         return None if count > self._max_draws else Confined(later, later, later)
 
     def open(self) -> None:

@@ -285,10 +285,10 @@ def _captured(follow: Follow, done: Computed, pool: Any) -> Callable[[], Tensor]
 def _first(done: Computed | Passed, count: int, *, all_states: bool) -> Computed | Passed:
     if not isinstance(done, Computed):
         return done[0][:count], done[1][:count]
-    hidden, logits, token_ids, asked, rows, given, taps, follow, redraw = done
+    hidden, logits, token_ids, asked, rows, given, taps, follow, found, redraw = done
     assert token_ids is not None and asked is not None and rows is not None
     columns = type(asked)(*(column[:count] for column in asked))
     if given is None and not all_states:
         hidden, taps = hidden[:count], tuple(tap[:count] for tap in taps)
     some = logits[:count], token_ids[:count], columns, rows[:count]
-    return Computed(hidden, *some, given, taps, follow, redraw)
+    return Computed(hidden, *some, given, taps, follow, found, redraw)

@@ -41,18 +41,18 @@ class Drawn(NamedTuple):
 
 
 Behind = Callable[[Known, Drawn], None]
-"""What is done behind each step: drafts are found for the rows that drew, or a drafter looks at it."""
+"""What is done behind each step: a drafter looks at it."""
 
 
 class Lookup:
-    """Proposes what followed the last tokens when they stood there before."""
+    """Proposes what followed the last tokens when they stood there before, in front of steps with drafts."""
 
     def __init__(self, least: int, max_rows: int, device: torch.device) -> None:
         self._least = least
         self._scratch = torch.zeros(2, max_rows + 1, dtype=torch.int64, device=device)
 
-    def __call__(self, known: Known, drawn: Drawn) -> None:
-        look_up(known, drawn.step, self._scratch, self._least)
+    def __call__(self, known: Known, step: Step) -> None:
+        look_up(known, step, self._scratch, self._least)
 
 
 class Followed:
@@ -100,8 +100,9 @@ class Speculation:
             self.ahead = torch.zeros(num_rows, dtype=torch.int64, device=device)
             self.last_turn = all_rows.turns.last
         self.behind: Behind | None = None
+        self._look_up: Lookup | None = None
         if facts.method == "ngram":
-            self.behind = Lookup(facts.prompt_lookup_min or 1, max_rows, device)
+            self._look_up = Lookup(facts.prompt_lookup_min or 1, max_rows, device)
 
     def begin(self, plan: StepPlan, all_rows: Rows) -> None:
         """Rows have new requests, or drafts of the planner's."""
@@ -130,6 +131,8 @@ class Speculation:
         step = Step(*(sheet[name] for name in ("query_starts", "rows", "planned", "draw_starts")))
         slots = [sheet[slots_of(group)] for group in range(len(tables))]
         lens = batch.seq_lens
+        if self._look_up is not None and batch.max_query_len > 1:
+            self._look_up(self.known, step)
         derive(
             self.known, step, sheet["token_ids"], batch.positions, lens, slots, tables, self.block_size,
             self.max_len,
@@ -147,9 +150,16 @@ class Speculation:
         found = (positions + ahead[step.rows.long()[seqs]]).clamp_(0, self.last_turn)
         turns.copy_(torch.where(step.planned[seqs] >= 0, found, turns))
 
-    def verify(self, given: Given, hidden: Tensor, token_ids: Tensor, seeds: Tensor) -> Tensor:
+    def verify(
+        self,
+        given: Given,
+        hidden: Tensor,
+        token_ids: Tensor,
+        seeds: Tensor,
+        later: Tensor | None = None,
+    ) -> Tensor:
         """As the kernel, and what is done behind it."""
-        found = verify(self.known, given.step, token_ids, seeds, self.rates)
+        found = verify(self.known, given.step, token_ids, seeds, self.rates, later)
         if self.behind is not None:
             self.behind(self.known, Drawn(*given, hidden, found[: len(given.step.rows)]))
         return found

@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels.triton import drafts
 from quire.kernels.triton.drafts import Known, Step
+from quire.kernels.triton.sampling import FREE, LATER
 from quire.worker import drafter
 from quire.worker.drafter import Ends
 
@@ -79,8 +80,11 @@ def test_draws_count_up_to_the_first_draft_that_is_another(most: int) -> None:
         known = known_of(rng, most, vocab=2)
         step, (_, num_draws) = step_of(rng, most, padded)
         drawn = torch.randint(0, 2, (num_draws,))
-        there = on_device(known)
-        found = drafts.verify(there, on_device(step), drawn.to(DEVICE)).cpu()
+        there, given = on_device(known), (on_device(step), drawn.to(DEVICE))
+        later, now = (torch.full((4,), each, dtype=torch.int32).to(DEVICE) for each in (LATER, FREE))
+        drafts.verify(there, *given, later=later)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
+        found = drafts.verify(there, *given, later=None if padded else now).cpu()
         assert torch.equal(found, drafts.verify_reference(known, step, drawn))
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there[:4], known[:4], strict=True))
 

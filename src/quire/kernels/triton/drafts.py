@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import launch
+from quire.kernels.triton.sampling import LATER
 
 CONTEXT = 32
 """Most tokens by which places are compared."""
@@ -155,11 +156,16 @@ def _verify(
     out: tl.tensor,
     seeds: tl.tensor,
     rates: tl.tensor,
+    later: tl.tensor,
     BLOCK: tl.constexpr,
     DRAFTED: tl.constexpr,
+    LATER: tl.constexpr,
 ) -> None:
     """Grid (sequences)."""
     seq = tl.program_id(0)
+    if later is not None:  # noqa: SIM102
+        if tl.load(later) == LATER:
+            return
     first = tl.load(step.draw_starts + seq)
     count, found = 0, 0
     if first >= 0:
@@ -183,24 +189,33 @@ def _verify(
 
 
 def verify(
-    known: Known, step: Step, drawn: Tensor, seeds: Tensor | None = None, rates: Tensor | None = None
+    known: Known,
+    step: Step,
+    drawn: Tensor,
+    seeds: Tensor | None = None,
+    rates: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     """[B + N] int32: how many tokens each sequence got, 0 if it drew none, and from bit DRAFTED on how many
     drafts it had; behind them the tokens of all draws. What it got is part of `known` now.
 
     `drawn` [N] int64. With `rates` [most] float32 a draft counts, whatever it is, if a number that belongs to
-    the row's seed (`seeds` [N]) and position is below its rate; these fall.
+    the row's seed (`seeds` [N]) and position is below its rate; these fall. Where LATER stands in `later`
+    nothing is done.
     """
     out = torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)
     block = triton.next_power_of_2(known.most + 1)
     launch(_verify, len(step.rows))(
-        known, step, drawn, out, seeds, rates, BLOCK=block, DRAFTED=DRAFTED, num_warps=1
-    )
+        known, step, drawn, out, seeds, rates, later,
+        BLOCK=block, DRAFTED=DRAFTED, LATER=LATER, num_warps=1,
+    )  # fmt: skip
     return out
 
 
-def verify_reference(known: Known, step: Step, drawn: Tensor) -> Tensor:
+def verify_reference(known: Known, step: Step, drawn: Tensor, later: Tensor | None = None) -> Tensor:
     """As `verify`, without rates."""
+    if later is not None and later[0] == LATER:
+        return torch.empty(len(step.rows) + len(drawn), dtype=torch.int32, device=drawn.device)
     counts = torch.zeros(len(step.rows), dtype=torch.int32, device=drawn.device)
     for seq, (row, first) in enumerate(zip(step.rows.tolist(), step.draw_starts.tolist(), strict=True)):
         if first < 0:
