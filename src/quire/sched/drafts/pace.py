@@ -22,9 +22,9 @@ from quire.sched.running import RowIds
 
 Floats = NDArray[np.float64]
 
-INCOME = 0.015
+INCOME = 0.01
 """Part of the time of all steps that drafts may lose, and that trials may cost."""
-SAVINGS = 4.0
+SAVINGS = 2.0
 """Plain steps that are in account and purse at first, and at most in the purse."""
 MAX_PROFIT = 64.0
 """Plain steps that the account holds at most."""
