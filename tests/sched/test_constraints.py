@@ -1,5 +1,6 @@
 """Requests that wait for a grammar, and those that a grammar ends, without one."""
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from symbolic import Engine, SymbolicWorker, continuation
 
 from quire.data.params import SamplingParams
-from quire.data.plan import StepPlan, StepResult, Verdict
+from quire.data.plan import Masks, StepPlan, StepResult, Verdict
 from quire.errors import RequestError
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -100,6 +101,57 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     engine.run()
     assert engine.reasons == {"late": "error", "wrong": "error", "free": "length"}
     assert len(engine.outputs["wrong"]) == 2
+
+
+class Slow(Waiting):
+    """Masks that are filled once somebody has asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
+        assert self.asked.wait(60)
+        self.asked.clear()
+        super().fill(matchers, bits)
+
+
+def six(grammars: Waiting) -> Engine:
+    """More than are filled on the spot."""
+    engine = Engine(grammars=grammars, depth=2, lazy=True, max_num_seqs=8)
+    for row in range(6):
+        engine.add(str(row), PROMPT, count=3, params=bound(3))
+        grammars.begun[row].set_result(Script())
+    return engine
+
+
+def test_masks_are_on_their_way_before_they_are_filled() -> None:
+    engine, found = six(grammars := Slow()), list[bool]()
+    draw = engine.core.executor.draw
+
+    def ask(masks: Masks) -> None:
+        found.append(masks.coming is not None and not masks.coming.is_there)
+        grammars.asked.set()
+        draw(masks)
+
+    engine.core.executor.draw = ask  # type: ignore[method-assign]
+    engine.run()
+    assert found == [True] * 3 and grammars.filled == [6] * 3
+    assert all((masks.bits == 2**32 - 1).all() for masks in engine.masks)
+    assert all(said == continuation(PROMPT, 3) for said in engine.outputs.values())
+
+
+class Wrong(Waiting):
+    def fill(self, matchers: Any, bits: NDArray[np.uint32]) -> None:
+        raise ArithmeticError("no mask")
+
+
+def test_who_waits_for_masks_goes_on_if_they_cannot_be_filled() -> None:
+    engine = six(Wrong())
+    with pytest.raises(ArithmeticError, match="no mask"):
+        engine.run()
+    engine.core.clear()
+    assert not engine.core.has_work
 
 
 class Breaking(SymbolicWorker):

@@ -1,12 +1,15 @@
 """Masks on their way to a captured draw, without a GPU."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from quire.data.coming import Coming
 from quire.data.plan import Masks
 from quire.kernels.triton.sampling import FREE, LATER
 from quire.sched.constraints import _Room
@@ -63,6 +66,37 @@ def test_every_draw_finds_its_mask(draws: Draws) -> None:
             else:
                 words = found[mask * width : (mask + 1) * width].numpy().view(np.uint32)
                 assert (words == expected[place]).all(), f"step {step}, draw {place}"
+
+
+class Signals:
+    """Of a stream that waits for the host: which were asked for, which were given."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.raised: list[int] = []
+
+    def hold(self) -> Callable[[], None]:
+        self.held += 1
+        return partial(self.raised.append, self.held)
+
+
+def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: Draws) -> None:
+    """Unless their memory was never seen: to pin it may take what the stream waits for."""
+    signals = Signals()
+    draws._signal = signals  # type: ignore[assignment]
+    rows, room = np.arange(2, dtype=np.int32), _Room()
+    unseen = Masks(rows, room.take(2, 3), coming=Coming())
+    assert unseen.coming is not None
+    filling = threading.Timer(0.01, unseen.coming.arrive)
+    filling.start()
+    assert draws.send(unseen, rows) and unseen.coming is None and not signals.held
+    for number, count in enumerate((2, 1, 2), 1):
+        coming = Coming()
+        assert draws.send(Masks(rows[:count], room.take(count, 3), coming=coming), rows)
+        assert signals.held == number and len(signals.raised) == number - 1
+        coming.arrive()
+        assert signals.raised[-1] == number
+    filling.join(60)
 
 
 def test_masks_for_which_there_is_no_room_are_not_sent(draws: Draws) -> None:
