@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ class NoStream:
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draws]:
-    for name in ("Stream", "Event", "current_stream", "set_stream"):
+    for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
     monkeypatch.setattr(module, "pin", lambda memory: True)
@@ -68,8 +70,8 @@ def test_every_draw_finds_its_mask(draws: Draws) -> None:
                 assert (words == expected[place]).all(), f"step {step}, draw {place}"
 
 
-class Signals:
-    """Of a stream that waits for the host: which were asked for, which were given."""
+class Beside:
+    """A stream that waits for the host: how often it was held up, and which waits are over."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -79,23 +81,26 @@ class Signals:
         self.held += 1
         return partial(self.raised.append, self.held)
 
+    def bring(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        into[: len(source)] = source
+
 
 def test_masks_that_are_coming_hold_up_the_stream_and_not_the_host(draws: Draws) -> None:
     """Unless their memory was never seen: to pin it may take what the stream waits for."""
-    signals = Signals()
-    draws._signal = signals  # type: ignore[assignment]
+    beside = Beside()
+    draws._courier = beside  # type: ignore[assignment]
     rows, room = np.arange(2, dtype=np.int32), _Room()
     unseen = Masks(rows, room.take(2, 3), coming=Coming())
     assert unseen.coming is not None
     filling = threading.Timer(0.01, unseen.coming.arrive)
     filling.start()
-    assert draws.send(unseen, rows) and unseen.coming is None and not signals.held
+    assert draws.send(unseen, rows) and unseen.coming is None and not beside.held
     for number, count in enumerate((2, 1, 2), 1):
         coming = Coming()
         assert draws.send(Masks(rows[:count], room.take(count, 3), coming=coming), rows)
-        assert signals.held == number and len(signals.raised) == number - 1
+        assert beside.held == number and len(beside.raised) == number - 1
         coming.arrive()
-        assert signals.raised[-1] == number
+        assert beside.raised[-1] == number
     filling.join(60)
 
 

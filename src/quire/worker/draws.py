@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.data.coming import Coming
 from quire.data.plan import Ints, Masks
 from quire.kernels.triton.sampling import FREE, LATER, Confined, sample
 from quire.sampling.chance import Asked
-from quire.worker.signal import open_signal
+from quire.worker.courier import open_courier
 from quire.worker.sleep import pin, unpin
 
 _NUM_PAGES = 3
@@ -64,7 +63,7 @@ class Draws:
         self._host = HostMemory()
         self._stream, self._main = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         self._sent, self._applied = torch.cuda.Event(), torch.cuda.Event()
-        self._signal = open_signal(self._stream)
+        self._courier = open_courier(self._stream)
         self._placed = b""
 
     def confined(self, count: int) -> Confined:
@@ -80,27 +79,24 @@ class Draws:
         width = masks.bits.shape[1]
         placed = at.tobytes() + width.to_bytes(4, "little")
         self._applied.wait(self._stream)
-        torch.cuda.set_stream(self._stream)  # the context manager for it takes longer than all else here
-        try:
-            if placed != self._placed:
+        if placed != self._placed:
+            with torch.cuda.stream(self._stream):
                 self._place(at, width)
-                self._placed = placed
-            if masks.coming is not None:
-                self._hold(masks, masks.coming)
-            if masks.bits.size:
-                self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
-        finally:
-            torch.cuda.set_stream(self._main)
+            self._placed = placed
+        self._bring(masks)
         self._sent.record(self._stream)
         self._sent.wait(self._main)
         return True
 
-    def _hold(self, masks: Masks, coming: Coming) -> None:
-        """The stream, or this thread: where memory is still to be pinned nobody may be waiting."""
-        if self._signal is None or not self._host.has(masks.bits):
-            masks.wait()
-        else:
-            coming.then(self._signal.hold())
+    def _bring(self, masks: Masks) -> None:
+        if self._courier is not None and self._host.has(masks.bits):
+            if masks.coming is not None:
+                masks.coming.then(self._courier.hold())
+            self._courier.bring(self._host.of(masks.bits), self._bits)
+        elif masks.bits.size:
+            masks.wait()  # to pin memory may take what a stream waits for
+            with torch.cuda.stream(self._stream):
+                self._bits[: masks.bits.size].copy_(self._host.of(masks.bits), non_blocking=True)
 
     def _place(self, at: Ints, width: int) -> None:
         page = next(self._pages)
