@@ -1,5 +1,6 @@
 """A thread that works beside its owner."""
 
+import sys
 import threading
 
 import pytest
@@ -29,6 +30,13 @@ def test_work_goes_on_beside_and_its_error_comes_to_who_waits() -> None:
         else:
             beside.wait()
     assert done == [0, 1, 2]
+
+
+def test_who_works_beside_has_the_interpreter_soon_and_others_as_before() -> None:
+    usual, beside, seen = sys.getswitchinterval(), Beside("test-beside"), list[float]()
+    beside.begin(lambda: seen.append(sys.getswitchinterval()))
+    beside.wait()
+    assert seen[0] < usual == sys.getswitchinterval()
 
 
 def test_the_thread_ends_with_its_owner() -> None:
