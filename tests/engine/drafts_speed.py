@@ -1,5 +1,5 @@
 """Decodes with prompt lookup against plain ones on a GPU, with random weights, whose text soon repeats:
-`python tests/engine/drafts_speed.py CONFIG_DIR [DRAFTS]`."""
+`python tests/engine/drafts_speed.py CONFIG_DIR [DRAFTS]`; `... CONFIG_DIR DRAFTS wrong`: none ever holds."""
 
 import collections
 import gc
@@ -19,7 +19,7 @@ from quire.bench.gpu import prompts_of
 from quire.worker.cuda import Cuda
 
 BATCHES = (1, 8, 32)
-LENGTH = 256
+LENGTH, WRONG = 256, 560
 TRACED = 32
 FIRST, RECORDED = 40, 30
 """Steps."""
@@ -95,23 +95,45 @@ def traced(llm: LLM, steps: Steps, name: str) -> None:
         print(f"    {spent[kernel] / RECORDED:8.1f} us a step  {kernel}")
 
 
+def opened(config_dir: str, **more: Any) -> LLM:
+    began = time.perf_counter()
+    llm = LLM(
+        config_dir,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=4096,
+        max_num_seqs=64,
+        disable_log_stats=True,
+        **more,
+    )
+    print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
+    return llm
+
+
+def wrong(config_dir: str, num_drafts: int) -> None:
+    """What drafts cost that never hold, from the first step of an engine on; plain and with them in turns."""
+    lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
+    never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * num_drafts}
+    drafting = opened(config_dir, num_gpu_blocks_override=4000, speculative_config=lookup | never)
+    plain = opened(config_dir, num_gpu_blocks_override=4000)
+    generate(plain, BATCHES[-1], 20)
+    for batch in sorted(BATCHES * 2):
+        took = [generate(llm, batch, WRONG) - generate(llm, batch, 1) for llm in (plain, drafting, plain)]
+        each, ratio = [1000 * seconds / (WRONG - 1) for seconds in took], min(took[::2]) / took[1]
+        print(
+            f"batch {batch:3}: plain {each[0]:.3f}, {each[2]:.3f}, with drafts {each[1]:.3f} ms a step: "
+            f"{ratio:.3f}x",
+            flush=True,
+        )
+
+
 def main(config_dir: str, num_drafts: int = 4) -> None:
     steps = Steps()
     lookup = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2}
     for name, more in (("plain", {}), ("ngram", {"speculative_config": lookup})):
-        began = time.perf_counter()
-        llm = LLM(
-            config_dir,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-            max_model_len=4096,
-            max_num_seqs=64,
-            gpu_memory_utilization=0.5,
-            disable_log_stats=True,
-            **more,
-        )
-        print(f"{name}: started in {time.perf_counter() - began:.1f} s", flush=True)
+        print(name, end=": ")
+        llm = opened(config_dir, gpu_memory_utilization=0.5, **more)
         rates(llm, steps, name)
         traced(llm, steps, name)
         del llm
@@ -120,4 +142,7 @@ def main(config_dir: str, num_drafts: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    if sys.argv[3:] == ["wrong"]:
+        wrong(sys.argv[1], int(sys.argv[2]))
+    else:
+        main(sys.argv[1], *map(int, sys.argv[2:]))

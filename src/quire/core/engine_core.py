@@ -117,5 +117,8 @@ class EngineCore:
         scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the workers."""
-        self.pipeline.close()
+        """End the workers; what waits on a device for masks has them by then."""
+        try:
+            self.scheduler.constraints.forget()
+        finally:
+            self.pipeline.close()
