@@ -5,21 +5,7 @@ from dataclasses import dataclass
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.parts import part, text_part, token_id
-
-
-@dataclass(frozen=True, slots=True)
-class WhisperFacts:
-    """An encoder of sounds."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    mels: int
-    """Pitches of a moment."""
-    positions: int
-    """States of the longest sound; each is of two moments."""
-    activation: str
+from quire.config.media.whisper import WhisperFacts, encoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +24,7 @@ class QwenAudioFacts:
     @property
     def moments(self) -> int:
         """Of what the encoder hears at once."""
-        return 2 * self.encoder.positions
+        return self.encoder.moments
 
     @property
     def tokens(self) -> int:
@@ -46,23 +32,10 @@ class QwenAudioFacts:
         return self.encoder.positions // 2
 
 
-def whisper(audio: Keys) -> WhisperFacts:
-    """What is not said is as in Whisper-large-v3; the files of some have the names of today's models."""
-    return WhisperFacts(
-        layers=audio.size("encoder_layers", audio.size("num_hidden_layers", 32)),
-        hidden=audio.size("d_model", audio.size("hidden_size", 1280)),
-        intermediate=audio.size("encoder_ffn_dim", audio.size("intermediate_size", 5120)),
-        heads=audio.size("encoder_attention_heads", audio.size("num_attention_heads", 20)),
-        mels=audio.size("num_mel_bins", 128),
-        positions=audio.size("max_source_positions", 1500),
-        activation=audio.get("activation_function") or "gelu",
-    )
-
-
 def qwen2_audio(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys, default="qwen2")
     tower = QwenAudioFacts(
-        encoder=whisper(part(keys, "audio_config")),
+        encoder=encoder_of(part(keys, "audio_config")),
         size_out=text.size("hidden_size"),
         audio_id=token_id(keys, "audio_token_index", "audio_token_id", default=151646),
     )
@@ -72,7 +45,7 @@ def qwen2_audio(keys: Keys) -> tuple[Keys, MediaFacts]:
 def audio_flamingo3(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys, default="qwen2")
     tower = QwenAudioFacts(
-        encoder=whisper(part(keys, "audio_config")),
+        encoder=encoder_of(part(keys, "audio_config")),
         size_out=text.size("hidden_size"),
         audio_id=token_id(keys, "audio_token_id", default=151669),
         activation=keys.get("projector_hidden_act") or "gelu",

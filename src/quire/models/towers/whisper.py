@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.config.media.qwen_audio import WhisperFacts
+from quire.config.media.whisper import WhisperFacts
 from quire.kernels.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
