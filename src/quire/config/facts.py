@@ -184,6 +184,11 @@ class MediaFacts:
     """How many layers, from the first on, are given further vectors of an item to add to their states."""
     is_whole: bool = False
     """Whether the tokens of an item see each other in both directions: no step may divide one."""
+    crossed: int = 0
+    """Where no tokens stand for an item, and all of the sequence see its vectors: how many these are. Each
+    prompt has one item then. 0: tokens stand for items."""
+    transcribes: bool = False
+    """Whether it writes down what it hears: what /v1/audio/transcriptions and /translations are for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ Arrays = dict[str, Array]
 TABLE = "table"
 """One of these, [3, 256] float32: what each byte of "pixels" [..., 3, height, width] stands for, by colour.
 The tower is given those numbers."""
+_NEVER = 1 << 31
 _ITEM_BYTES = 512
 """What an item takes beside its numbers."""
 
@@ -55,7 +56,7 @@ class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     offset: int
     """Where its span begins in the prompt."""
     length: int
-    """Tokens of its span."""
+    """Tokens of its span; 0: none stands for it, and all of the sequence see it."""
     runs: list[tuple[int, int]] = []
     """The tokens of the span in whose place its vectors stand: first, and how many. Empty: all of them."""
     arrays: Arrays | None = None
@@ -63,7 +64,8 @@ class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
 
     @property
     def end(self) -> int:
-        return self.offset + self.length
+        """What lies behind has no need of it."""
+        return self.offset + self.length if self.length else _NEVER
 
     @property
     def num_vectors(self) -> int:
@@ -97,7 +99,8 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
         found = list(tokens)
         for item in self.items:
             (number,) = struct.unpack_from("<I", item.key)
-            found[item.offset : item.end] = range(number, number + item.length)
+            marks = range(number, number + max(item.length, 1))
+            found[item.offset : item.offset + item.length] = marks
         return found
 
     def keys_of(self, start: int, end: int) -> bytes:

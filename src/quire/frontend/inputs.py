@@ -214,7 +214,8 @@ class InputProcessor:
         if len(text) > self.max_model_len * 256:
             raise self._too_long(len(text) // 256, "at least ")
         spelled = self.media.spelled(text) if prepared else text
-        token_ids = self.tokenizer.encode(spelled, add_special_tokens=add_special_tokens)
+        with_special = add_special_tokens and not self.media.crossed
+        token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
 
     def _from_embeds(self, given: Any, text: str | None, salt: str | None) -> Prompt:
@@ -301,6 +302,7 @@ class InputProcessor:
         self._check_lora(lora)
         if self.pooling is not None:
             raise RequestError(GENERATES_NOT)
+        self.media.require(prompt.media)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs is not compatible with prompt embeds.", param="prompt_logprobs"

@@ -1,6 +1,7 @@
 """The media of prompts: which and how many a model takes, and how `multi_modal_data` brings them."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.multimodal.spans import place
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
+_RAISE = " Set `--limit-mm-per-prompt` to increase this limit."
 
 
 class MediaReader:
@@ -41,6 +43,7 @@ class MediaReader:
         takes_embeds: bool = False,
         interleaves: bool = False,
         max_span: int | None = None,
+        crossed: bool = False,
     ) -> None:
         """An item stands for at most `max_span` tokens; None: for any number."""
         self._model, self._kitchen, self._limits = model, kitchen, limits or {}
@@ -50,6 +53,9 @@ class MediaReader:
         """What is kept of items that were read."""
         self.interleaves = interleaves
         """Whether items keep their places among texts where a template knows only text."""
+        self.crossed = crossed
+        """Whether each prompt has one item, which all of its tokens see. Its text is then as it is: the user
+        writes what begins it."""
 
     @property
     def modalities(self) -> list[str]:
@@ -62,17 +68,25 @@ class MediaReader:
         for modality in dict.fromkeys(item.modality for item in given):
             if self._kitchen is None and self._limits.get(modality, 1):
                 raise RequestError(f"{self._model} is not a multimodal model")
-            limit = self._limits.get(modality, 0)
+            limit = min(self._limits.get(modality, 0), 1 if self.crossed else sys.maxsize)
             known = self._kitchen is not None and modality in self._kitchen.processor.modalities
             if sum(item.modality == modality for item in given) > (limit if known else 0):
                 raise RequestError(
                     f"At most {limit if known else 0} {modality}(s) may be provided in one prompt."
-                    + (" Set `--limit-mm-per-prompt` to increase this limit." if known or not limit else ""),
+                    + ("" if self.crossed or (limit and not known) else _RAISE),
                 )
         for item in given:
             if isinstance(item.source, dict) and not self._takes_embeds:
                 name = f"{item.modality}_embeds"
                 raise RequestError(f"You must set `--enable-mm-embeds` to input `{name}`", param=name)
+
+    def require(self, media: Media | None) -> None:
+        """A prompt that has these has what it needs."""
+        if self.crossed and media is None:
+            raise RequestError(
+                f"{self._model} writes down a sound, and there is none: give multi_modal_data with `audio`",
+                param="multi_modal_data",
+            )
 
     def prepare_now(
         self, given: Sequence[Given], arguments: Options | None = None, reading: Options | None = None
@@ -127,8 +141,9 @@ def media_reader(
     section, media = config.multimodal, config.checkpoint.facts.media
     name = config.model.served_model_name[0]
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
+    crossed = media is not None and media.crossed > 0
     if media is None or tokenizer is None:  # whose marks are texts
-        return MediaReader(name, limits=limits)
+        return MediaReader(name, limits=limits, crossed=crossed)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
     if section.mm_processor_cache_type == "shm" and max_bytes(section):
         log.warning("mm_processor_cache_type=shm is not built: processed items are kept as with lru")
@@ -141,6 +156,7 @@ def media_reader(
         takes_embeds=section.enable_mm_embeds,
         interleaves=section.interleave_mm_strings,
         max_span=max_span(config),
+        crossed=crossed,
     )
 
 

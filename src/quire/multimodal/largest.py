@@ -23,9 +23,11 @@ def largest_items(
     path: Path, media: MediaFacts, section: MultimodalSection, tokenizer: Tokenizer | None, longest: int
 ) -> dict[str, int]:
     """By modality that prompts may have: the vectors of the largest, at most as many as the `longest` prompt
-    has tokens. Without a tokenizer nobody knows better."""
+    has tokens. Without a tokenizer nobody knows better. Those that no tokens stand for are all alike."""
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     names = [name for name in media.modalities if limits[name]]
+    if media.crossed:
+        return dict.fromkeys(names, media.crossed)
     if tokenizer is None:
         return dict.fromkeys(names, longest)
     processor: Processor = PROCESSORS[media.family](path, media, tokenizer)

@@ -19,8 +19,10 @@ def place(
     token_ids: Sequence[int], prepared: Sequence[Prepared], processor: Processor
 ) -> tuple[list[int], Media]:
     """The tokens with all spans in their places. Items of a modality go to its marks in their order; a prompt
-    may also have the spans already."""
+    may also have the spans already. Items of a modality without a mark have no span."""
     marks = {each.modality: tuple(processor.marks(each.modality)) for each in prepared}
+    if not all(marks.values()):
+        return list(token_ids), Media([_item(0, each) for each in prepared])
     joined = processor.joined if isinstance(processor, Joins) else _apart
     found = _marks_in(token_ids, marks)
     if len(found) != len(prepared):

@@ -64,6 +64,7 @@ FAMILIES = {
     "SeedOssForCausalLM": Family("seed_oss", dense.seed_oss),
     "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
     "Starcoder2ForCausalLM": Family("starcoder2", dense.starcoder2),
+    "WhisperForConditionalGeneration": Family("whisper", dense.whisper),
     "Gemma2ForCausalLM": Family("gemma2", windows.gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3),
     "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),

@@ -391,6 +391,30 @@ def opt(keys: Keys) -> ArchFacts:
     )
 
 
+def whisper(keys: Keys) -> ArchFacts:
+    """Its decoder."""
+    hidden, num_layers = keys.size("d_model", 384), keys.size("decoder_layers", 4)
+    return decoder(
+        keys.but(
+            hidden_size=hidden,
+            num_attention_heads=keys.size("decoder_attention_heads", 6),
+            num_hidden_layers=num_layers,
+            num_key_value_heads=None,
+            head_dim=None,
+            max_position_embeddings=keys.size("max_target_positions", 448),
+            activation_function=keys.get("activation_function") or "gelu",
+        ),
+        turning=[False] * num_layers,
+        learned_positions=True,
+        intermediate=keys.size("decoder_ffn_dim", 4 * hidden),
+        activation_key="activation_function",
+        norm_eps=1e-5,
+        embed_scale=hidden**0.5 if keys.flag("scale_embedding") else 1.0,
+        unused=r"^proj_out\.weight$",
+        **_all_biased(keys),
+    )
+
+
 def _all_biased(keys: Keys, biased: bool = True) -> dict[str, Any]:
     """Layer norms with biases, and linear layers with or without."""
     return {

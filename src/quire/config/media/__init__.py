@@ -11,6 +11,7 @@ import quire.config.media.llava as llava
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
+import quire.config.media.whisper as whisper
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 
@@ -38,6 +39,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "LlavaOnevisionForConditionalGeneration": anyres.llava_onevision,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "WhisperForConditionalGeneration": whisper.whisper,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
 one of the families of decoders), and what it says of the rest."""

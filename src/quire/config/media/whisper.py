@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 
 
@@ -36,3 +37,8 @@ def encoder_of(audio: Keys) -> WhisperFacts:
         positions=audio.size("max_source_positions", 1500),
         activation=audio.get("activation_function") or "gelu",
     )
+
+
+def whisper(keys: Keys) -> tuple[Keys, MediaFacts]:
+    encoder = encoder_of(keys)
+    return keys, MediaFacts("whisper", ("audio",), encoder, crossed=encoder.positions, transcribes=True)

@@ -61,7 +61,8 @@ class Processor(Protocol):
     modalities: tuple[str, ...]
 
     def marks(self, modality: str) -> list[int]:
-        """The tokens that stand for one item in a prompt as templates write it, mostly a single one."""
+        """The tokens that stand for one item in a prompt as templates write it, mostly a single one; none
+        where all tokens see it."""
 
     def text(self, modality: str, number: int) -> str:
         """The text of that, for templates that know no media: put in front of a message's text. `number` is
@@ -125,5 +126,6 @@ PROCESSORS: LazyTable = LazyTable(
         "llava_next": "quire.multimodal.families.anyres:AnyresProcessor",
         "llava_onevision": "quire.multimodal.families.anyres:AnyresProcessor",
         "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
+        "whisper": "quire.multimodal.families.whisper:WhisperProcessor",
     },
 )
