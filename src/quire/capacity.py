@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
+from quire.config.layout import DTYPE_BYTES as DTYPE_BYTES
 from quire.config.layout import CacheLayout
 from quire.errors import ConfigError
 
@@ -21,7 +22,6 @@ MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
 _TAPED_TIMES = 2
 """Blocks of their pool are powers of two, and smaller decodes may come first."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def human(num_bytes: float) -> str:
@@ -49,8 +49,15 @@ def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:
 
 
 def max_vectors(config: EngineConfig) -> int:
-    """Of images, videos and sounds: the most that one step makes, and the most that are kept."""
+    """Of images, videos and sounds: the most that one step makes."""
     return max([config.scheduler.max_num_batched_tokens, *config.largest_items.values()])
+
+
+def max_kept(config: EngineConfig) -> int:
+    """The most that are kept: of items that no tokens stand for one for each row."""
+    media = config.checkpoint.facts.media
+    crossed = 0 if media is None else media.crossed
+    return config.scheduler.max_num_seqs * crossed or max_vectors(config)
 
 
 def max_span(config: EngineConfig) -> int | None:
@@ -135,7 +142,8 @@ def size_cache(
         return layout.blocks_of(num_tokens, block_size=block_size, max_chunk=chunk)
 
     per_block = layout.block_bytes(block_size, DTYPE_BYTES[kv_dtype])
-    states = layout.bytes_per_row * (num_rows + 1)
+    per_row = layout.row_bytes(DTYPE_BYTES[kv_dtype])
+    states = per_row * (num_rows + 1)
     num_blocks = room.num_blocks_override
     if num_blocks is None:
         most = (num_rows - 1) * blocks_of(max_model_len, 1) + blocks_of(max_model_len) + 1
@@ -147,7 +155,7 @@ def size_cache(
     if longest < max_model_len and not (auto_fit and longest > 0):
         needed_blocks = blocks_of(max_model_len) + 1
         needed = states + needed_blocks * per_block
-        rows = (max(room.kv_bytes, 0) - needed_blocks * per_block) // max(layout.bytes_per_row, 1) - 1
+        rows = (max(room.kv_bytes, 0) - needed_blocks * per_block) // max(per_row, 1) - 1
         fewer = f"--max-num-seqs {rows}" if states and 0 < rows < num_rows else ""
         raise ConfigError(_too_small(room, needed_blocks, needed, max_model_len, longest, fewer))
     num_tokens = usable * block_size * -(-longest // block_size) // blocks_of(longest, 1)

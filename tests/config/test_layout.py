@@ -88,7 +88,7 @@ def test_a_window_that_no_sequence_outgrows_is_none() -> None:
 def test_states_have_no_pages() -> None:
     specs = [STATE, FULL, None, STATE]
     made = layout(specs, 100)
-    assert made.places == {1: (0, 0)} and made.bytes_per_row == 200
+    assert made.places == {1: (0, 0)} and made.row_bytes(4) == 200
     assert has_states(specs) and not has_states([FULL, None])
     assert layout([STATE], 100).slabs == ()
 
@@ -115,6 +115,6 @@ def test_a_stage_has_the_groups_of_all_and_room_for_its_own_layers() -> None:
     assert first.windows == second.windows == whole.windows == (None, 6)
     assert first.places == {1: (0, 0), 0: (1, 0), 2: (1, 1)} and len(first.slabs) == 2
     assert second.places == {3: (0, 0)} and len(second.slabs) == 1
-    assert (first.bytes_per_row, second.bytes_per_row) == (0, whole.bytes_per_row)
+    assert (first.row_bytes(4), second.row_bytes(4)) == (0, whole.row_bytes(4))
     assert whole.of(range(4, 5)).slabs == ()
     assert whole.of(range(5)) == whole

@@ -1,7 +1,7 @@
 """Tiny models that hear, with their transformers twins."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,48 @@ def save_flamingo(path: Path) -> tuple[Any, Any]:
         audio_token_id=processor.audio_token_id,
     )
     return _saved(path, "AudioFlamingo3ForConditionalGeneration", config, processor), processor
+
+
+STARTS = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+
+
+def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
+    """The model and the processor."""
+    import transformers as hf
+
+    marks = [f"<|{name}|>" for name in ("endoftext", *STARTS[2:-2].split("|><|"))]
+    tokenizer = make_tokenizer(marks)
+    tokenizer.eos_token = marks[0]
+    features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    config = hf.WhisperConfig(
+        vocab_size=160,
+        num_mel_bins=20,
+        d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=40,
+        decoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_source_positions=SECONDS * 50,
+        max_target_positions=64,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.convert_tokens_to_ids(marks[1]),
+        init_std=0.2,
+        **settings,
+    )
+    model = save_tiny(path, "WhisperForConditionalGeneration", config, features)
+    tokenizer.save_pretrained(path)
+    return model, Heard(features, tokenizer)
+
+
+class Heard(NamedTuple):
+    """What a processor has: transformers' own wants a tokenizer of Whisper."""
+
+    features: Any
+    tokenizer: Any
 
 
 def _saved(path: Path, architecture: str, config: Any, processor: Any) -> Any:

@@ -63,6 +63,9 @@ class Batch:
     """What the attention backend's `plan(batch)` made of all this, once per step."""
     state: Any = None
     """The same for layers that keep a state."""
+    crossed: "Batch | None" = None
+    """The same tokens as they see what none of them stands for: each as a sequence of its own. Made by models
+    that have such layers."""
     others: "tuple[Batch, ...]" = ()
     """The same batch as groups of layers see it that have blocks of their own: slots, block tables and
     attention differ."""

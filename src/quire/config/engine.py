@@ -10,7 +10,7 @@ from quire.config.draft import Draft
 from quire.config.env import Env
 from quire.config.experts import with_experts
 from quire.config.facts import ArchFacts
-from quire.config.layout import cache_specs, has_states
+from quire.config.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.pooling import PoolingFacts, settle
@@ -420,7 +420,7 @@ def _with_room_for_states(
 ) -> dict[str, Any]:
     """Every row of a model with states has memory of its own: unless the user says how many there are, as
     many as leave most of it to weights and pages."""
-    per_row = sum(spec.bytes_per_row for spec in cache_specs(facts) if spec is not None)
+    per_row = row_bytes(cache_specs(facts), DTYPE_BYTES[cache.kv_cache_dtype])
     if not per_row or "max_num_seqs" in values:
         return values
     room = cache.kv_cache_memory_bytes or cache.kv_cache_memory_limit

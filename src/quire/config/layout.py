@@ -10,6 +10,9 @@ from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 
 _MAX_WASTE = 1.25
 """Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+CROSSED_BLOCK = 16
+"""Vectors of an item that no tokens stand for, where they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +20,24 @@ class CacheSpec:
     """What one layer keeps of the tokens that it has seen."""
 
     kind: str
-    """full | window | latent: pages of tokens; state: a fixed size for each row"""
+    """full | window | latent: pages of tokens; state, crossed: a fixed size for each row"""
     planes: int = 2
     """Tensors of its own that each page lies in: keys and values, or one latent."""
     numbers: int = 0
-    """Of one token in one plane."""
+    """Of one token in one plane; of one row, where all layers see an item that no tokens stand for."""
     window: int | None = None
     """How many tokens, itself included, a token sees; None: all before it."""
     bytes_per_row: int = 0
     """`state` only."""
+
+    @property
+    def is_paged(self) -> bool:
+        return self.kind not in ("state", "crossed")
+
+    def row_bytes(self, bytes_per_number: int) -> int:
+        """What a row has of its own, where each has."""
+        crossed = self.planes * self.numbers * bytes_per_number if self.kind == "crossed" else 0
+        return self.bytes_per_row + crossed
 
     @property
     def page(self) -> tuple[int, int]:
@@ -101,10 +113,9 @@ class CacheLayout:
         groups = (replace(group, window=group.window and group.window + more) for group in self.groups)
         return CacheLayout(self.specs, tuple(groups))
 
-    @property
-    def bytes_per_row(self) -> int:
-        """What the states of one row take."""
-        return sum(spec.bytes_per_row for spec in self.specs if spec is not None)
+    def row_bytes(self, bytes_per_number: int) -> int:
+        """What one row takes beside pages."""
+        return row_bytes(self.specs, bytes_per_number)
 
     def block_bytes(self, block_size: int, bytes_per_number: int) -> int:
         return sum(self.slabs) * block_size * bytes_per_number
@@ -126,12 +137,17 @@ def has_states(specs: Sequence[CacheSpec | None]) -> bool:
     return any(spec is not None and spec.kind == "state" for spec in specs)
 
 
+def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int) -> int:
+    """What each row has of its own, beside pages."""
+    return sum(spec.row_bytes(bytes_per_number) for spec in specs if spec is not None)
+
+
 def layout(specs: Sequence[CacheSpec | None], max_len: int) -> CacheLayout:
     """Layers that see as far as each other go into groups of about equal size, since a block of a small group
     leaves slabs unused. Those whose pages are not like most others', as a draft's may be, share no memory
     with them: they lie in a group that keeps all. Where that takes more than to keep all of every layer, all
     are that one group."""
-    paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.kind != "state"}
+    paged = {layer: spec for layer, spec in enumerate(specs) if spec is not None and spec.is_paged}
     whole = CacheLayout(tuple(specs), (CacheGroup(None, tuple(paged)),))
     by_window: dict[int | None, list[int]] = {}
     odd = _odd(paged)
@@ -173,10 +189,20 @@ def _useful(window: int | None, max_len: int) -> int | None:
 
 
 def cache_specs(facts: ArchFacts) -> tuple[CacheSpec | None, ...]:
-    """What each layer of a model keeps; an encoder's nothing."""
+    """What each layer of a model keeps; an encoder's nothing. Behind them what all keep of an item that no
+    tokens stand for."""
     if facts.encoder is not None:
         return (None,) * len(facts.layers)
-    return tuple(_spec(facts, layer) for layer in facts.layers)
+    specs = tuple(_spec(facts, layer) for layer in facts.layers)
+    if facts.media is None or not facts.media.crossed:
+        return specs
+    return (*specs, crossed_spec(len(specs), facts.media.crossed, facts.kv_heads * facts.head_dim))
+
+
+def crossed_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
+    """Of so many vectors, in whole blocks: each layer's keys and values of so many numbers each."""
+    rounded = -(-num_vectors // CROSSED_BLOCK) * CROSSED_BLOCK
+    return CacheSpec("crossed", numbers=num_layers * rounded * numbers)
 
 
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:

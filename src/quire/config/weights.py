@@ -17,6 +17,7 @@ _PLAIN = {
     "PhiForCausalLM",
     "RobertaModel",
     "Starcoder2ForCausalLM",
+    "WhisperForConditionalGeneration",
     "XLMRobertaModel",
 }
 """Architectures whose feed-forward half has no gate."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.capacity import MAX_DRAWS, CacheSize, max_span, max_vectors
+from quire.capacity import MAX_DRAWS, CacheSize, max_kept, max_span, max_vectors
 from quire.config.engine import EngineConfig
 from quire.core.engine_core import EngineCore
 from quire.core.lockstep import open_lockstep
@@ -80,7 +80,9 @@ def build_scheduler(
         fair=limits.share_by_key,
         drafting=_drafting(config),
         adapters=adapters,
-        media=EncoderCache(size=max_vectors(config), whole=max_span(config) is not None),
+        media=EncoderCache(
+            size=max_kept(config), most_made=max_vectors(config), whole=max_span(config) is not None
+        ),
     )
 
 

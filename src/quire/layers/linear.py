@@ -237,6 +237,22 @@ class QKVLinear(Linear):
         return None if enter is None else enter(x, entry, adapted=self.point.adapted)
 
 
+class KeysWithoutBias(QKVLinear):
+    """Queries and values have a bias in the checkpoint, keys have none."""
+
+    def targets(self) -> Iterator[Target]:
+        return without_bias(self.part_names[1], super().targets())
+
+
+def without_bias(part: str, targets: Iterator[Target]) -> Iterator[Target]:
+    """Those of a layer of whose parts one has no bias in the checkpoint: it is zero."""
+    for target in targets:
+        if target.name == f"{part}.bias":
+            target.tensor.zero_()
+        else:
+            yield target
+
+
 class GateUpLinear(Linear):
     """The gate and the up projection of a gated MLP in one product, and act(gate) * up. `names` are theirs in
     the checkpoint, or one of both."""

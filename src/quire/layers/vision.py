@@ -13,7 +13,7 @@ from quire.kernels.activations import ACTIVATIONS
 from quire.kernels.encoder import Angles as Angles
 from quire.kernels.encoder import Spans
 from quire.layers.encoder import attend_on, turn_on
-from quire.layers.linear import ColumnLinear, GateUpLinear, QKVLinear, RowLinear
+from quire.layers.linear import ColumnLinear, GateUpLinear, KeysWithoutBias, QKVLinear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
 from quire.quant.plain import Plain
@@ -66,7 +66,7 @@ class VisionAttention(nn.Module):
         head_dim = head_dim or hidden // heads
         scope = _within(scope, heads)
         self.attend, self.turn = attend_on(scope.device), turn_on(scope.device)
-        kind = QKVLinear if key_bias or not bias else _KeysWithoutBias
+        kind = QKVLinear if key_bias or not bias else KeysWithoutBias
         self.qkv = kind(
             hidden,
             heads,
@@ -94,17 +94,6 @@ class VisionAttention(nn.Module):
         q, k, v = heads.split(self.qkv.heads, 1)
         out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
         return out
-
-
-class _KeysWithoutBias(QKVLinear):
-    """Queries and values have a bias in the checkpoint, keys have none."""
-
-    def targets(self) -> Iterator[Target]:
-        for target in super().targets():
-            if target.name == f"{self.part_names[1]}.bias":
-                target.tensor.zero_()
-            else:
-                yield target
 
 
 class VisionMLP(nn.Module):

@@ -35,6 +35,7 @@ MODELS = LazyTable(
         "SeedOssForCausalLM": "quire.models.llama:Llama",
         "SmolLM3ForCausalLM": "quire.models.llama:Llama",
         "Starcoder2ForCausalLM": "quire.models.gpt2:Starcoder2",
+        "WhisperForConditionalGeneration": "quire.models.whisper:Whisper",
         "Gemma2ForCausalLM": "quire.models.gemma:Gemma",
         "Gemma3ForCausalLM": "quire.models.gemma:Gemma",
         "GptOssForCausalLM": "quire.models.llama:Llama",

@@ -22,12 +22,13 @@ class Attention(nn.Module):
     fused_name, out_name = "qkv_proj", "o_proj"
     num_inputs = 1
     """How many vectors of the hidden size it reads of each token, side by side."""
+    Product: type[QKVLinear] = QKVLinear
     by_head = False
     """Whether what is fused has query, key and value of one head beside each other."""
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
-        self.qkv = QKVLinear(
+        self.qkv = self.Product(
             self.num_inputs * facts.hidden,
             facts.heads,
             facts.kv_heads,

@@ -60,8 +60,9 @@ def _cache_bytes(fit: Fit, context: int) -> int:
     assert fit.config is not None
     kept = bytes_of_cache(fit.config)
     specs = [spec for spec in cache_specs(fit.config.checkpoint.facts) if spec is not None]
-    seen = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in specs)
-    return kept * sum(seen) + sum(spec.bytes_per_row for spec in specs)
+    paged = [spec for spec in specs if spec.is_paged]
+    seen = (min(context, spec.window or context) * spec.planes * spec.numbers for spec in paged)
+    return kept * sum(seen) + sum(spec.row_bytes(kept) for spec in specs)
 
 
 def _unmet(layer: LayerWeights, batch: int) -> float:

@@ -130,7 +130,7 @@ def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
 
 
 def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
-    """By kind of layer: how many there are, and bytes of a token (of a row, for states) in each."""
+    """By kind of layer: how many there are, and bytes of a token (of a row, for states and items) in each."""
     found: dict[str, tuple[int, int]] = {}
     for spec in cache_specs(checkpoint.facts):
         if spec is not None:
@@ -205,7 +205,7 @@ def cache_of(config: EngineConfig, memory: Memory) -> CacheSize:
     return min(
         (
             size_cache(
-                whole.of({*layers}),
+                whole.of({*layers, *range(len(own.layers), len(whole.specs))}),
                 kv_dtype=kv_dtype(config),
                 block_size=config.cache.block_size,
                 max_model_len=config.model.max_model_len,

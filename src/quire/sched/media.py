@@ -87,10 +87,11 @@ class EncoderCache:
     its tokens is computed. What nobody holds stays until there is no room for it, the oldest goes first.
     """
 
-    def __init__(self, *, size: int = 0, whole: bool = False) -> None:
-        """`size` in vectors: of what one step makes, and of what is kept. Larger items come alone. `whole`
-        ones are not divided between steps."""
+    def __init__(self, *, size: int = 0, most_made: int | None = None, whole: bool = False) -> None:
+        """`size` in vectors: of what is kept, and of what one step makes, unless that is less. Larger items
+        come alone. `whole` ones are not divided between steps."""
         self.size = size
+        self.most_made = size if most_made is None else most_made
         self.whole = whole
         self.shelf = Shelf()
         self.rows: dict[int, _Row] = {}
@@ -204,7 +205,7 @@ class EncoderCache:
             return False
         if entry is None:
             num_made += num_vectors
-            if num_made > self.size and outlook.num_made:
+            if num_made > self.most_made and outlook.num_made:
                 return False
         outlook.num_held, outlook.num_made = num_held, num_made
         outlook.keys.add(item.key)

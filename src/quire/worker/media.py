@@ -1,7 +1,9 @@
 """Media on the device: items go through the tower, and their vectors among those of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from quire.config.engine import EngineConfig
 from quire.data.media import TABLE, Array, Arrays, Item
 from quire.data.plan import StepPlan
 from quire.errors import EngineError
+from quire.layers.crossing import Crossing
 from quire.models.towers import Tower, is_divided
 from quire.sampling.transfer import to_device
 from quire.worker.memory import Needs
@@ -200,19 +203,52 @@ def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
     return found
 
 
+class CrossEncoder(Encoder):
+    """One for items that no tokens stand for: what layers make of their vectors is kept in slots, by the keys
+    of items, in place of the vectors."""
+
+    def __init__(self, crossing: Crossing, tower: Tower, **settings: Any) -> None:
+        super().__init__(tower, **settings)
+        self.crossing = crossing
+        self._slots: dict[bytes, int] = {}
+
+    def step(self, plan: StepPlan, all_rows: Rows) -> None:
+        """Rows see their items from their first step on."""
+        for key in plan.forgotten:
+            self._slots.pop(key, None)
+        if plan.encodes:
+            self._encode(plan.encodes)
+        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if self.kept else []
+        for key, vectors in self.kept.items():
+            if key not in self._slots:
+                self._slots[key] = free.pop()
+            self.crossing.keep(vectors, self._slots[key])
+        self.kept.clear()
+        if new := [row for row in plan.rows.tolist() if row in all_rows.items]:
+            self.crossing.assign(new, [self._slots[all_rows.items.pop(row)[0].key] for row in new])
+
+    def clear(self) -> None:
+        super().clear()
+        self._slots.clear()
+
+    def counted_in(self, needs: Needs, config: EngineConfig) -> Needs:
+        """With what it takes to encode as many as a step may: what is kept counts as the rows' own."""
+        (modality, largest), *_ = config.largest_items.items()
+        return needs.beside(self._peak(modality, largest, max_vectors(config)))
+
+
 def tower_group(config: EngineConfig, group: Group) -> Group:
     """The devices that share the layers of a tower; alone, each has all of them."""
     media, mode = config.checkpoint.facts.media, config.multimodal.mm_encoder_tp_mode
     return group if media is not None and is_divided(media, mode, group.size) else ALONE
 
 
-def open_encoder(
-    config: EngineConfig, tower: Tower | None, group: Group, device: torch.device
-) -> Encoder | None:
-    media = config.checkpoint.facts.media
+def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.device) -> Encoder | None:
+    media, tower = config.checkpoint.facts.media, getattr(model, "tower", None)
     if media is None or tower is None:
         return None
-    return Encoder(
+    kind: Callable[..., Encoder] = partial(CrossEncoder, model.crossing) if media.crossed else Encoder
+    return kind(
         tower,
         hidden=config.checkpoint.facts.hidden,
         levels=media.levels,

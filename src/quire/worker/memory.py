@@ -118,7 +118,7 @@ def bind(
     device: torch.device,
 ) -> None:
     """Give every layer its part of a cache of so many blocks: pages in the slab that it shares with one layer
-    of each other group, or a state for each row and one for padding."""
+    of each other group, or what each row has of its own, and one more for padding."""
     per_number = num_blocks * block_size * kept_as.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(ends[-1] * per_number, device=device)
@@ -126,8 +126,8 @@ def bind(
     for number, layer in zip(keeping, layers, strict=True):
         spec = layer.keeps
         assert spec == layout.specs[number], f"layer {number} keeps {spec}"
-        if spec.kind == "state":
-            memory, group = reserve(num_rows + 1, spec.bytes_per_row, device=device), 0
+        if not spec.is_paged:
+            memory, group = reserve(num_rows + 1, spec.row_bytes(kept_as.itemsize), device=device), 0
         else:
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]

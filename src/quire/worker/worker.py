@@ -124,7 +124,8 @@ class Worker:
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
             whole = whole.keeping(1)  # its own drafts are computed again
         num = len(facts.layers)
-        return whole.of({*self.stage.layers(num), *range(num, num + len(drafting) * self.stage.is_last)})
+        behind = range(num, len(whole.specs)) if self.stage.is_last else ()
+        return whole.of({*self.stage.layers(num), *behind})
 
     @property
     def _reaches(self) -> bool:
@@ -174,8 +175,7 @@ class Worker:
             adapters=slots,
             tower_group=tower_group(config, self.world.tp),
         )
-        tower = getattr(self.model, "tower", None)
-        self.encoder = open_encoder(config, tower, self.world.tp, self.device)
+        self.encoder = open_encoder(config, self.model, self.world.tp, self.device)
         if slots is not None:
             self._open_slots(slots)
         if config.draft is not None and self._own_draft is not None and self.stage.is_last:

@@ -47,6 +47,7 @@ TOWERS = LazyTable(
         "llava_next": "quire.models.towers.anyres:Anyres",
         "llava_onevision": "quire.models.towers.anyres:Anyres",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
+        "whisper": "quire.models.towers.whisper:Whisper",
     },
 )
 

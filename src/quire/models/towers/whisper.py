@@ -1,12 +1,13 @@
 """Whisper's encoder: moments of a sound, two convolutions over them, and layers where all see each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.config.facts import ArchFacts, MediaFacts
 from quire.config.media.whisper import WhisperFacts
 from quire.kernels.encoder import Spans, spans_of
 from quire.layers.norm import LayerNorm
@@ -74,3 +75,31 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x, sounds)
         return list(x.split(lens))
+
+
+class Whisper(nn.Module):
+    """`mel` of an item are [moments + 1, mels], as of any other."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.media is not None
+        self.facts: WhisperFacts = facts.media.tower
+        self.device = scope.device
+        scope = scope / "model" / "encoder"
+        self.encoder = Encoder(self.facts, scope)
+        self.norm = LayerNorm(self.facts.hidden, _EPS, scope / "layer_norm")
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        """Whether so many devices can share its layers."""
+        return bool(media.tower.heads % count == 0)
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        states = self.norm.alone(torch.cat(self.encoder([item["mel"] for item in items])))
+        return list(states.split(self.facts.positions))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        return {"mel": torch.zeros(self.facts.moments + 1, self.facts.mels, device=self.device)}
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        return 1

@@ -1,0 +1,53 @@
+"""Whisper's decoder: three halves a layer, the second of which sees what the encoder made of a sound."""
+
+from torch import Tensor
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.crossing import CrossAttention, Crossing
+from quire.layers.linear import KeysWithoutBias
+from quire.layers.norm import norm_of
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.models.decoder import Decoder, MakesLayer
+from quire.models.gpt2 import OPTAttention, OPTLayer
+
+
+class Attention(OPTAttention):
+    """OPT's, whose keys have no bias."""
+
+    Product = KeysWithoutBias
+
+
+class Layer(OPTLayer):
+    """Attention to tokens, attention to the sound, then feed-forward, each behind a norm."""
+
+    Mixer: MakesLayer = Attention
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__(facts, layer, rope, scope)
+        self.cross_norm = norm_of(facts, scope / "encoder_attn_layer_norm")
+        self.cross = CrossAttention(facts, scope / "encoder_attn")
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x, residual = self.cross_norm(self.attention(x, batch), residual)
+        x, residual = self.mlp_norm(self.cross(x, batch), residual)
+        return self.mlp(x), residual
+
+
+class Whisper(Decoder):
+    """The model."""
+
+    Layer = Layer
+    body, last, head_name = "model.decoder", "layer_norm", "proj_out"
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        assert facts.media is not None, "it says what it hears"
+        layers = [layer.cross for layer in self.layers if isinstance(layer, Layer)]
+        self.crossing = Crossing(layers, facts.media.crossed, scope)
+
+    def forward(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        batch.crossed = self.crossing.seen_in(batch)
+        return super().forward(batch)
