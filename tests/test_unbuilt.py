@@ -40,7 +40,6 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
             RequestError,
             "`kv_transfer_params` is not supported yet; leave it out",
         ),
-        ("prompt key", "encoder_prompt", "a", RequestError, "`encoder_prompt` is not supported yet"),
         (
             "sampling field",
             "trace_decode_token_ids",

@@ -14,7 +14,7 @@ from quire.config.env import Env, warn_unknown
 from quire.config.experts import steps_together
 from quire.config.keys import read_json
 from quire.config.media.caches import check_cache
-from quire.config.media.limits import limits_of, without_unused
+from quire.config.media.limits import check_crossed, limits_of, without_unused
 from quire.config.model import read_checkpoint
 from quire.config.sections import SECTIONS
 from quire.config.shares import check_shares
@@ -55,6 +55,7 @@ def configure(given: Mapping[str, Any], usage: str = "llm") -> EngineConfig:
             trust_remote_code=values.get("trust_remote_code", False),
         )
         checkpoint = replace(checkpoint, facts=without_unused(checkpoint.facts, limits))
+        check_crossed(checkpoint.facts, values)
         if values.get("model") is None or values["model"] in DEFAULT_MODEL_NAMES:
             checkpoint = replace(checkpoint, generation=dict(DEFAULT_MODEL.generation))
         said = _said_of_draft(drafts, draft or path)

@@ -9,7 +9,6 @@ Place = Literal[
     "speculative key",
     "server flag",
     "body field",
-    "prompt key",
     "sampling field",
     "pooling field",
     "call argument",
@@ -73,9 +72,6 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "return_token_offsets": (False,),
         "routed_experts_prompt_start": (0,),
         "vllm_xargs": ({},),
-    },
-    "prompt key": {
-        "encoder_prompt": (),
     },
     "sampling field": {
         "routed_experts_prompt_start": (0,),

@@ -96,8 +96,7 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
         bos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.convert_tokens_to_ids(marks[1]),
-        init_std=0.2,
-        **settings,
+        **({"init_std": 0.6, "tie_word_embeddings": False} | settings),
     )
     model = save_tiny(path, "WhisperForConditionalGeneration", config, features)
     tokenizer.save_pretrained(path)

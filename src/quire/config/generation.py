@@ -21,17 +21,33 @@ _SAMPLING_KEYS = {
 }
 
 
+_UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
+
+
+def unsaid(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
+    """Tokens that no answer has, and that none begins with, of models that write down what they hear."""
+    media, vocab = config.checkpoint.facts.media, config.checkpoint.facts.vocab
+    if media is None or not media.transcribes:
+        return (), ()
+    merged = _merged(config)
+    return tuple(tuple(id for id in merged.get(key) or () if 0 <= id < vocab) for key in _UNSAID_KEYS)
+
+
 def default_sampling(config: EngineConfig) -> dict[str, Any]:
     """Sampling parameters that a request gets where it says nothing, under SamplingParams' names."""
-    source, overrides = config.model.generation_config, config.model.override_generation_config
-    unread = sorted(set(overrides) - set(_SAMPLING_KEYS))
+    unread = sorted(set(config.model.override_generation_config) - {*_SAMPLING_KEYS, *_UNSAID_KEYS})
     if unread:
         warn_once(
             logger,
             f"override_generation_config: {', '.join(unread)} not read; known: {', '.join(_SAMPLING_KEYS)}",
         )
-    merged = {**_generation(source, config.checkpoint), **overrides}
+    merged = _merged(config)
     return {ours: merged[theirs] for theirs, ours in _SAMPLING_KEYS.items() if merged.get(theirs) is not None}
+
+
+def _merged(config: EngineConfig) -> dict[str, Any]:
+    own = _generation(config.model.generation_config, config.checkpoint)
+    return {**own, **config.model.override_generation_config}
 
 
 def _generation(source: str, checkpoint: Checkpoint) -> dict[str, Any]:

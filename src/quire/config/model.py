@@ -20,6 +20,7 @@ from quire.errors import ConfigError, nearest
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+_UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ def _read_directory(
     for key, value in sampling.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise generation.wrong(key, "a number")
+    if media is not None and media.transcribes:
+        sampling |= {key: [*(generation.token_ids(key) or keys.token_ids(key))] for key in _UNSAID_KEYS}
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
     pooling = read_pooling(path, keys, named)
     return Checkpoint(

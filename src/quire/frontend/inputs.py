@@ -18,13 +18,12 @@ from quire.data.pooling import PoolingParams
 from quire.data.request import Request
 from quire.errors import RequestError
 from quire.frontend.embeds import EmbedsReader
-from quire.frontend.media import TEXT_ALONE, MediaReader, items_of
+from quire.frontend.media import TEXT_ALONE, MediaReader, items_of, joined
 from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.grammar import Grammars
 from quire.multimodal.kitchen import Prepared
 from quire.text.tokenizer import Tokenizer
-from quire.unbuilt import UNBUILT, refuse
 
 _POOLED = {
     skip: SamplingParams(
@@ -141,6 +140,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self._placed(self._from_text(prompt, None, add_special_tokens, prepared), prepared)
         if isinstance(prompt, Mapping):
+            prompt = joined(prompt)
             told = {**(prompt.get("mm_processor_kwargs") or {}), **(mm_processor_kwargs or {})}
             given = items_of(prompt)
             ready = prepared or self.media.prepare_now(given, told)
@@ -157,6 +157,7 @@ class InputProcessor:
         """`parse` in an event loop: others go on while the media of the prompt are made ready."""
         prepared: list[Prepared] = []
         if isinstance(prompt, Mapping):
+            prompt = joined(prompt)
             given = items_of(prompt)
             prepared = await self.media.prepare(given, prompt.get("mm_processor_kwargs"))
         return self.parse(prompt, prepared=prepared, **options)
@@ -174,8 +175,6 @@ class InputProcessor:
     def _from_mapping(
         self, prompt: Mapping[str, Any], add_special_tokens: bool, prepared: Sequence[Prepared]
     ) -> Prompt:
-        for key in UNBUILT["prompt key"]:
-            refuse("prompt key", key, prompt.get(key))
         salt = prompt.get("cache_salt")
         if salt is not None and not (isinstance(salt, str) and salt):
             raise RequestError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")

@@ -28,6 +28,7 @@ from quire.multimodal.spans import place
 from quire.text.tokenizer import Tokenizer
 
 log = get_logger(__name__)
+_IDS = "prompt_token_ids"
 _RAISE = " Set `--limit-mm-per-prompt` to increase this limit."
 
 
@@ -161,6 +162,20 @@ def media_reader(
 
 
 # ---- multi_modal_data
+
+
+def joined(prompt: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The prompts of an encoder and of a decoder, where they came as two, as one: the media are the first
+    one's, which has nothing else."""
+    if "encoder_prompt" not in prompt and "decoder_prompt" not in prompt:
+        return prompt
+    heard, said = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
+    if not isinstance(heard, Mapping) or heard.get("prompt") or heard.get("prompt_token_ids"):
+        raise RequestError(
+            "encoder_prompt must be a dict with multi_modal_data, and no text of its own", "encoder_prompt"
+        )
+    own = said if isinstance(said, Mapping) else {"prompt" if isinstance(said, str) else _IDS: said}
+    return {**{key: value for key, value in heard.items() if key not in ("prompt", _IDS)}, **own}
 
 
 def items_of(prompt: Mapping[str, Any]) -> list[Given]:

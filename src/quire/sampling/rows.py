@@ -19,7 +19,7 @@ ALLOWED = 1 << 3
 BANNED = 1 << 4
 """bad_words"""
 HELD = 1 << 5
-"""min_tokens"""
+"""min_tokens, and what the model does not say"""
 BIASED = 1 << 6
 LOGPROBS = 1 << 7
 LISTED = 1 << 8
@@ -112,8 +112,16 @@ class WordTable:
 class SamplingRows:
     """The sampling state of all rows. A row says nothing until `admit` and nothing after `release`."""
 
-    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab: int,
+        device: torch.device,
+        unsaid: tuple[Sequence[int], ...] = ((), ()),
+    ) -> None:
+        """Tokens that are `unsaid` no row samples, the second of them none as its first."""
         self.vocab = vocab
+        self.unsaid = unsaid
         self.device = device
         """Where the logits are that these rows change; the state itself stays on the host."""
         self.flags = np.zeros(max_rows, np.int32)
@@ -165,6 +173,10 @@ class SamplingRows:
         if params.min_tokens and held:
             self.held.add(row, held, prompt_len + params.min_tokens)
             self.flags[row] |= HELD
+        for token_ids, until in zip(self.unsaid, (np.inf, prompt_len + 1), strict=True):
+            if token_ids:
+                self.held.add(row, token_ids, until)
+                self.flags[row] |= HELD
 
     def _admit_logprobs(self, row: int, params: SamplingParams) -> int:
         if params.logprob_token_ids is not None:

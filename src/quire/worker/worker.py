@@ -17,6 +17,7 @@ from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.experts import Eplb
 from quire.config.facts import ArchFacts
+from quire.config.generation import unsaid
 from quire.config.layout import CacheLayout, cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
@@ -123,9 +124,8 @@ class Worker:
         whole = layout((*cache_specs(facts), *drafting), self.config.model.max_model_len)
         if (draft := self.config.draft) is not None and draft.facts.drafts is None:
             whole = whole.keeping(1)  # its own drafts are computed again
-        num = len(facts.layers)
-        behind = range(num, len(whole.specs)) if self.stage.is_last else ()
-        return whole.of({*self.stage.layers(num), *behind})
+        num, end = len(facts.layers), len(whole.specs) if self.stage.is_last else 0
+        return whole.of({*self.stage.layers(num), *range(num, end)})
 
     @property
     def _reaches(self) -> bool:
@@ -205,7 +205,7 @@ class Worker:
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device),
+            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config)),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),

@@ -392,7 +392,7 @@ def opt(keys: Keys) -> ArchFacts:
 
 
 def whisper(keys: Keys) -> ArchFacts:
-    """Its decoder."""
+    """Its decoder; whatever `scale_embedding` says, transformers scales nothing."""
     hidden, num_layers = keys.size("d_model", 384), keys.size("decoder_layers", 4)
     return decoder(
         keys.but(
@@ -409,7 +409,6 @@ def whisper(keys: Keys) -> ArchFacts:
         intermediate=keys.size("decoder_ffn_dim", 4 * hidden),
         activation_key="activation_function",
         norm_eps=1e-5,
-        embed_scale=hidden**0.5 if keys.flag("scale_embedding") else 1.0,
         unused=r"^proj_out\.weight$",
         **_all_biased(keys),
     )

@@ -9,6 +9,13 @@ from quire.errors import ConfigError, nearest
 
 MODALITIES = ("image", "video", "audio")
 DEFAULT_LIMIT = 999
+_NOT_CROSSED: dict[str, Any] = {
+    "pipeline_parallel_size": 1,
+    "speculative_config": None,
+    "enable_lora": False,
+    "enable_prompt_embeds": False,
+}
+"""What is not built for decoders that see the states of an encoder, and the value that does without."""
 
 
 def limits_of(given: Mapping[str, Any] | None, *, language_model_only: bool) -> dict[str, int]:
@@ -37,4 +44,21 @@ def without_unused(facts: ArchFacts, limits: Mapping[str, int]) -> ArchFacts:
     """The model without a tower, if no prompt may have anything for it."""
     if facts.media is None or any(limits[name] for name in facts.media.modalities):
         return facts
+    if facts.media.crossed:
+        raise ConfigError(
+            f"{facts.architecture} does nothing but hear: leave language_model_only and a "
+            "limit_mm_per_prompt of 0 out"
+        )
     return replace(facts, media=None)
+
+
+def check_crossed(facts: ArchFacts, settings: Mapping[str, Any]) -> None:
+    """Refuse what a decoder that sees the states of an encoder cannot have yet, by name."""
+    if facts.media is None or not facts.media.crossed:
+        return
+    for name, without in _NOT_CROSSED.items():
+        if (settings.get(name) or without) != without:
+            raise ConfigError(
+                f"{name} cannot be had with {facts.architecture}, whose decoder sees the states of an "
+                "encoder: leave it out"
+            )

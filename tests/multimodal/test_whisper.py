@@ -1,0 +1,206 @@
+"""Whisper against transformers: what it hears and what it says, in batches, chunks and again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
+from seeing import close
+
+from quire import LLM, SamplingParams
+from quire.config.model import read_checkpoint
+from quire.errors import ConfigError, RequestError
+from quire.kernels import native
+from quire.multimodal.families import PROCESSORS, Sound
+from quire.text.tokenizer import load_tokenizer
+
+COUNT = 8
+PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=5)
+UNSAID = {"suppress_tokens": [14, 31], "begin_suppress_tokens": [220, 146, 68]}
+TEXTS = ("", " hello there", "x")
+SOUNDS = (sound(SECONDS * RATE + 777, 1), sound(5000, 2), sound(20000, 3))
+
+
+class Twin:
+    """The checkpoint, and transformers' model and parts of it."""
+
+    heard: Heard
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.path = path
+        self.model, self.heard = save_whisper(path, **settings)
+
+    @torch.inference_mode()
+    def says(self, text: str, given: Sound, **settings: Any) -> list[int]:
+        """As `generate` has it, with the tokens in front that the user wrote."""
+        from transformers import GenerationMixin
+
+        inputs = {
+            "input_features": self.features(given.samples),
+            "decoder_input_ids": self.ids(text),
+            "decoder_attention_mask": torch.ones_like(self.ids(text)),
+        }
+        wanted = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False} | settings
+        # Whisper's own `generate` puts tokens in front, and cuts long sounds.
+        out = GenerationMixin.generate(self.model, **inputs, **wanted)
+        said: list[int] = out[0, self.ids(text).shape[1] :].tolist()
+        return said
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int], given: Sound) -> torch.Tensor:
+        features = self.features(given.samples)
+        logits = self.model(input_features=features, decoder_input_ids=torch.tensor([token_ids])).logits
+        return logits[0].log_softmax(-1)
+
+    def features(self, samples: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Of the beginning: theirs cuts as well, but is as loud as the whole."""
+        samples = samples[: SECONDS * RATE]
+        found = self.heard.features(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def ids(self, text: str) -> torch.Tensor:
+        found = self.heard.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp("whisper"))
+
+
+def engine(twin: Twin, **settings: Any) -> LLM:
+    own = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 200} | settings
+    return LLM(str(twin.path), dtype="float32", block_size=4, use_tqdm_on_load=False, **own)
+
+
+@pytest.fixture(scope="module")
+def llm(twin: Twin) -> LLM:
+    return engine(twin)
+
+
+def asked(text: str, given: Sound) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"audio": tuple(given)}}
+
+
+def check(twin: Twin, output: Any, text: str, given: Sound) -> None:
+    """At every place the token that transformers' model finds best, and its logprobs."""
+    prompt_ids = twin.ids(text)[0].tolist()
+    answer = output.outputs[0]
+    assert output.prompt_token_ids == prompt_ids
+    theirs = twin.logprobs([*prompt_ids, *answer.token_ids[:-1]], given)[len(prompt_ids) - 1 :]
+    assert answer.token_ids == theirs.argmax(-1).tolist()
+    for found, expected in zip(answer.logprobs, theirs, strict=True):
+        for token_id, logprob in found.items():
+            assert abs(logprob.logprob - float(expected[token_id])) < 1e-3
+
+
+def test_features_are_those_of_transformers(twin: Twin) -> None:
+    """A sample, a second, as many as there may be, more; at another rate; what cannot be heard."""
+    checkpoint = read_checkpoint(twin.path)
+    media = checkpoint.facts.media
+    assert media is not None and media.transcribes and media.crossed == SECONDS * 50
+    ours = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
+    for count in (1, RATE, SECONDS * RATE, SECONDS * RATE + 777):
+        made = ours.process("audio", sound(count), {})
+        expected = twin.features(sound(count).samples)[0].numpy().T
+        close(made.arrays["mel"].numbers(), np.pad(expected, ((0, 1), (0, 0))), 1e-4)
+        assert (made.token_ids, made.runs) == ([], [(0, media.crossed)])
+    with pytest.raises(RequestError, match="seconds long"):
+        ours.process("audio", sound(SECONDS * RATE + 777), {"truncation": False})
+    with pytest.raises(RequestError, match="not their vectors"):
+        ours.process_embeds("audio", {})
+
+
+def test_what_is_written_down_is_what_transformers_writes(twin: Twin, llm: LLM) -> None:
+    """Other sounds in one batch, in chunks; then again, when beginnings are kept: of these sounds only, and
+    under no other sound. More sounds than rows; one of them for several answers."""
+    told = [(STARTS + text, given) for text, given in zip(TEXTS, SOUNDS, strict=True)]
+    told += [(STARTS + TEXTS[1], SOUNDS[0]), (STARTS + "and so on and on", sound(999, 5)), *told[:1]]
+    for again in (False, True):
+        outputs = llm.generate([asked(*each) for each in told], PARAMS, use_tqdm=False)
+        for output, each in zip(outputs, told, strict=True):
+            check(twin, output, *each)
+            assert not again or output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // 4 * 4
+    (other,) = llm.generate([asked(STARTS + TEXTS[1], sound(3000, 9))], PARAMS, use_tqdm=False)
+    assert other.num_cached_tokens == 0
+    check(twin, other, STARTS + TEXTS[1], sound(3000, 9))
+    several = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=4)
+    (output,) = llm.generate([asked(STARTS, SOUNDS[2])], several, use_tqdm=False)
+    assert len(output.outputs) == 3
+    two = {"audio": tuple(SOUNDS[1])}
+    pair = {"encoder_prompt": {"prompt": "", "multi_modal_data": two}, "decoder_prompt": STARTS + "x"}
+    (output,) = llm.generate([pair], PARAMS, use_tqdm=False)
+    check(twin, output, STARTS + "x", SOUNDS[1])
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_preempted_rows_hear_again(twin: Twin, sharing: bool) -> None:
+    """Also when others had their slots meanwhile."""
+    llm = engine(twin, enable_prefix_caching=sharing, max_num_seqs=2)
+    scheduler, step = llm.llm_engine.core.scheduler, 0
+    told = [(STARTS + text, given) for text in TEXTS for given in SOUNDS[1:]]
+    for number, each in enumerate(told):
+        llm.llm_engine.add_request(str(number), asked(*each), PARAMS)
+    outputs = {}
+    while llm.llm_engine.has_unfinished_requests():
+        if step in (2, 5, 9, 17):
+            scheduler._preempt(int(scheduler.running.order[0]))
+        outputs |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
+        step += 1
+    assert scheduler.num_preemptions == 4
+    for number, each in enumerate(told):
+        check(twin, outputs[str(number)], *each)
+    media = scheduler.media
+    assert media.num_held == 0 and not media.rows and media.num_kept <= media.size
+
+
+def test_decodes_are_taped_and_what_is_unsaid_stays_so(tmp_path: Path) -> None:
+    """The tokens that generation_config.json suppresses, everywhere or as the first, as `generate` does. The
+    head is the embedding."""
+    twin = Twin(tmp_path, tie_word_embeddings=True, scale_embedding=True)
+    told = [(STARTS + text, given) for text, given in zip(TEXTS, SOUNDS, strict=True)]
+    free = [twin.says(*each) for each in told]
+    for key, value in UNSAID.items():
+        setattr(twin.model.generation_config, key, value)
+    twin.model.generation_config.save_pretrained(tmp_path)
+    llm = engine(twin)
+    outputs = llm.generate([asked(*each) for each in told], PARAMS, use_tqdm=False)
+    said = [output.outputs[0].token_ids for output in outputs]
+    assert said == [twin.says(*each) for each in told] != free
+    assert {14, 31} & {*sum(free, [])} and {146, 68} & {each[0] for each in free}
+    worker = llm.llm_engine.core.executor._worker
+    tapes = worker._runner.device._tapes._tapes
+    assert native.library() is None or (tapes and all(tapes.values()))
+
+
+def test_what_cannot_be_written_down_is_said(twin: Twin, llm: LLM) -> None:
+    heard = asked(STARTS, SOUNDS[1])
+    both = {"prompt": STARTS, "multi_modal_data": {"audio": [tuple(SOUNDS[0]), tuple(SOUNDS[1])]}}
+    for prompt, message in (
+        (STARTS, "writes down a sound, and there is none"),
+        ({"prompt_token_ids": [107, 108]}, "writes down a sound, and there is none"),
+        ([107, 108], "writes down a sound, and there is none"),
+        (both, r"At most 1 audio\(s\) may be provided in one prompt.$"),
+        ({"prompt": STARTS, "multi_modal_data": {"image": np.zeros((8, 8, 3))}}, r"At most 0 image"),
+        ({"encoder_prompt": "what", "decoder_prompt": STARTS}, "encoder_prompt must be a dict"),
+        ({**heard, "prompt": STARTS + "x" * 80}, "maximum context length is 64"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate([prompt], PARAMS, use_tqdm=False)
+    for settings, message in (
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size cannot be had with WhisperFor"),
+        ({"enable_lora": True}, "enable_lora cannot be had with WhisperFor"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config cannot",
+        ),
+        ({"limit_mm_per_prompt": {"audio": 0}}, "does nothing but hear"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine(twin, **settings)
+    (output,) = llm.generate([heard], PARAMS, use_tqdm=False)
+    check(twin, output, STARTS, SOUNDS[1])
