@@ -15,6 +15,8 @@ from quire.config.media import MEDIA_FAMILIES
 from quire.models import CLASSIFIERS, MODELS
 
 _KEPT = {"full": "pages", "window": "window", "latent": "latent", "state": "state"}
+_ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "graphs")}
+"""Of decoders that cannot be alone: what is compared in tests/multimodal/."""
 
 GROUPS = {
     "dense": "Dense decoders",
@@ -38,7 +40,8 @@ call into C for the whole step, or else *calls*, one for each operation. An enco
 
 What a layer keeps of the tokens it has seen: *pages* of all of them; *window*: pages of the last so many, the
 others go back to the pool; *latent*: pages of one vector a token; *state*: a fixed size for each running
-request, so that prefixes cannot be shared. An encoder keeps nothing.
+request, so that prefixes cannot be shared; *crossed*: keys and values of a sound, of one size for each
+running request. An encoder keeps nothing.
 
 Any other decoder of an installed transformers runs through it, only slower:
 [transformers.md](transformers.md).
@@ -52,7 +55,7 @@ def page() -> str:
 
 
 def _seeing() -> Iterator[str]:
-    yield "## Models that see\n"
+    yield "## Models that see or hear\n"
     yield "Their decoders are among those above.\n"
     yield "| architecture | read by |"
     yield "|---|---|"
@@ -81,21 +84,23 @@ def _line(name: str) -> str:
     cells = [
         f"`{name}`{classes}",
         f"`{family.model_type}`",
-        _kept(name),
-        "-" if name not in ZOO else "calls" if name in UNTAPED else "tape",
-        "-" if name not in ZOO else "graphs",
+        *(_ELSEWHERE.get(name) or _runs(name)),
         read_by,
         ", ".join(f"`{each}`" for each in gguf) or "-",
     ]
     return f"| {' | '.join(cells)} |"
 
 
+def _runs(name: str) -> tuple[str, str, str]:
+    if name not in ZOO:
+        return "nothing", "-", "-"
+    return _kept(name), "calls" if name in UNTAPED else "tape", "graphs"
+
+
 def _kept(name: str) -> str:
     """By the layers of the zoo's tiny model."""
     import transformers
 
-    if name not in ZOO:
-        return "nothing"
     specimen = ZOO[name]
     config = SHARED | specimen.settings
     if specimen.twin is None:

@@ -10,6 +10,7 @@ from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
 from seeing import close
 
 from quire import LLM, SamplingParams
+from quire.config import weights
 from quire.config.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
 from quire.kernels import native
@@ -103,6 +104,8 @@ def test_features_are_those_of_transformers(twin: Twin) -> None:
     checkpoint = read_checkpoint(twin.path)
     media = checkpoint.facts.media
     assert media is not None and media.transcribes and media.crossed == SECONDS * 50
+    numbers = sum(each.numel() for each in twin.model.parameters())
+    assert weights.count(checkpoint.facts).total == pytest.approx(numbers, rel=0.06)
     ours = PROCESSORS["whisper"](twin.path, media, load_tokenizer(twin.path, "hf"))
     for count in (1, RATE, SECONDS * RATE, SECONDS * RATE + 777):
         made = ours.process("audio", sound(count), {})

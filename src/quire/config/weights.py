@@ -47,10 +47,12 @@ class Weights(NamedTuple):
     head: int
     """0 where it is the embedding."""
     layers: tuple[LayerWeights, ...]
+    tower: int = 0
+    """Of an encoder whose states all tokens see; others are not counted."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.head + sum(layer.total for layer in self.layers)
+        return self.embedding + self.head + self.tower + sum(layer.total for layer in self.layers)
 
     @property
     def active(self) -> int:
@@ -67,11 +69,18 @@ def count(facts: ArchFacts) -> Weights:
         positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
     layers = tuple(_layer(facts, layer) for layer in facts.layers)
-    return Weights(table + positions, table if has_head else 0, layers)
+    tower = facts.media.tower.num_weights if _crosses(facts) and facts.media else 0
+    return Weights(table + positions, table if has_head else 0, layers, tower)
+
+
+def _crosses(facts: ArchFacts) -> bool:
+    return facts.media is not None and facts.media.crossed > 0
 
 
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
+    if _crosses(facts):
+        mixer += _attention(facts) + facts.hidden
     if layer.moe:
         return _mixture(facts, mixer)
     is_one_thing = any(each.mixer == "none" for each in facts.layers)

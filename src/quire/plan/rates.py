@@ -45,6 +45,7 @@ def rates(fit: Fit, device: Device, *, batch: int, context: int) -> Rates:
     checkpoint, own = fit.config.checkpoint, -(-batch // fit.pp)
     weights = count(checkpoint.facts)
     unmet = sum(_unmet(layer, own) for layer in weights.layers) + (weights.embedding if weights.head else 0)
+    unmet += weights.tower
     read = weight_bytes(checkpoint, fit.precision) * (1 - unmet / weights.total)
     read += own * _cache_bytes(fit, context)
     flops = device.narrow_flops if fit.precision in ("fp8", "int8") else device.flops

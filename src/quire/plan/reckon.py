@@ -116,7 +116,7 @@ def weight_bytes(checkpoint: Checkpoint, precision: str, tp: int = 1, pp: int = 
         size = bits * sum(whole.layers[layer].total for layer in layers)
         is_first, is_last = number == 0, number == len(stages) - 1
         has_table = is_first or (is_last and not whole.head)
-        size += end_bits * (whole.embedding * has_table + whole.head * is_last)
+        size += end_bits * (whole.embedding * has_table + whole.head * is_last + whole.tower * is_first)
         most = max(most, size)
     return int(most / tp / 8)
 

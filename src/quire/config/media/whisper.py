@@ -25,6 +25,12 @@ class WhisperFacts:
         """Of what it hears at once."""
         return 2 * self.positions
 
+    @property
+    def num_weights(self) -> int:
+        """About: without biases."""
+        layer = self.hidden * (4 * self.hidden + 2 * self.intermediate)
+        return self.layers * layer + self.hidden * (3 * self.mels + 3 * self.hidden + self.positions)
+
 
 def encoder_of(audio: Keys) -> WhisperFacts:
     """What is not said is as in Whisper-large-v3; the files of some have the names of today's models."""
