@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from seeing import TEXT, make_tokenizer, save_tiny
+from tiny_seeing import TEXT, make_tokenizer, save_tiny
 
 from quire.multimodal.families import Sound
 
