@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from finished import finished
 from PIL import Image
-from tiny_seeing import TEXT, VISION, make_tokenizer, save_tiny
+from seeing_more import MORE
+from tiny_seeing import TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
 from tiny_seeing import picture as picture
 from tiny_seeing import sizes as sizes
@@ -41,7 +42,7 @@ class Twin:
         self.media = media
         self.tokenizer = load_tokenizer(self.path, "hf")
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
-        if isinstance(self.processor, Llama4Stand):
+        if isinstance(self.processor, Stand):
             self.processor.ours = self.ours
 
     def tower(self) -> Any:
@@ -58,9 +59,8 @@ class Twin:
 
     def features(self, inputs: Any) -> torch.Tensor:
         """The vectors of all images, by transformers."""
-        if isinstance(self.processor, Llama4Stand):
-            states = self.model.get_image_features(**inputs).last_hidden_state
-            return torch.as_tensor(self.model.multi_modal_projector(states.flatten(0, 1)))
+        if isinstance(self.processor, Stand):
+            return self.processor.features(self.model, inputs)
         found = self.model.model.get_image_features(**inputs).pooler_output
         return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
 
@@ -298,17 +298,14 @@ def _llama4() -> tuple[str, Any, Any, str]:
     return "Llama4ForConditionalGeneration", config, Llama4Stand(tokenizer), "<|image|>"
 
 
-class Llama4Stand:
-    """In place of transformers' processor, which needs torchvision: what ours makes, as the model takes it,
-    spelled out a second time."""
+class Llama4Stand(Stand):
+    """What ours makes, as the model takes it, spelled out a second time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ours: Any = None
+    settings = {"max_patches": 4}
 
-    def save_pretrained(self, path: Path) -> None:
-        self.tokenizer.save_pretrained(path)
-        (path / "preprocessor_config.json").write_text('{"max_patches": 4}')
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        states = model.get_image_features(**inputs).last_hidden_state
+        return torch.as_tensor(model.multi_modal_projector(states.flatten(0, 1)))
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         tiles = [finished(self.ours.process("image", image, {}).arrays)["pixels"] for image in images]
@@ -348,4 +345,5 @@ FAMILIES = {
     "idefics3": _idefics3,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
+    **MORE,
 }

@@ -97,9 +97,35 @@ def _intern_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _kimi_vl(tensors: Tensors) -> Tensors:
+    """As Kimi-VL, the older of the two."""
+    parts = {"proj.0": "linear_1", "proj.2": "linear_2", "mm_projector": "multi_modal_projector"}
+    out = {}
+    for name, each in tensors.items():
+        for old, new in parts.items() if name.startswith("mm_projector.") else ():
+            name = name.replace(old, new)
+        out[name] = each
+    return out
+
+
+def _kimi_config(config: dict[str, Any]) -> dict[str, Any]:
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
+    vision = {key: config["vision_config"][key] for key in kept}
+    return {
+        "architectures": ["KimiVLForConditionalGeneration"],
+        "model_type": "kimi_vl",
+        "media_placeholder_token_id": config["image_token_id"],
+        "text_config": config["text_config"],
+        "vision_config": vision
+        | {"model_type": "moonvit", "merge_kernel_size": [2, 2]}
+        | {"init_pos_emb_height": 6, "init_pos_emb_width": 6},
+    }
+
+
 @pytest.mark.parametrize(
     ("family", "rename", "change"),
     [
+        ("kimi_k25", _kimi_vl, _kimi_config),
         ("llava", _older_llava, dict),
         ("llava", _inner_llava, dict),
         ("internvl", _intern_chat, _intern_config),
@@ -228,6 +254,8 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("internvl", {"max_patches": 10**9}, (30, 30)),
         ("llama4", {"max_patches": 10**9}, (30, 30)),
         ("idefics3", {"do_resize": False}, (5000, 2)),
+        ("kimi_k25", {"max_patches": 10**9}, (30, 30)),
+        ("kimi_k25", {"in_token_limit": "many"}, (30, 30)),
     ],
 )
 def test_no_request_takes_gigabytes(

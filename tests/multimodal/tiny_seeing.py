@@ -1,5 +1,6 @@
 """What tiny models that see are made of: sizes, a tokenizer, seeded weights, pictures."""
 
+import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,8 @@ def save_tiny(path: Path, architecture: str, config: Any, processor: Any) -> Any
         parts = [processor.image_processor, processor.tokenizer]
     for part in parts:
         part.save_pretrained(path)
+    if isinstance(processor, Stand):
+        processor.rewrite(path, model)
     return model
 
 
@@ -73,3 +76,34 @@ def close(ours: NDArray[Any], theirs: Any, within: float = 1e-5) -> None:
     theirs = np.asarray(theirs)
     assert ours.shape == theirs.shape
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=within)
+
+
+class Stand:
+    """In place of a processor of transformers that needs torchvision, or that there is not: what it makes of
+    images and text, spelled out a second time."""
+
+    settings: dict[str, Any] = {}
+    """As the checkpoint's preprocessor_config.json."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ours: Any = None
+        """Our processor, for who takes the pixels from that."""
+
+    def save_pretrained(self, path: Path) -> None:
+        self.tokenizer.save_pretrained(path)
+        (path / "preprocessor_config.json").write_text(json.dumps(self.settings))
+
+    def rewrite(self, path: Path, model: Any) -> None:
+        """The checkpoint as its makers publish it, where transformers saves another."""
+
+    def pixels(self, image: Image.Image) -> NDArray[Any] | None:
+        """Those of one image, as ours has them; None: ours are not compared."""
+        return None
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.cat(list(model.model.get_image_features(**inputs).pooler_output))
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        """What the model takes."""
+        raise NotImplementedError

@@ -6,6 +6,7 @@ import quire.config.media.anyres as anyres
 import quire.config.media.gemma as gemma
 import quire.config.media.idefics as idefics
 import quire.config.media.intern as intern
+import quire.config.media.kimi as kimi
 import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.pixtral as pixtral
@@ -33,6 +34,9 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
+    "KimiK25ForConditionalGeneration": kimi.kimi_k25,
+    "KimiVLForConditionalGeneration": kimi.kimi_vl,
+    "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
     "Llama4ForConditionalGeneration": llama4.llama4,
     "LlavaForConditionalGeneration": llava.llava,
     "LlavaNextForConditionalGeneration": anyres.llava_next,

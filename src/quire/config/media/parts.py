@@ -38,6 +38,8 @@ _SILENT: dict[str, dict[str, Any]] = {
     },
 }
 """What is meant by a decoder's part that does not say it: files of models that see are short."""
+_OTHERWISE = {"kimi_k2": "deepseek_v3"}
+"""Names that decoders of a family have as parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def text_part(keys: Keys, name: str = "text_config", default: str = "llama") -> 
     found = keys.get(name)
     text: dict[str, Any] = found if isinstance(found, dict) else {}
     kind = text.get("model_type") or default
+    kind = _OTHERWISE.get(kind, kind)
     named = [name for name, family in FAMILIES.items() if family.model_type == kind]
     if not named:
         raise ConfigError(f"{keys.source}: the decoder is a {kind!r}, which is not supported")

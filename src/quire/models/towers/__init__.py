@@ -36,6 +36,7 @@ TOWERS = LazyTable(
         "gemma3": "quire.models.towers.gemma:Gemma3",
         "idefics3": "quire.models.towers.idefics:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",
+        "kimi_vl": "quire.models.towers.kimi:KimiVL",
         "llama4": "quire.models.towers.llama4:Llama4",
         "llava": "quire.models.towers.llava:Llava",
         "glm4v": "quire.models.towers.glm4v:Glm4v",

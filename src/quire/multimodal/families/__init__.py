@@ -121,6 +121,7 @@ PROCESSORS: LazyTable = LazyTable(
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
         "idefics3": "quire.multimodal.families.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",
+        "kimi_vl": "quire.multimodal.families.kimi:KimiVLProcessor",
         "llama4": "quire.multimodal.families.llama4:Llama4Processor",
         "llava": "quire.multimodal.families.llava:LlavaProcessor",
         "llava_next": "quire.multimodal.families.anyres:AnyresProcessor",
