@@ -1,7 +1,9 @@
 """More tiny models that see: those whose processors need torchvision, or that transformers does not have."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,7 @@ class KimiStand(Stand):
             {name: each.contiguous().clone() for name, each in tensors.items()}, path / "model.safetensors"
         )
 
-    def pixels(self, image: Image.Image) -> NDArray[Any]:
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
         width, height = image.size
         patches = max(width // 7, 1) * max(height // 7, 1)
         scale = min(1, (64 / patches) ** 0.5, 16 * 7 / width, 16 * 7 / height)
@@ -100,13 +102,14 @@ class KimiStand(Stand):
         whole = np.zeros((-(-height // 14) * 14, -(-width // 14) * 14, 3))
         whole[:height, :width] = small
         cfg = self.settings["media_proc_cfg"]
-        return ((whole / 255 - cfg["image_mean"]) / cfg["image_std"]).astype(np.float32).transpose(2, 0, 1)
+        finished = (whole / 255 - cfg["image_mean"]) / cfg["image_std"]
+        return {"pixels": finished.astype(np.float32).transpose(2, 0, 1)}
 
     def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
         pixels, grids, parts = [], [], text.split("<|media_pad|>")
         out = parts[0]
         for image, part in zip(images, parts[1:], strict=True):
-            whole = torch.from_numpy(self.pixels(image))
+            whole = torch.from_numpy(self.pixels(image)["pixels"])
             rows, columns = whole.shape[1] // 7, whole.shape[2] // 7
             pixels.append(whole.view(3, rows, 7, columns, 7).permute(1, 3, 0, 2, 4).flatten(0, 1))
             grids.append((1, rows, columns))
@@ -131,6 +134,210 @@ def _kimi_k25() -> tuple[str, Any, Any, str]:
     return "Kimi_K25ForConditionalGeneration", config, KimiStand(tokenizer), "<|media_pad|>"
 
 
-MORE: dict[str, Callable[[], tuple[str, Any, Any, str]]] = {
+class MiniCPMStand(Stand):
+    """transformers' own, but for the part of videos."""
+
+    settings = {"scale_resolution": 56, "patch_size": 7, "max_slice_nums": 4, "image_mean": [0.5, 0.4, 0.3]}
+    place = "<|image_pad|>"
+    unit = 4
+    """Patches of a side that come together in one vector."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as pil
+
+        super().__init__(tokenizer)
+        self.images = pil.MiniCPMV4_6ImageProcessorPil(**self.settings)
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        made = self.images([image], return_tensors="np")
+        squares, done = [], 0
+        for rows, columns in made["target_sizes"]:
+            flat = made["pixel_values"][0, :, :, done : done + rows * columns * 7]
+            done += rows * columns * 7
+            square = flat.reshape(3, 7, rows, columns, 7).transpose(0, 2, 1, 3, 4)
+            squares.append(square.reshape(3, rows * 7, columns * 7))
+        return {"pixels": squares[0]} | ({"slices": np.stack(squares[1:])} if squares[1:] else {})
+
+    def spelled(self, made: Any, number: int) -> str:
+        from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+        named = {
+            f"{name}_{end}_token": f"<{'/' * (end == 'end')}{name}>"
+            for name in ("image", "slice")
+            for end in ("start", "end")
+        }
+        own = SimpleNamespace(image_token=self.place, slice_mode=True, **named)
+        text = MiniCPMV4_6Processor.replace_image_token(own, made, number, image_token_divisor=self.unit**2)
+        return f"<image_id>{number}</image_id>{text}"
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        made, parts = self.images(images, return_tensors="pt"), text.split(self.place)
+        out = parts[0] + "".join(self.spelled(made, i) + part for i, part in enumerate(parts[1:]))
+        inputs = self.tokenizer(out, return_tensors="pt", return_token_type_ids=False)
+        return inputs | {name: made[name] for name in ("pixel_values", "target_sizes")}
+
+
+_SLICES = ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"]
+
+
+def _minicpm_v46() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    tokenizer = make_tokenizer([*_SLICES, "<|image_pad|>"])
+    config = hf.MiniCPMV4_6Config(
+        vision_config=VISION | {"image_size": 70, "patch_size": 7},
+        text_config=hf.Qwen3Config(**TEXT, head_dim=16),
+        insert_layer_id=1,
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+    )
+    return "MiniCPMV4_6ForConditionalGeneration", config, MiniCPMStand(tokenizer), "<|image_pad|>"
+
+
+class OlderMiniCPM(torch.nn.Module):
+    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP, with places by fractions
+    of the sides; queries that look at all patches; a decoder."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        import transformers as hf
+
+        super().__init__()
+        self.config, size = config, config["hidden_size"]
+        self.is_valued = config["version"] >= 4.5
+        kind = {2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
+        text = {name: config[name] for name in (*TEXT, "head_dim")}
+        self.llm = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**text))
+        vision = hf.SiglipVisionConfig(**config["vision_config"], vision_use_head=False)
+        self.vpm = hf.SiglipVisionModel(vision)
+        self.resampler = torch.nn.Module()
+        self.resampler.query = torch.nn.Parameter(torch.randn(config["query_num"], size))
+        self.resampler.proj = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
+        self.resampler.kv_proj = torch.nn.Linear(32, size, bias=False)
+        self.resampler.attn = torch.nn.MultiheadAttention(size, size // 128)
+        for name in ("ln_q", "ln_kv", "ln_post"):
+            setattr(self.resampler, name, torch.nn.LayerNorm(size, eps=1e-6))
+
+    def save_pretrained(self, path: Path) -> None:
+        (path / "config.json").write_text(json.dumps(self.config))
+        tensors = {name: each.clone() for name, each in self.state_dict().items()}
+        save_file(tensors, path / "model.safetensors")
+
+    def seen(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [queries, size]"""
+        patches, parts = self.vpm.embeddings.patch_embedding(square[None])[0], self.resampler
+        rows, columns = patches.shape[1:]
+        side = self.vpm.config.image_size // 7
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        down, along = (
+            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), borders, right=True)
+            for count in (rows, columns)
+        )
+        at = (down[:, None] * side + along).flatten()
+        x = patches.flatten(1).T + self.vpm.embeddings.position_embedding(at)
+        x = self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+        x = parts.ln_kv(parts.kv_proj(x))
+        quarter = x.shape[1] // 4
+        speeds = 1 / 10000 ** (torch.arange(quarter) / quarter)
+        place = torch.empty(rows, columns, 4, quarter)
+        for row in range(rows):
+            for column in range(columns):
+                by_column, by_row = column * speeds, row * speeds
+                waves = by_column.sin(), by_column.cos(), by_row.sin(), by_row.cos()
+                place[row, column] = torch.stack(waves)
+        placed = x + place.view_as(x)
+        keys, values = (x, placed) if self.is_valued else (placed, x)
+        out, _ = parts.attn(parts.ln_q(parts.query)[:, None], keys[:, None], values[:, None])
+        return parts.ln_post(out[:, 0]) @ parts.proj
+
+    def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
+        options.pop("attention_mask", None)
+        embeds = self.llm.get_input_embeddings()(input_ids)
+        if squares:
+            embeds[input_ids == 0] = torch.cat([self.seen(each) for each in squares])
+        out = self.llm.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(input_ids), **options)
+        out.sequences = torch.cat((input_ids, out.sequences), 1)
+        return out
+
+
+class OlderMiniCPMStand(MiniCPMStand):
+    """Sides are of whole patches; each square has as many vectors as there are queries."""
+
+    settings = {
+        "scale_resolution": 56,
+        "max_slice_nums": 4,
+        "norm_mean": [0.5, 0.4, 0.3],
+        "norm_std": [0.5, 0.5, 0.5],
+        "use_image_id": True,
+    }
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as pil
+
+        Stand.__init__(self, tokenizer)
+        self.grids = pil.MiniCPMV4_6ImageProcessorPil()
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        def sized(width: float, height: float, grows: bool) -> tuple[int, int]:
+            if width * height > 56**2 or grows:
+                ratio = width / height
+                height = int(56 / ratio**0.5)
+                width = int(height * ratio)
+            return max(round(width / 7), 1) * 7, max(round(height / 7), 1) * 7
+
+        def numbers(size: tuple[int, int]) -> NDArray[Any]:
+            pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC)) / 255
+            return ((pixels - [0.5, 0.4, 0.3]) / 0.5).astype(np.float32).transpose(2, 0, 1)
+
+        (width, height), grid = image.size, self.grids.get_sliced_grid(image.size[::-1], 4, 56)
+        whole = {"pixels": numbers(sized(width, height, grid is None))}
+        if grid is None:
+            return whole
+        rows, columns = grid
+        wide, high = sized(max(round(width / columns), 1), max(round(height / rows), 1), True)
+        large = numbers((wide * columns, high * rows))
+        slices = [
+            large[:, row * high : row * high + high, column * wide : column * wide + wide]
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        return whole | {"slices": np.stack(slices)}
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.cat([model.seen(each) for each in inputs["squares"]])
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        squares, parts = [], text.split("(<image>./</image>)")
+        out = parts[0]
+        for i, (image, part) in enumerate(zip(images, parts[1:], strict=True)):
+            made = self.pixels(image)
+            squares += [torch.from_numpy(each.copy()) for each in (made["pixels"], *made.get("slices", ()))]
+            rows, columns = self.grids.get_sliced_grid(image.size[::-1], 4, 56) or (0, 0)
+            out += f"<image_id>{i}</image_id><image>{'<unk>' * 4}</image>"
+            out += "\n".join([f"<slice>{'<unk>' * 4}</slice>" * columns] * rows) + part
+        inputs = self.tokenizer(out, return_tensors="pt", return_token_type_ids=False)
+        return inputs | {"squares": squares}
+
+
+def _minicpm_v(version: float) -> Callable[[], tuple[Any, Any, Any, str]]:
+    def made() -> tuple[Any, Any, Any, str]:
+        config = TEXT | {
+            "architectures": ["MiniCPMV"],
+            "model_type": "minicpmv",
+            "version": version,
+            "query_num": 4,
+            "hidden_size": 256,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "vision_config": VISION | {"image_size": 70, "patch_size": 7},
+        }
+        return OlderMiniCPM, config, OlderMiniCPMStand(make_tokenizer(_SLICES)), "(<image>./</image>)"
+
+    return made
+
+
+MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
     "kimi_k25": _kimi_k25,
+    "minicpm_v26": _minicpm_v(2.6),
+    "minicpm_v45": _minicpm_v(4.5),
+    "minicpm_v46": _minicpm_v46,
 }

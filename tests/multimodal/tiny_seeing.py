@@ -40,12 +40,14 @@ def make_tokenizer(marks: Sequence[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-def save_tiny(path: Path, architecture: str, config: Any, processor: Any) -> Any:
-    """A seeded random float32 model, saved with its processor: the twin."""
+def save_tiny(path: Path, architecture: Any, config: Any, processor: Any) -> Any:
+    """A seeded random float32 model, saved with its processor: the twin. The architecture is a name that
+    transformers knows, or makes the model itself."""
     import transformers
 
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(config).float().eval()
+    make = getattr(transformers, architecture) if isinstance(architecture, str) else architecture
+    model = make(config).float().eval()
     for tensor in model.state_dict().values():  # ones and zeros would hide a layer that ignores them
         if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
             tensor.add_(torch.randn_like(tensor) * 0.2)
@@ -97,9 +99,9 @@ class Stand:
     def rewrite(self, path: Path, model: Any) -> None:
         """The checkpoint as its makers publish it, where transformers saves another."""
 
-    def pixels(self, image: Image.Image) -> NDArray[Any] | None:
-        """Those of one image, as ours has them; None: ours are not compared."""
-        return None
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        """Those of one image, as ours has them; none: ours are not compared."""
+        return {}
 
     def features(self, model: Any, inputs: Any) -> torch.Tensor:
         return torch.cat(list(model.model.get_image_features(**inputs).pooler_output))

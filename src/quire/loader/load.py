@@ -244,7 +244,7 @@ def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
         return name
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
-    known = [name, rest, *inner, f"language_model.{name}"]
+    known = [name, rest, *inner, f"language_model.{name}", f"llm.{name}"]
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)

@@ -9,6 +9,7 @@ import quire.config.media.intern as intern
 import quire.config.media.kimi as kimi
 import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
+import quire.config.media.minicpm as minicpm
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
@@ -41,6 +42,8 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "LlavaForConditionalGeneration": llava.llava,
     "LlavaNextForConditionalGeneration": anyres.llava_next,
     "LlavaOnevisionForConditionalGeneration": anyres.llava_onevision,
+    "MiniCPMV": minicpm.minicpm_v,
+    "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
     "WhisperForConditionalGeneration": whisper.whisper,

@@ -47,6 +47,7 @@ TOWERS = LazyTable(
         "qwen3_vl": "quire.models.towers.qwen3_vl:Qwen3VL",
         "llava_next": "quire.models.towers.anyres:Anyres",
         "llava_onevision": "quire.models.towers.anyres:Anyres",
+        "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
         "whisper": "quire.models.towers.whisper:Whisper",
     },

@@ -126,6 +126,7 @@ PROCESSORS: LazyTable = LazyTable(
         "llava": "quire.multimodal.families.llava:LlavaProcessor",
         "llava_next": "quire.multimodal.families.anyres:AnyresProcessor",
         "llava_onevision": "quire.multimodal.families.anyres:AnyresProcessor",
+        "minicpm_v": "quire.multimodal.families.minicpm:MiniCPMVProcessor",
         "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
         "whisper": "quire.multimodal.families.whisper:WhisperProcessor",
     },

@@ -91,9 +91,10 @@ class KimiVLProcessor(Pictures):
 
     def _fitting(self, image: Size, keys: Keys) -> Size:
         """Smaller where there would be too many patches, of all or of a side."""
+        for name in ("max_patches", "max_side"):
+            if keys.size(name, 1) > _MOST_PATCHES:
+                raise keys.wrong(name, f"{_MOST_PATCHES} at most")
         most, longest = keys.size("max_patches"), keys.size("max_side", 512) * self.facts.patch
-        if most > _MOST_PATCHES:
-            raise keys.wrong("max_patches", f"{_MOST_PATCHES} at most")
         height, width = image
         patches = max(1, height // self.facts.patch) * max(1, width // self.facts.patch)
         scale = min(1.0, math.sqrt(most / patches), longest / height, longest / width)

@@ -1,0 +1,223 @@
+"""MiniCPM-V's tower: SigLIP over an image and its slices, each of its own shape, and few vectors of each."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quire.config.facts import ArchFacts, MediaFacts
+from quire.config.media.minicpm import MiniCPMFacts
+from quire.kernels.encoder import Spans, spans_of
+from quire.layers.linear import WholeLinear
+from quire.layers.norm import LayerNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP, patches_of
+from quire.models.towers.clip import Layer
+
+_EPS = 1e-6
+_HEAD = 128
+"""Numbers of a head of the resampler."""
+_SQUARE = 64
+"""Vectors of an image that is as large as they mostly are."""
+Grid = tuple[int, int]
+"""Rows and columns of patches, or of what was made of them."""
+
+
+class Merger(nn.Module):
+    """Squares of patches become vectors, in order of their rows."""
+
+    def __init__(self, hidden: int, inner: int, size_out: int, activation: str, scope: Scope) -> None:
+        super().__init__()
+        self.norm = LayerNorm(4 * hidden, _EPS, scope / "pre_norm")
+        self.mlp = VisionMLP(
+            4 * hidden,
+            inner,
+            scope,
+            size_out=size_out,
+            names=("linear_1", "linear_2"),
+            activation=activation,
+        )
+
+    def forward(self, squares: Tensor) -> Tensor:
+        """[N, 4, hidden] -> [N, size_out]"""
+        out: Tensor = self.mlp(self.norm.alone(squares.flatten(1)))
+        return out
+
+
+class InnerMerger(Merger):
+    """Within the tower: the four see each other first, and their mean is kept."""
+
+    def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
+        vit = facts.vit
+        super().__init__(vit.hidden, 4 * vit.intermediate, vit.hidden, "gelu_pytorch_tanh", scope)
+        self.attention_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "layer_norm1")
+        self.attention = VisionAttention(vit.hidden, vit.heads, scope / "self_attn")
+
+    def forward(self, squares: Tensor) -> Tensor:
+        x = squares.flatten(0, 1)
+        spans = spans_of(np.full(len(squares), 4, np.int32), x.device)
+        x = x + self.attention(self.attention_norm.alone(x), spans)
+        seen = x.view_as(squares)
+        out: Tensor = super().forward(seen) + seen.mean(1)
+        return out
+
+
+def squares_of(x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """[T, hidden] in order of rows -> [T / 4, 4, hidden]"""
+    parts = x.split([math.prod(grid) for grid in grids])
+    squares = [
+        each.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        for each, (rows, columns) in zip(parts, grids, strict=True)
+    ]
+    return torch.cat(squares)
+
+
+def halved(grids: Sequence[Grid]) -> list[Grid]:
+    return [(rows // 2, columns // 2) for rows, columns in grids]
+
+
+class NaViT(nn.Module):
+    """SigLIP over images of any shape: a patch has the learned place nearest to where it is."""
+
+    def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
+        super().__init__()
+        vit = facts.vit
+        self.facts, self.device = facts, scope.device
+        embeddings, layers = scope / "embeddings", scope / "encoder" / "layers"
+        kernel = (3, vit.patch, vit.patch)
+        self.patches = PatchEmbedding(kernel, vit.hidden, embeddings / "patch_embedding")
+        self.places = Learned(embeddings / "position_embedding" / "weight", vit.side**2, vit.hidden)
+        self.layers = nn.ModuleList(Layer(vit, layers / i) for i in range(facts.depth))
+        self.inner = None if facts.merged is None else InnerMerger(facts, scope / "vit_merger")
+        self.last_norm = LayerNorm(vit.hidden, vit.norm_eps, scope / "post_layernorm")
+
+    def forward(self, flat: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, Sequence[Grid]]:
+        """[patches of all, numbers of a patch] -> [T, hidden], and the grids that are left."""
+        where = torch.cat([self.where(grid) for grid in grids]).to(self.device, non_blocking=True)
+        x = self.patches(flat) + self.places.vectors[where]
+        spans = self.spans(grids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, spans)
+            if self.inner is not None and i == self.facts.merged:
+                x, grids = self.inner(squares_of(x, grids)), halved(grids)
+                spans = self.spans(grids)
+        return self.last_norm.alone(x), grids
+
+    def spans(self, grids: Sequence[Grid]) -> Spans:
+        return spans_of(np.array([math.prod(grid) for grid in grids], np.int32), self.device)
+
+    def where(self, grid: Grid) -> Tensor:
+        """The places of a grid's patches, by where they begin, as a fraction of the side in float32."""
+        side = self.facts.vit.side
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        begins = [
+            torch.arange(0, 1 - 1e-6, 1 / count) if self.facts.queries else torch.arange(count) / count
+            for count in grid
+        ]
+        down, along = (torch.bucketize(each, borders, right=True) for each in begins)
+        return (down[:, None] * side + along).flatten()
+
+
+class Resampler(nn.Module):
+    """So many learned queries look at all patches of a square."""
+
+    def __init__(self, facts: MiniCPMFacts, scope: Scope) -> None:
+        super().__init__()
+        size = facts.size_out
+        self.facts, self.size, self.device = facts, size, scope.device
+        self.heads = max(1, size // _HEAD)
+        self.query = Learned(scope / "query", facts.queries, size)
+        self.widen = WholeLinear(facts.vit.hidden, size, scope / "kv_proj")
+        self.query_norm, self.norm, self.last_norm = (
+            LayerNorm(size, _EPS, scope / name) for name in ("ln_q", "ln_kv", "ln_post")
+        )
+        self.weight = Learned(scope / "attn" / "in_proj_weight", 3 * size, size)
+        self.bias = Learned(scope / "attn" / "in_proj_bias", 3 * size)
+        self.out = WholeLinear(size, size, scope / "attn" / "out_proj", bias=True)
+        self.product = Learned(scope / "proj", size, size)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[T, hidden] -> [squares * queries, size_out]"""
+        values = self.norm.alone(self.widen(x))
+        placed = values + torch.cat([self.placed(grid) for grid in grids]).to(values.dtype)
+        keys, values = (values, placed) if self.facts.is_valued else (placed, values)
+        projections = zip(
+            (self.query_norm.alone(self.query.vectors), keys, values),
+            self.weight.vectors.chunk(3),
+            self.bias.vectors.chunk(3),
+            strict=True,
+        )
+        q, k, v = (F.linear(*each).unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in projections)
+        counts = [math.prod(grid) for grid in grids]
+        seen = [
+            F.scaled_dot_product_attention(q, *both)
+            for both in zip(k.split(counts, 1), v.split(counts, 1), strict=True)
+        ]
+        mixed = self.out(torch.cat(seen, 1).transpose(0, 1).flatten(1))
+        return self.last_norm.alone(mixed) @ self.product.vectors
+
+    def placed(self, grid: Grid) -> Tensor:
+        """[patches, size_out]: sines and cosines of the column, then of the row."""
+        quarter = self.size // 4
+        speeds = 10000.0 ** -(torch.arange(quarter, device=self.device, dtype=torch.float32) / quarter)
+        down, along = (torch.arange(count, device=self.device)[:, None] * speeds for count in grid)
+        waves = [torch.cat((each.sin(), each.cos()), 1) for each in (along, down)]
+        by_column, by_row = waves[0][None].expand(grid[0], -1, -1), waves[1][:, None].expand(-1, grid[1], -1)
+        return torch.cat((by_column, by_row), -1).flatten(0, 1)
+
+
+class MiniCPMV(nn.Module):
+    """`pixels` of an item are [3, height, width]; `slices`, if there are any, [slices, 3, height, width]."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__()
+        assert facts.media is not None
+        own: MiniCPMFacts = facts.media.tower
+        self.facts, self.device = own, scope.device
+        self.resampler = Resampler(own, scope / "resampler") if own.queries else None
+        name, size = ("vpm" if own.queries else "model.vision_tower"), own.vit.hidden
+        self.vit = NaViT(own, scope / name)
+        self.merger: Merger | None = None
+        if not own.queries:
+            self.merger = Merger(size, 4 * size, own.size_out, "gelu", scope / "model.merger.mlp.0")
+
+    @staticmethod
+    def divides(media: MediaFacts, count: int) -> bool:
+        """Whether so many devices can share its layers."""
+        return bool(media.tower.vit.heads % count == 0)
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        patch = self.facts.vit.patch
+        stacks = [[item["pixels"][None], *([item["slices"]] if "slices" in item else [])] for item in items]
+        flat = [patches_of(each, patch).flatten(0, 1) for stack in stacks for each in stack]
+        grids = [
+            [(each.shape[2] // patch, each.shape[3] // patch) for each in stack for _ in range(len(each))]
+            for stack in stacks
+        ]
+        x, left = self.vit(torch.cat(flat), [grid for item in grids for grid in item])
+        if self.resampler is not None:
+            vectors = self.resampler(x, left)
+        else:
+            assert self.merger is not None
+            vectors = self.merger(squares_of(x, left))
+        counts = iter([self.facts.queries or math.prod(grid) // 4 for grid in left])
+        return list(vectors.split([sum(islice(counts, len(item))) for item in grids]))
+
+    def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
+        """One of so many slices, and what is left."""
+        each, unit = self.facts.queries or _SQUARE, self.facts.vit.patch * self.facts.unit
+        count = (num_vectors - 1) // each
+        side = unit * (32 if self.facts.queries else 8)
+        width = side if self.facts.queries else unit * (num_vectors - count * each)
+        whole = torch.zeros(3, side if self.facts.queries else unit, width, device=self.device)
+        slices = torch.zeros(count, 3, side, side, device=self.device)
+        return {"pixels": whole} | ({"slices": slices} if count else {})
+
+    def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
+        squares = [item["pixels"], *([item["slices"][1:]] * item["slices"][0] if "slices" in item else [])]
+        counts = [height * width // self.facts.vit.patch**2 for _, height, width in squares]
+        return sum(count * (6 * self.facts.vit.hidden + count) for count in counts)
