@@ -1,6 +1,5 @@
 """More tiny models that see: those whose processors need torchvision, or that transformers does not have."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from published import OlderMiniCPM, dots
 from safetensors.torch import save_file
 from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
 
@@ -193,71 +193,6 @@ def _minicpm_v46() -> tuple[str, Any, Any, str]:
     return "MiniCPMV4_6ForConditionalGeneration", config, MiniCPMStand(tokenizer), "<|image_pad|>"
 
 
-class OlderMiniCPM(torch.nn.Module):
-    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP, with places by fractions
-    of the sides; queries that look at all patches; a decoder."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        import transformers as hf
-
-        super().__init__()
-        self.config, size = config, config["hidden_size"]
-        self.is_valued = config["version"] >= 4.5
-        kind = {2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
-        text = {name: config[name] for name in (*TEXT, "head_dim")}
-        self.llm = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**text))
-        vision = hf.SiglipVisionConfig(**config["vision_config"], vision_use_head=False)
-        self.vpm = hf.SiglipVisionModel(vision)
-        self.resampler = torch.nn.Module()
-        self.resampler.query = torch.nn.Parameter(torch.randn(config["query_num"], size))
-        self.resampler.proj = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
-        self.resampler.kv_proj = torch.nn.Linear(32, size, bias=False)
-        self.resampler.attn = torch.nn.MultiheadAttention(size, size // 128)
-        for name in ("ln_q", "ln_kv", "ln_post"):
-            setattr(self.resampler, name, torch.nn.LayerNorm(size, eps=1e-6))
-
-    def save_pretrained(self, path: Path) -> None:
-        (path / "config.json").write_text(json.dumps(self.config))
-        tensors = {name: each.clone() for name, each in self.state_dict().items()}
-        save_file(tensors, path / "model.safetensors")
-
-    def seen(self, square: torch.Tensor) -> torch.Tensor:
-        """[3, height, width] -> [queries, size]"""
-        patches, parts = self.vpm.embeddings.patch_embedding(square[None])[0], self.resampler
-        rows, columns = patches.shape[1:]
-        side = self.vpm.config.image_size // 7
-        borders = torch.arange(1 / side, 1.0, 1 / side)
-        down, along = (
-            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), borders, right=True)
-            for count in (rows, columns)
-        )
-        at = (down[:, None] * side + along).flatten()
-        x = patches.flatten(1).T + self.vpm.embeddings.position_embedding(at)
-        x = self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
-        x = parts.ln_kv(parts.kv_proj(x))
-        quarter = x.shape[1] // 4
-        speeds = 1 / 10000 ** (torch.arange(quarter) / quarter)
-        place = torch.empty(rows, columns, 4, quarter)
-        for row in range(rows):
-            for column in range(columns):
-                by_column, by_row = column * speeds, row * speeds
-                waves = by_column.sin(), by_column.cos(), by_row.sin(), by_row.cos()
-                place[row, column] = torch.stack(waves)
-        placed = x + place.view_as(x)
-        keys, values = (x, placed) if self.is_valued else (placed, x)
-        out, _ = parts.attn(parts.ln_q(parts.query)[:, None], keys[:, None], values[:, None])
-        return parts.ln_post(out[:, 0]) @ parts.proj
-
-    def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
-        options.pop("attention_mask", None)
-        embeds = self.llm.get_input_embeddings()(input_ids)
-        if squares:
-            embeds[input_ids == 0] = torch.cat([self.seen(each) for each in squares])
-        out = self.llm.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(input_ids), **options)
-        out.sequences = torch.cat((input_ids, out.sequences), 1)
-        return out
-
-
 class OlderMiniCPMStand(MiniCPMStand):
     """Sides are of whole patches; each square has as many vectors as there are queries."""
 
@@ -335,7 +270,57 @@ def _minicpm_v(version: float) -> Callable[[], tuple[Any, Any, Any, str]]:
     return made
 
 
+class DotsStand(Stand):
+    """Qwen2-VL's own, with patches of one frame."""
+
+    settings = {"patch_size": 7, "temporal_patch_size": 1, "min_pixels": 784, "max_pixels": 6000}
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers import Qwen2VLImageProcessorPil
+
+        super().__init__(tokenizer)
+        self.images = Qwen2VLImageProcessorPil(**self.settings)
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        made = self.images([image], return_tensors="np")
+        return {"pixels": made["pixel_values"].reshape(*made["image_grid_thw"][0], -1)}
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.as_tensor(model.seen(inputs))
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        made, parts = self.images(images, return_tensors="pt"), text.split("<|imgpad|>")
+        counts = (made["image_grid_thw"].prod(-1) // 4).tolist()
+        out = parts[0] + "".join(
+            "<|imgpad|>" * count + part for count, part in zip(counts, parts[1:], strict=True)
+        )
+        return self.tokenizer(out, return_tensors="pt", return_token_type_ids=False) | dict(made)
+
+
+def _dots_ocr() -> tuple[Any, Any, Any, str]:
+    tokenizer = make_tokenizer(["<|img|>", "<|imgpad|>", "<|endofimg|>"])
+    config = TEXT | {
+        "architectures": ["DotsOCRForCausalLM"],
+        "model_type": "dots_ocr",
+        "image_token_id": tokenizer.convert_tokens_to_ids("<|imgpad|>"),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "patch_size": 7,
+            "post_norm": True,
+            "rms_norm_eps": 1e-5,
+        },
+    }
+    return dots, config, DotsStand(tokenizer), "<|imgpad|>"
+
+
 MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
+    "dots_ocr": _dots_ocr,
     "kimi_k25": _kimi_k25,
     "minicpm_v26": _minicpm_v(2.6),
     "minicpm_v45": _minicpm_v(4.5),

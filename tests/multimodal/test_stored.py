@@ -260,6 +260,7 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("minicpm_v46", {"max_slice_nums": 10**9}, (30, 30)),
         ("minicpm_v46", {"scale_resolution": 10**400}, (30, 30)),
         ("minicpm_v46", {}, (1, 5000)),
+        ("dots_ocr", {"max_pixels": 10**9}, (30, 30)),
     ],
 )
 def test_no_request_takes_gigabytes(

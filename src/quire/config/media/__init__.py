@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import quire.config.media.anyres as anyres
+import quire.config.media.dots as dots
 import quire.config.media.gemma as gemma
 import quire.config.media.idefics as idefics
 import quire.config.media.intern as intern
@@ -31,6 +32,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen.qwen3_vl(
         "Qwen3_5MoeForCausalLM", sections=(11, 11, 10), deep=False
     ),
+    "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,

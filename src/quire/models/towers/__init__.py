@@ -33,6 +33,7 @@ class Tower(Protocol):
 TOWERS = LazyTable(
     "tower",
     {
+        "dots_ocr": "quire.models.towers.dots:DotsOCR",
         "gemma3": "quire.models.towers.gemma:Gemma3",
         "idefics3": "quire.models.towers.idefics:Idefics3",
         "internvl": "quire.models.towers.intern:InternVL",

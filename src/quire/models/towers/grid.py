@@ -36,17 +36,26 @@ def places_of(grid: Grid, merge: int) -> NDArray[np.int64]:
 
 class GridTower(nn.Module):
     """Patches become vectors; `merge` x `merge` of them one for the decoder. Each step of a video is seen for
-    itself."""
+    itself. `root` and `embed` are the names of checkpoints; `is_flat`: a patch has no time there."""
 
-    def __init__(self, facts: ArchFacts, scope: Scope, *, patch_bias: bool) -> None:
+    def __init__(
+        self,
+        facts: ArchFacts,
+        scope: Scope,
+        *,
+        patch_bias: bool,
+        root: str = "model.visual",
+        embed: str = "patch_embed.proj",
+        is_flat: bool = False,
+    ) -> None:
         super().__init__()
         assert facts.media is not None
         self.facts: GridFacts = facts.media.tower
         self.device = scope.device
-        self.scope = scope / "model" / "visual"
-        kernel = (self.facts.channels, self.facts.frames, self.facts.patch, self.facts.patch)
-        embed = self.scope / "patch_embed" / "proj"
-        self.patches = PatchEmbedding(kernel, self.facts.hidden, embed, bias=patch_bias)
+        self.scope = scope / root
+        depth = () if is_flat else (self.facts.frames,)
+        kernel = (self.facts.channels, *depth, self.facts.patch, self.facts.patch)
+        self.patches = PatchEmbedding(kernel, self.facts.hidden, self.scope / embed, bias=patch_bias)
 
     @staticmethod
     def divides(media: MediaFacts, count: int) -> bool:

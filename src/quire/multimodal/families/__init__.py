@@ -118,6 +118,7 @@ PROCESSORS: LazyTable = LazyTable(
         "audio_flamingo3": "quire.multimodal.families.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.families.qwen_audio:QwenAudioProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "dots_ocr": "quire.multimodal.families.dots:DotsProcessor",
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
         "idefics3": "quire.multimodal.families.idefics:Idefics3Processor",
         "internvl": "quire.multimodal.families.intern:InternVLProcessor",

@@ -1,0 +1,170 @@
+"""Models that see as their makers published them, and as transformers does not have them: in plain torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny_seeing import TEXT
+
+
+class OlderMiniCPM(torch.nn.Module):
+    """MiniCPM-V 2.6 to 4.5 as published, which transformers does not have: SigLIP, with places by fractions
+    of the sides; queries that look at all patches; a decoder."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        import transformers as hf
+
+        super().__init__()
+        self.config, size = config, config["hidden_size"]
+        self.is_valued = config["version"] >= 4.5
+        kind = {2.6: "Qwen2", 4.5: "Qwen3"}[config["version"]]
+        text = {name: config[name] for name in (*TEXT, "head_dim")}
+        self.llm = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**text))
+        vision = hf.SiglipVisionConfig(**config["vision_config"], vision_use_head=False)
+        self.vpm = hf.SiglipVisionModel(vision)
+        self.resampler = torch.nn.Module()
+        self.resampler.query = torch.nn.Parameter(torch.randn(config["query_num"], size))
+        self.resampler.proj = torch.nn.Parameter(torch.randn(size, size) / size**0.5)
+        self.resampler.kv_proj = torch.nn.Linear(32, size, bias=False)
+        self.resampler.attn = torch.nn.MultiheadAttention(size, size // 128)
+        for name in ("ln_q", "ln_kv", "ln_post"):
+            setattr(self.resampler, name, torch.nn.LayerNorm(size, eps=1e-6))
+
+    def save_pretrained(self, path: Path) -> None:
+        (path / "config.json").write_text(json.dumps(self.config))
+        tensors = {name: each.clone() for name, each in self.state_dict().items()}
+        save_file(tensors, path / "model.safetensors")
+
+    def seen(self, square: torch.Tensor) -> torch.Tensor:
+        """[3, height, width] -> [queries, size]"""
+        patches, parts = self.vpm.embeddings.patch_embedding(square[None])[0], self.resampler
+        rows, columns = patches.shape[1:]
+        side = self.vpm.config.image_size // 7
+        borders = torch.arange(1 / side, 1.0, 1 / side)
+        down, along = (
+            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), borders, right=True)
+            for count in (rows, columns)
+        )
+        at = (down[:, None] * side + along).flatten()
+        x = patches.flatten(1).T + self.vpm.embeddings.position_embedding(at)
+        x = self.vpm.post_layernorm(self.vpm.encoder(inputs_embeds=x[None]).last_hidden_state[0])
+        x = parts.ln_kv(parts.kv_proj(x))
+        quarter = x.shape[1] // 4
+        speeds = 1 / 10000 ** (torch.arange(quarter) / quarter)
+        place = torch.empty(rows, columns, 4, quarter)
+        for row in range(rows):
+            for column in range(columns):
+                by_column, by_row = column * speeds, row * speeds
+                waves = by_column.sin(), by_column.cos(), by_row.sin(), by_row.cos()
+                place[row, column] = torch.stack(waves)
+        placed = x + place.view_as(x)
+        keys, values = (x, placed) if self.is_valued else (placed, x)
+        out, _ = parts.attn(parts.ln_q(parts.query)[:, None], keys[:, None], values[:, None])
+        return parts.ln_post(out[:, 0]) @ parts.proj
+
+    def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
+        options.pop("attention_mask", None)
+        embeds = self.llm.get_input_embeddings()(input_ids)
+        if squares:
+            embeds[input_ids == 0] = torch.cat([self.seen(each) for each in squares])
+        out = self.llm.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(input_ids), **options)
+        out.sequences = torch.cat((input_ids, out.sequences), 1)
+        return out
+
+
+def dots(config: dict[str, Any]) -> Any:
+    """dots.ocr as published, which transformers does not have."""
+    import transformers as hf
+
+    class RMS(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = RMS(), RMS()
+            self.attn, self.mlp = torch.nn.Module(), torch.nn.Module()
+            self.attn.qkv = torch.nn.Linear(32, 96, bias=False)
+            self.attn.proj = torch.nn.Linear(32, 32, bias=False)
+            for name, sizes in {"fc1": (32, 40), "fc2": (40, 32), "fc3": (32, 40)}.items():
+                setattr(self.mlp, name, torch.nn.Linear(*sizes, bias=False))
+
+        def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.attn.qkv(self.norm1(x)).view(-1, 3, 2, 16).permute(1, 2, 0, 3)
+            q, k = (self.turned(each, turns) for each in (q, k))
+            mixed = torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
+            x = x + self.attn.proj(mixed.transpose(0, 1).flatten(1))
+            y = self.norm2(x)
+            return x + self.mlp.fc2(torch.nn.functional.silu(self.mlp.fc1(y)) * self.mlp.fc3(y))
+
+        def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+            cos, sin = turns.cos(), turns.sin()
+            first, second = x.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch_embed, self.merger = torch.nn.Module(), torch.nn.Module()
+            self.patch_embed.patchifier = torch.nn.Module()
+            self.patch_embed.patchifier.proj = torch.nn.Conv2d(3, 32, 7, 7)
+            self.patch_embed.patchifier.norm = RMS()
+            self.blocks = torch.nn.ModuleList(Layer() for _ in range(3))
+            self.post_trunk_norm = RMS()
+            self.merger.ln_q = torch.nn.LayerNorm(32, eps=1e-6)
+            self.merger.mlp = torch.nn.Sequential(
+                torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.Linear(128, 32)
+            )
+
+        def forward(self, patches: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+            """[T, 3 * 7 * 7] of one image, square by square"""
+            first = self.patch_embed.patchifier
+            x = first.norm(first.proj(patches.view(-1, 3, 7, 7)).flatten(1))
+            speeds = 1 / 10000 ** (torch.arange(0, 8, 2) / 8)
+            places = [
+                (2 * row + down, 2 * column + along)
+                for row in range(grid[0] // 2)
+                for column in range(grid[1] // 2)
+                for down in range(2)
+                for along in range(2)
+            ]
+            turns = torch.stack([torch.cat((row * speeds, column * speeds)) for row, column in places])
+            for block in self.blocks:
+                x = block(x, turns)
+            return self.merger.mlp(self.merger.ln_q(self.post_trunk_norm(x)).view(-1, 128))
+
+    class Dots(hf.Qwen2ForCausalLM):
+        def __init__(self) -> None:
+            super().__init__(hf.Qwen2Config(**TEXT, rms_norm_eps=1e-6, tie_word_embeddings=False))
+            self.vision_tower = Tower()
+            self.said = config
+
+        def save_pretrained(self, path: Path) -> None:
+            (path / "config.json").write_text(json.dumps(self.said))
+            tensors = {name: each.clone() for name, each in self.state_dict().items()}
+            save_file(tensors, path / "model.safetensors")
+
+        def seen(self, inputs: Any) -> torch.Tensor:
+            grids = inputs["image_grid_thw"].tolist()
+            parts = inputs["pixel_values"].split([rows * columns for _, rows, columns in grids])
+            return torch.cat(
+                [self.vision_tower(part, grid[1:]) for part, grid in zip(parts, grids, strict=True)]
+            )
+
+        def generate(self, input_ids: torch.Tensor, **options: Any) -> Any:
+            embeds = self.get_input_embeddings()(input_ids)
+            images = {name: options.pop(name, None) for name in ("pixel_values", "image_grid_thw")}
+            if images["pixel_values"] is not None:
+                embeds[input_ids == config["image_token_id"]] = self.seen(images)
+            out = super().generate(inputs_embeds=embeds, **options)
+            out.sequences = torch.cat((input_ids, out.sequences), 1)
+            return out
+
+    return Dots()
