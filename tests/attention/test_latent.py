@@ -11,10 +11,15 @@ from torch import Tensor
 from quire.attention import cpu_latent, triton_latent
 from quire.attention.backend import AttentionSpec
 from quire.attention.cpu_latent import CPULatent
-from quire.attention.latent import Latent, LatentEntry, LatentSpec, TorchLatent, choose
+from quire.attention.latent import Latent, LatentAdapted, LatentEntry, LatentSpec, TorchLatent, choose
 from quire.attention.triton_latent import TritonLatent
+from quire.kernels.cpu import CPUOps
+from quire.kernels.ops import Ops
+from quire.kernels.reference import Reference
 from quire.kernels.triton import attention as kernels
 from quire.kernels.triton import latent_launch as launch
+from quire.kernels.triton.ops import TritonOps
+from quire.layers.lora import AdapterSlots, Factors, LatentPoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no bfloat16
@@ -67,6 +72,40 @@ def check(
 def test_latents_are_attended_to_as_the_keys_and_values_they_stand_for(name: str, chunks: Chunks) -> None:
     """A wrong half of the weight, a key that is not seen, a share that is not merged."""
     check(IMPLEMENTATIONS[name](), chunks, SPEC, torch.float32, DEVICE if name == "triton" else "cpu")
+
+
+ADAPTED: dict[str, type[Ops]] = {"torch": Reference, "cpu": CPUOps, "triton": TritonOps}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_each_sequence_has_its_own_adapter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A half of the weight that an adapter does not reach, or reaches for another's latents; an infinity of
+    one that nobody has."""
+    monkeypatch.setattr(cpu_latent, "FEW_QUERIES", 8)
+    monkeypatch.setattr(cpu_latent, "EXPANDED_BYTES", 1)
+    device = DEVICE if name == "triton" else "cpu"
+    case, q, weight = case_of(MANY, SPEC, torch.float32, device, None)
+    owner = AdapterSlots(max_slots=3, max_rank=4, dtype=torch.float32, device=torch.device(device))
+    sizes = SPEC.heads, SPEC.nope_dim, SPEC.v_dim
+    implementation = IMPLEMENTATIONS[name]()
+    point = LatentPoint("kv_b", owner, SPEC.rank, sizes, ADAPTED[name](), turns=implementation.turns)
+    owner.allocate()
+    of_seqs = [0, 2, -1, 0, 2, 2, 0, -1]
+    weights = dict.fromkeys(of_seqs, weight)
+    for slot in (0, 2):
+        a = torch.randn(1, 4, SPEC.rank, device=device)
+        b = torch.randn(weight[..., 0].numel(), 4, device=device)
+        owner.put(slot, {"kv_b": Factors(a / 4, b / 4)})
+        weights[slot] = weight + (b @ a[0] / 16).view_as(weight)
+    owner.put(1, {"kv_b": Factors(a / 0, b / 0)})
+    tokens = [slot for slot, (size, _) in zip(of_seqs, MANY, strict=True) for _ in range(size)]
+    adapted = LatentAdapted(
+        point.a, point.b, point.turned, torch.tensor(tokens, dtype=torch.int32, device=device), point.ops
+    )
+    ours = implementation.attend(q, weight, case.k_cache[:, :, 0], case.batch, SPEC, adapted)
+    theirs = {slot: expected(case, q, own, SPEC) for slot, own in weights.items()}
+    right = torch.stack([theirs[slot][at] for at, slot in enumerate(tokens)])
+    torch.testing.assert_close(ours, right, atol=3e-4, rtol=3e-4)
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])

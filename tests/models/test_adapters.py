@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"target_modules": ["query_key_value", "dense_4h_to_h", "lm_head"]},
     "gpt_oss": {"target_modules": ["o_proj"], "target_parameters": EXPERTS},
     "deepseek_v3": {
-        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+        "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
         "target_parameters": EXPERTS,
     },
     "qwen3_next": {

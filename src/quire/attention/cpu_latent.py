@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.attention.batch import Batch
-from quire.attention.latent import LatentEntry, LatentSpec, TorchLatent
+from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, TorchLatent
 from quire.attention.torch_sdpa import read
 from quire.kernels import attention, latent
 
@@ -24,6 +24,8 @@ _BLOCK = 16
 
 class CPULatent(TorchLatent):
     """The native kernels: those around latents, and paged attention."""
+
+    turns = True
 
     def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
         latent.enter(
@@ -39,29 +41,62 @@ class CPULatent(TorchLatent):
             scale=spec.k_scale,
         )
 
-    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        spec: LatentSpec,
+        adapted: LatentAdapted | None = None,
+    ) -> Tensor:
         if spec.width % attention.HEAD_DIM_STEP:
-            return super().attend(q, weight, cache, batch, spec)
+            return super().attend(q, weight, cache, batch, spec, adapted)
         expands = spec.query_dim % attention.HEAD_DIM_STEP == 0 and spec.v_dim <= spec.query_dim
         if batch.max_query_len <= FEW_QUERIES or not expands:
-            return _absorbed(q, weight, cache, batch, spec)
+            return _absorbed(q, weight, cache, batch, spec, adapted)
         out, lens = q.new_empty(len(q), spec.heads, spec.v_dim), batch.query_lens_host
         for chosen, kind in ((lens <= FEW_QUERIES, _absorbed), (lens > FEW_QUERIES, _expanded)):
             if chosen.any():
                 tokens, some = _part(batch, np.flatnonzero(chosen))
-                out[tokens] = kind(q[tokens], weight, cache, some, spec)
+                own = None if adapted is None else adapted.of(tokens)
+                out[tokens] = kind(q[tokens], weight, cache, some, spec, own)
         return out
 
 
-def _absorbed(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+def _absorbed(
+    q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec, adapted: LatentAdapted | None
+) -> Tensor:
     queries = latent.absorb(q, weight, rope_dim=spec.rope_dim)
+    if adapted is not None:
+        _add_absorbed(queries, q, adapted, spec)
     keys = cache[:, :, None]
     tables, scales = batch.block_tables, (spec.k_scale, spec.k_scale)
     seen = _attend(queries, keys, keys, batch, batch.rows, tables, spec.scale, scales)
-    return latent.release(seen, weight, v_dim=spec.v_dim)
+    out = latent.release(seen, weight, v_dim=spec.v_dim)
+    if adapted is not None:
+        _add_released(out, seen, adapted, spec)
+    return out
 
 
-def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+def _add_absorbed(queries: Tensor, q: Tensor, adapted: LatentAdapted, spec: LatentSpec) -> None:
+    assert adapted.turned is not None
+    keys, down = adapted.turned
+    for head in range(spec.heads):
+        out, x = queries[:, head, : spec.rank], q[:, head, : spec.nope_dim]
+        adapted.ops.lora(out, x, keys[:, head], down, (spec.rank,), adapted.tokens)
+
+
+def _add_released(out: Tensor, seen: Tensor, adapted: LatentAdapted, spec: LatentSpec) -> None:
+    _, values = adapted.by_heads(spec)
+    for head in range(spec.heads):
+        x, up = seen[:, head, : spec.rank], values[:, head]
+        adapted.ops.lora(out[:, head], x, adapted.a, up, (spec.v_dim,), adapted.tokens)
+
+
+def _expanded(
+    q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec, adapted: LatentAdapted | None
+) -> Tensor:
     rows, tables, latents = _gathered(cache, batch, q.dtype, spec.k_scale)
     plain, turned = latents.split([spec.rank, spec.rope_dim], -1)
     out = q.new_empty(len(q), spec.heads, spec.v_dim)
@@ -69,7 +104,10 @@ def _expanded(q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: Late
     step = max(1, EXPANDED_BYTES // bytes_of_head)
     for first in range(0, spec.heads, step):
         some = slice(first, first + step)
-        kv = F.linear(plain, weight[some].flatten(0, 1)).view(len(latents), -1, weight.shape[1])
+        kv = F.linear(plain, weight[some].flatten(0, 1))
+        if adapted is not None:
+            adapted.add(kv, plain, first * weight.shape[1], _owners(batch))
+        kv = kv.view(len(latents), -1, weight.shape[1])
         keys, values = kv.split([spec.nope_dim, spec.v_dim], -1)
         keys = torch.cat((keys, turned[:, None].expand(-1, kv.shape[1], -1)), -1)
         values = F.pad(values, (0, spec.query_dim - spec.v_dim))
@@ -92,6 +130,12 @@ def _gathered(cache: Tensor, batch: Batch, dtype: torch.dtype, scale: float) -> 
         slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:num_keys]
         latents[first * _BLOCK : first * _BLOCK + num_keys] = read(cache, slots, dtype, scale)
     return torch.arange(len(lens), dtype=torch.int32), tables, latents
+
+
+def _owners(batch: Batch) -> Tensor:
+    """The first token of the sequence that each of the gathered latents is of."""
+    num_keys = -(-batch.seq_lens_host // _BLOCK) * _BLOCK
+    return torch.from_numpy(np.repeat(np.cumsum(batch.query_lens_host) - batch.query_lens_host, num_keys))
 
 
 def _attend(

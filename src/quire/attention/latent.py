@@ -16,6 +16,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.kernels import native
+from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference, write
 from quire.registry import LazyTable
 
@@ -70,15 +71,62 @@ class LatentEntry(NamedTuple):
     cache: Tensor
 
 
+class LatentAdapted(NamedTuple):
+    """What adapters add to the weight of a layer: of each token's own slot, `b` of `a`."""
+
+    a: Tensor
+    """[slots, adapter's rank, rank]"""
+    b: Tensor
+    """[slots, heads * (nope_dim + v_dim), adapter's rank]"""
+    turned: tuple[Tensor, Tensor] | None
+    """[slots, heads, adapter's rank, nope_dim] and [slots, rank, adapter's rank], the same the other way
+    round, for kernels of which an input's numbers lie beside each other."""
+    tokens: Tensor
+    """[T] int32; -1: none"""
+    ops: Ops
+
+    def of(self, tokens: Tensor) -> "LatentAdapted":
+        """The same for some of the tokens."""
+        return self._replace(tokens=self.tokens[tokens])
+
+    def by_heads(self, spec: LatentSpec) -> tuple[Tensor, Tensor]:
+        """What makes keys, and what makes values: [slots, heads, nope_dim or v_dim, adapter's rank]."""
+        keys, values = self.b.unflatten(1, (spec.heads, -1)).split([spec.nope_dim, spec.v_dim], 2)
+        return keys, values
+
+    def own(self, ranks: Tensor) -> Tensor:
+        """Of [T, heads, slots, adapter's rank] those of each token's own slot; zeros for the others."""
+        slots = torch.arange(len(self.a), device=ranks.device)
+        return torch.where((self.tokens[:, None] == slots)[:, None, :, None], ranks, 0.0)
+
+    def add(self, kv: Tensor, latents: Tensor, first: int, owners: Tensor) -> None:
+        """To [keys, outputs] of the weight, those from `first` on, what adapters make of the latents; the
+        token `owners` [keys] is of each one's sequence."""
+        b, size = self.b[:, first : first + kv.shape[1]], kv.shape[1]
+        slots = self.ops.assigned(self.tokens[owners], len(self.a))
+        self.ops.lora(kv, latents, self.a, b, (size,), slots)
+
+
 class Latent(Protocol):
     """Latent attention on some device."""
+
+    turns: bool
+    """Whether it needs what adapters add the other way round, too."""
 
     def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
         """[T, heads, query_dim] queries turn in place; [T, width] new latents and keys, the latents not
         normed and the keys not turned yet, are written to their slots."""
         ...
 
-    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        spec: LatentSpec,
+        adapted: LatentAdapted | None = None,
+    ) -> Tensor:
         """[T, heads, v_dim]. `weight` [heads, nope_dim + v_dim, rank] makes keys and values of a latent."""
         ...
 
@@ -92,21 +140,32 @@ def choose(device: torch.device, dtype: torch.dtype) -> Latent:
     return latent
 
 
-def absorb(q: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+def absorb(q: Tensor, weight: Tensor, spec: LatentSpec, adapted: LatentAdapted | None = None) -> Tensor:
     """What [T, heads, query_dim] queries look for in latents: [T, heads, rank]."""
-    plain = q[..., : spec.nope_dim].transpose(0, 1)
-    return torch.bmm(plain, weight[:, : spec.nope_dim]).transpose(0, 1)
+    plain = q[..., : spec.nope_dim]
+    out = torch.bmm(plain.transpose(0, 1), weight[:, : spec.nope_dim]).transpose(0, 1)
+    if adapted is None:
+        return out
+    keys, _ = adapted.by_heads(spec)
+    ranks = adapted.own(torch.einsum("thn,shnr->thsr", plain, keys.to(q.dtype)))
+    return out + torch.einsum("thsr,srl->thl", ranks, adapted.a.to(q.dtype))
 
 
-def release(seen: Tensor, weight: Tensor, spec: LatentSpec) -> Tensor:
+def release(seen: Tensor, weight: Tensor, spec: LatentSpec, adapted: LatentAdapted | None = None) -> Tensor:
     """[T, heads, rank] sums of latents -> [T, heads, v_dim] of values."""
     out = seen.new_empty(len(seen), spec.heads, spec.v_dim)
     torch.bmm(seen.transpose(0, 1), weight[:, spec.nope_dim :].transpose(1, 2), out=out.transpose(0, 1))
-    return out
+    if adapted is None:
+        return out
+    _, values = adapted.by_heads(spec)
+    ranks = adapted.own(torch.einsum("thl,srl->thsr", seen, adapted.a.to(seen.dtype)))
+    return out.add_(torch.einsum("thsr,shvr->thv", ranks, values.to(seen.dtype)))
 
 
 class TorchLatent:
     """Latent attention in plain torch, on any device: the reference."""
+
+    turns = False
 
     def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
         cos, sin = entry.table[entry.positions][:, None].chunk(2, -1)
@@ -116,10 +175,18 @@ class TorchLatent:
         write(torch.cat((normed, turned), -1), entry.cache, entry.slots, spec.k_scale)
         q[..., spec.nope_dim :] = _turn(q[..., spec.nope_dim :], cos, sin, spec.neighbours)
 
-    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
-        queries = torch.cat((absorb(q, weight, spec), q[..., spec.nope_dim :]), -1)
+    def attend(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        spec: LatentSpec,
+        adapted: LatentAdapted | None = None,
+    ) -> Tensor:
+        queries = torch.cat((absorb(q, weight, spec, adapted), q[..., spec.nope_dim :]), -1)
         seen = self.mix(queries, cache[:, :, None], batch, spec)[..., : spec.rank]
-        return release(seen, weight, spec)
+        return release(seen, weight, spec, adapted)
 
     def mix(self, queries: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
         """All heads of [T, heads, width] queries against one head, whose keys are its values too."""

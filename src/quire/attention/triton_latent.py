@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.attention.latent import LatentEntry, LatentSpec, absorb, release
+from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, absorb, release
 from quire.kernels.triton import latent_launch as launch
 from quire.kernels.triton.attention import Seqs
 from quire.kernels.triton.attention_launch import Shape, sms
@@ -38,6 +38,8 @@ class _Round(NamedTuple):
     """[tiles, 3] int32, for `gather`"""
     tiles: Tensor
     """[tiles, 3] int32, for `attend_tiles`"""
+    owners: Tensor
+    """[num_keys], the first token of each one's sequence"""
 
 
 class _Cut(NamedTuple):
@@ -50,6 +52,8 @@ class _Cut(NamedTuple):
 class TritonLatent:
     """Our kernels for a GPU. The cache is of the type of the queries, or of 8 bits."""
 
+    turns = False
+
     def enter(self, q: Tensor, kv: Tensor, entry: LatentEntry, spec: LatentSpec) -> None:
         norm, eps, table, positions, slots, cache = entry
         latents = launch.latents_of(cache)
@@ -57,33 +61,48 @@ class TritonLatent:
         sizes = _sizes(spec)
         launch.enter(q, kv, norm, eps, table, positions, slots, latents, sizes, neighbours=neighbours)
 
-    def attend(self, q: Tensor, weight: Tensor, cache: Tensor, batch: Batch, spec: LatentSpec) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        weight: Tensor,
+        cache: Tensor,
+        batch: Batch,
+        spec: LatentSpec,
+        adapted: LatentAdapted | None = None,
+    ) -> Tensor:
         most = batch.max_query_len
         if most <= FEW_QUERIES:
-            return _absorbed(q, weight, cache, _seqs(batch), most, spec)
+            return _absorbed(q, weight, cache, _seqs(batch), most, spec, adapted)
         shape = launch.tile_shape(q.dtype, sms(q.device)[1])
         most_keys = max(1, EXPANDED_BYTES // (weight[..., 0].numel() * q.element_size()))
         lens = batch.query_lens_host.tobytes(), batch.seq_lens_host.tobytes()
         cut = _cut(*lens, shape.block_m, most_keys, batch.seq_lens.device)
         out = q.new_empty(len(q), spec.heads, spec.v_dim)
         for each in cut.rounds:
-            _expanded(out, q, weight, cache, _seqs(batch), each, most_keys, shape, spec)
+            _expanded(out, q, weight, cache, _seqs(batch), each, most_keys, shape, spec, adapted)
         if (few := cut.few) is not None:
             tables = batch.block_tables
             lens_and_rows = batch.seq_lens[few.seqs], batch.rows[few.seqs]
             seqs = Seqs(few.query_starts, *lens_and_rows, tables, tables.stride(0))
-            out[few.tokens] = _absorbed(q[few.tokens], weight, cache, seqs, few.most_queries, spec)
+            own = None if adapted is None else adapted.of(few.tokens)
+            out[few.tokens] = _absorbed(q[few.tokens], weight, cache, seqs, few.most_queries, spec, own)
         return out
 
 
 def _absorbed(
-    q: Tensor, weight: Tensor, cache: Tensor, seqs: Seqs, most_queries: int, spec: LatentSpec
+    q: Tensor,
+    weight: Tensor,
+    cache: Tensor,
+    seqs: Seqs,
+    most_queries: int,
+    spec: LatentSpec,
+    adapted: LatentAdapted | None,
 ) -> Tensor:
-    latent = absorb(q, weight, spec)
+    latent = absorb(q, weight, spec, adapted)
     seen = q.new_empty(len(q), spec.heads, spec.rank)
     rope = q[..., spec.nope_dim :]
     launch.attend_shares(seen, latent, rope, launch.latents_of(cache), seqs, _sizes(spec), most_queries)
-    return release(seen, weight, spec)
+    return release(seen, weight, spec, adapted)
 
 
 def _expanded(
@@ -96,6 +115,7 @@ def _expanded(
     most_keys: int,
     shape: Shape,
     spec: LatentSpec,
+    adapted: LatentAdapted | None,
 ) -> None:
     latents = q.new_empty(prompts.num_keys, spec.width)
     launch.gather(latents, launch.latents_of(cache), seqs, prompts.keys, spec.k_scale)
@@ -103,7 +123,10 @@ def _expanded(
     step = max(1, spec.heads * most_keys // prompts.num_keys)
     for first in range(0, spec.heads, step):
         some = slice(first, first + step)
-        kv = (latent @ weight[some].flatten(0, 1).T).view(prompts.num_keys, -1, weight.shape[1])
+        kv = latent @ weight[some].flatten(0, 1).T
+        if adapted is not None:
+            adapted.add(kv, latent, first * weight.shape[1], prompts.owners)
+        kv = kv.view(prompts.num_keys, -1, weight.shape[1])
         launch.attend_tiles(out[:, some], q[:, some], kv, turned, seqs, prompts.tiles, _sizes(spec), shape)
 
 
@@ -147,7 +170,9 @@ def _round(
     tiles = _work(seqs, queries[seqs], tile)[::-1].copy()
     tiles[:, 2] = begins[tiles[:, 2]]
     work = _sent(np.concatenate((gathered, tiles)).astype(np.int32), device)
-    return _Round(int(keys[seqs].sum()), work[: len(gathered)], work[len(gathered) :])
+    owners = np.repeat((np.cumsum(queries) - queries)[seqs], keys[seqs])
+    cut = work[: len(gathered)], work[len(gathered) :]
+    return _Round(int(keys[seqs].sum()), *cut, _sent(owners, device))
 
 
 def _work(seqs: NDArray[np.intp], lens: NDArray[np.int32], tile: int) -> NDArray[np.intp]:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
-from quire.attention.latent import LatentEntry, LatentSpec, choose
+from quire.attention.latent import LatentAdapted, LatentEntry, LatentSpec, choose
 from quire.config.layout import CacheSpec
+from quire.layers.lora import LatentPoint, Place
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope
 from quire.layers.scales import KVScales
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import divided
+from quire.quant.shares import Run, divided
 
 
 class LatentAttention(nn.Module):
@@ -31,12 +32,28 @@ class LatentAttention(nn.Module):
         # Used by heads and both ways round, so in no packed format.
         weight = scope.empty(spec.heads * (spec.nope_dim + spec.v_dim), spec.rank)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        if scope.adapters is not None:
-            scope.adapters.refused[scope.name] = "latent attention takes no adapter of kv_b_proj"
         self.own = divided(scope.group, len(weight) * scope.group.size)
+        self.point = self._point(scope)
         self.scales = KVScales(scope.beside("")[:-1], scope)
         self.cache: Tensor | None = None
         self.group = 0
+
+    def _point(self, scope: Scope) -> LatentPoint | None:
+        slots, spec = scope.adapters, self.spec
+        if slots is None or not slots.takes(scope.name):
+            return None
+        heads = spec.heads, spec.nope_dim, spec.v_dim
+        point = LatentPoint(scope.name, slots, spec.rank, heads, scope.ops, turns=self.latent.turns)
+        point.places[scope.name] = Place(point, slice(0, 1), Run(spec.rank), (self.own,))
+        return point
+
+    @property
+    def adapted(self) -> LatentAdapted | None:
+        """What the adapters of the step's tokens add to the weight."""
+        point = self.point
+        if point is None or point.tokens is None:
+            return None
+        return LatentAdapted(point.a, point.b, point.turned, point.tokens, point.ops)
 
     @property
     def keeps(self) -> CacheSpec:
@@ -60,7 +77,7 @@ class LatentAttention(nn.Module):
         entry = LatentEntry(self.norm.weight, self.norm.eps, *self.rope.of(batch), batch.slots, cache)
         self.latent.enter(queries, kv, entry, spec)
         weight = self.weight.view(spec.heads, -1, spec.rank)
-        return self.latent.attend(queries, weight, cache, batch, spec).flatten(1)
+        return self.latent.attend(queries, weight, cache, batch, spec, self.adapted).flatten(1)
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.name}.weight", self.weight, 0, (self.own,))

@@ -219,6 +219,58 @@ class Point:
         self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
 
 
+class LatentPoint(Point):
+    """The same of the weight that makes keys and values of latents: used by heads, and by some kernels both
+    ways round, too (`turned`)."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: AdapterSlots,
+        latent: int,
+        heads: tuple[int, int, int],
+        ops: Ops,
+        *,
+        turns: bool,
+    ) -> None:
+        """`heads`: how many, and the sizes of their keys and values."""
+        self.heads, self.key_dim, value_dim = heads
+        self._turns = turns
+        super().__init__(name, slots, latent, (self.heads * (self.key_dim + value_dim),), ops)
+        self.turned: tuple[Tensor, Tensor] | None = None
+
+    def _turned_shapes(self) -> tuple[Shape, ...]:
+        rank = self.slots.max_rank
+        return ((self.heads, rank, self.key_dim), (self.size_in, rank)) if self._turns else ()
+
+    @property
+    def size(self) -> int:
+        return super().size + sum(_aligned(math.prod(shape)) for shape in self._turned_shapes())
+
+    def bind(self, memory: Tensor) -> None:
+        super().bind(memory)
+        if self._turns:
+            at, found = super().size, []
+            for shape in self._turned_shapes():
+                found.append(memory[:, at : at + math.prod(shape)].unflatten(1, shape))
+                at += _aligned(math.prod(shape))
+            self.turned = found[0], found[1]
+
+    def unbind(self) -> None:
+        super().unbind()
+        self.turned = None
+
+    def put(self, slot: int, factors: Factors) -> None:
+        super().put(slot, factors)
+        a, b = self.a[slot], self.b[slot]
+        # Products of all slots at once: an infinity would reach the rows of others.
+        a.nan_to_num_(), b.nan_to_num_()
+        if self.turned is not None:
+            keys, down = self.turned
+            keys[slot].copy_(b.unflatten(0, (self.heads, -1))[:, : self.key_dim].transpose(1, 2))
+            down[slot].copy_(a.t())
+
+
 class HeadPoint(Point):
     """The same of the head, which sees the tokens alone whose logits are wanted."""
 
