@@ -217,50 +217,64 @@ class CPUOps(Reference):
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
     ) -> Tensor:
-        return self._adapted(out, _in_rows(x), None, a, b, part_sizes, tokens)
+        width = len(part_sizes) * b.shape[2]
+        assert x.dtype == out.dtype
+        ranks = torch.empty(len(x), width, dtype=torch.float32)
+        _add_lora(out, _in_rows(x), None, a, b, part_sizes, tokens, ranks)
+        return out
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Tensor) -> Tensor:
-        return self._adapted(out, None, ids.contiguous(), a, b, (b.shape[1],), tokens)
-
-    def _adapted(
-        self,
-        out: Tensor,
-        x: Tensor | None,
-        ids: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        part_sizes: tuple[int, ...],
-        tokens: Tensor,
-    ) -> Tensor:
-        rank, num_parts = b.shape[2], len(part_sizes)
-        assert a.dtype == b.dtype and a.dtype in TYPES and (x is None or x.dtype == out.dtype)
-        assert out.stride(1) == 1 and tokens.dtype == torch.int32 and tokens.is_contiguous()
-        assert all(each[0].is_contiguous() for each in (a, b)) and rank <= _MAX_RANK
-        assert len(out) == len(tokens) and out.shape[1] == sum(part_sizes) == b.shape[1]
-        ends = _ends(part_sizes)
-        ranks = torch.empty(0 if x is None else len(out) * num_parts * rank, dtype=torch.float32)
-        job = _LoraJob(
-            out.data_ptr(),
-            None if x is None else x.data_ptr(),
-            a.data_ptr(),
-            b.data_ptr(),
-            tokens.data_ptr(),
-            ends.data_ptr(),
-            None if ids is None else ids.data_ptr(),
-            ranks.data_ptr(),
-            len(out),
-            num_parts,
-            rank,
-            a.shape[2],
-            0 if x is None else x.stride(0),
-            out.stride(0),
-            a.stride(0),
-            b.stride(0),
-            out.dtype == torch.bfloat16,
-            a.dtype == torch.bfloat16,
-        )
-        _lora(job, out, a, b, tokens, ends, ranks, *(held for held in (x, ids) if held is not None))
+        ranks = torch.empty(0, dtype=torch.float32)
+        _add_lora(out, None, ids.contiguous(), a, b, (b.shape[1],), tokens, ranks)
         return out
+
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Tensor) -> Tensor:
+        ranks = torch.empty(len(x), a.shape[1], dtype=torch.float32)
+        _add_lora(None, _in_rows(x), None, a, None, (), tokens, ranks)
+        return ranks
+
+    def lora_expand(
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        _add_lora(out, None, None, None, b, part_sizes, tokens, ranks.contiguous())
+        return out
+
+
+def _add_lora(
+    out: Tensor | None,
+    x: Tensor | None,
+    ids: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    part_sizes: tuple[int, ...],
+    tokens: Tensor,
+    ranks: Tensor,
+) -> None:
+    """Without `out` ranks are made, without x they are given, or `ids` say where they are in a."""
+    held = [each for each in (a, b) if each is not None]
+    like = x if out is None else out
+    assert like is not None and len(like) == len(tokens) and {each.dtype for each in held} <= {*TYPES}
+    assert tokens.dtype == torch.int32 and tokens.is_contiguous() and ranks.dtype == torch.float32
+    assert all(each[0].is_contiguous() for each in held) and len({each.dtype for each in held}) == 1
+    num_parts, rank = (1, ranks.shape[1]) if b is None else (len(part_sizes), b.shape[2])
+    assert rank <= _MAX_RANK if ids is not None else ranks.shape[1] == num_parts * rank
+    assert out is None or b is None or out.stride(1) == 1 and out.shape[1] == sum(part_sizes) == b.shape[1]
+    ends = _ends(part_sizes)
+    given = [out, x, a, b, tokens, ends, ids, ranks]
+    job = _LoraJob(
+        *(None if each is None else each.data_ptr() for each in given),
+        len(tokens),
+        num_parts,
+        rank,
+        0 if a is None else a.shape[2],
+        0 if x is None else x.stride(0),
+        0 if out is None else out.stride(0),
+        0 if a is None else a.stride(0),
+        0 if b is None else b.stride(0),
+        like.dtype == torch.bfloat16,
+        held[0].dtype == torch.bfloat16,
+    )
+    _lora(job, *(each for each in given if each is not None))
 
 
 @cache

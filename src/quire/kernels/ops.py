@@ -151,6 +151,17 @@ class Ops(Protocol):
         `out` is [T, n] and `b` [slots, n, rank]."""
         ...
 
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Any) -> Tensor:
+        """The first half of `lora`: [T, parts * rank]. What rows without an adapter have there means
+        nothing."""
+        ...
+
+    def lora_expand(
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Any
+    ) -> Tensor:
+        """The other half: what `b` makes of [T, parts * rank] is added to `out` in place."""
+        ...
+
 
 @functools.cache
 def choose(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -84,10 +84,20 @@ class Reference:
     def lora(
         self, out: Tensor, x: Tensor, a: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
     ) -> Tensor:
-        wide = x.float()
+        return self.lora_expand(out, self.lora_shrink(x, a, tokens), b, part_sizes, tokens)
+
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Tensor) -> Tensor:
+        ranks = x.new_zeros(len(x), a.shape[1], dtype=torch.float32)
         for slot in range(len(a)):
-            ranks = (wide @ a[slot].float().t()) * (tokens == slot)[:, None]
-            parts = zip(ranks.chunk(len(part_sizes), 1), b[slot].float().split(part_sizes), strict=True)
+            ranks += (x.float() @ a[slot].float().t()) * (tokens == slot)[:, None]
+        return ranks
+
+    def lora_expand(
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Tensor
+    ) -> Tensor:
+        for slot in range(len(b)):
+            own = (ranks * (tokens == slot)[:, None]).chunk(len(part_sizes), 1)
+            parts = zip(own, b[slot].float().split(part_sizes), strict=True)
             out += torch.cat([part @ outputs.t() for part, outputs in parts], 1)
         return out
 

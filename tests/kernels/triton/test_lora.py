@@ -73,9 +73,11 @@ def test_behind_any_product(
     x, out = random(num, size_in, dtype=dtype), random(num, sum(sizes), dtype=dtype)
     expected = point.expected(out, x, slots)
     tokens = OPS.assigned(slots, SLOTS)
+    halves = OPS.lora_expand(out.clone(), OPS.lora_shrink(x, point.a, tokens), point.b, sizes, tokens)
     ours = OPS.lora(out, x, point.a, point.b, sizes, tokens)
     assert ours is out
     close(out, expected)
+    close(halves, expected)
 
 
 @pytest.mark.parametrize("num", [1, 2, 20])

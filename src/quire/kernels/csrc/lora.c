@@ -11,8 +11,8 @@
 /* Structures have the same fields, in the same order, as in cpu.py. */
 
 typedef struct {
-    void *out;
-    const void *x;           /* NULL: `ids` say which row of a has the ranks */
+    void *out;               /* NULL: nothing but ranks is wanted */
+    const void *x;           /* NULL: `ids` say which row of a has the ranks; without them `ranks` are given */
     const void *a, *b;       /* [slots][parts * rank, size_in], [slots][sum of part_sizes, rank] */
     const int32_t *tokens;   /* the slot of each, or -1 */
     const int64_t *part_ends; /* where the outputs of each part end */
@@ -134,16 +134,19 @@ static const float *look_up(const LoraJob *job, long token, long slot, float *in
 
 void quire_lora(const LoraJob *job)
 {
-    long rank = job->rank, parts = job->num_parts, pieces = (job->part_ends[parts - 1] + OUTPUTS - 1) / OUTPUTS;
+    long rank = job->rank, parts = job->num_parts, pieces;
     if (job->x)
         shrink_rows(job);
+    if (!job->out)
+        return;
+    pieces = (job->part_ends[parts - 1] + OUTPUTS - 1) / OUTPUTS;
 #pragma omp for schedule(monotonic : dynamic, 4)
     for (long task = 0; task < job->num_tokens * pieces; task++) {
         long token = task / pieces, first = task % pieces * OUTPUTS, last = first + OUTPUTS, slot = job->tokens[token];
         float looked_up[MAX_RANK];
         if (slot < 0)
             continue;
-        const float *ranks = job->x ? job->ranks + token * parts * rank : look_up(job, token, slot, looked_up);
+        const float *ranks = job->ids ? look_up(job, token, slot, looked_up) : job->ranks + token * parts * rank;
         Numbers b = {job->b, slot * job->b_stride, (int)job->own_bf16};
         for (long part = 0, start = 0; part < parts; start = job->part_ends[part++]) {
             long from = first > start ? first : start, end = last < job->part_ends[part] ? last : job->part_ends[part];

@@ -9,7 +9,7 @@ from quire.config.facts import Routing
 from quire.kernels.ops import Adapted, Entry
 from quire.kernels.triton.activations import activated, gated, tanh
 from quire.kernels.triton.launch import follow, launch, overlap
-from quire.kernels.triton.lora import Assigned, add, add_rows, assign
+from quire.kernels.triton.lora import Assigned, add, add_rows, assign, expand, shrink
 from quire.kernels.triton.routing import route
 
 _GATHERED = 2048
@@ -347,6 +347,14 @@ class TritonOps:
 
     def lora_rows(self, out: Tensor, ids: Tensor, a: Tensor, b: Tensor, tokens: Assigned) -> Tensor:
         return add_rows(out, ids, Adapted(a, b, (out.shape[1],), tokens))
+
+    def lora_shrink(self, x: Tensor, a: Tensor, tokens: Assigned) -> Tensor:
+        return shrink(x, Adapted(a, a, (a.shape[1],), tokens)) if len(x) else x.new_empty(0, a.shape[1])
+
+    def lora_expand(
+        self, out: Tensor, ranks: Tensor, b: Tensor, part_sizes: tuple[int, ...], tokens: Assigned
+    ) -> Tensor:
+        return expand(out, ranks.contiguous(), Adapted(b, b, part_sizes, tokens)) if len(out) else out
 
 
 def _on_each(out: Tensor, x: Tensor, other: Tensor, number: float, kind: str) -> Tensor:
