@@ -77,7 +77,11 @@ def test_mixed_requests_say_what_each_says_alone(
 
 @pytest.mark.parametrize(
     "layout",
-    [{"distributed_executor_backend": "mp"}, {"pipeline_parallel_size": 2}],
+    [
+        {"distributed_executor_backend": "mp"},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+    ],
     ids=str,
 )
 def test_so_they_do_in_other_processes(

@@ -1,5 +1,6 @@
 """Adapters against PEFT: many in one batch, in every kind of layer."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from quire.attention.cpu_attn import CPUAttention
 from quire.attention.torch_sdpa import TorchSDPA
+from quire.comm.world import World
 from quire.errors import ConfigError
 from quire.kernels import native
 from quire.kernels.ops import Ops
@@ -93,11 +95,35 @@ def test_devices_that_share_layers_share_adapters(family: str, tmp_path: Path) -
     for model in models:
         for slot in (0, 1):
             model.put(slot, tmp_path / str(slot))
+    check_ranks(models, worlds, expected)
+
+
+def check_ranks(models: list[Adapted], worlds: list[World], expected: list[Tensor]) -> None:
     for found in run_threads(
-        2, lambda world: models[world.tp.rank].run(PROMPTS, SLOT_OF), worlds=lambda _: worlds
+        len(worlds), lambda world: models[world.tp.rank].run(PROMPTS, SLOT_OF), worlds=lambda _: worlds
     ):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+
+
+def test_devices_that_divide_all_of_an_adapter(tmp_path: Path) -> None:
+    """Ranks of another device, or in another order; ranks that are no multiple of the devices; outputs that
+    two add; a half that each device still has whole."""
+    path, hf = make_tiny("llama", tmp_path, num_key_value_heads=1)
+    expected = peft_logits(hf, tmp_path, target_modules=PROJECTIONS, rank_pattern={"k_proj": 3})
+    worlds = tp_worlds(2)
+    whole, parts = (
+        [Adapted(path, slots_for(2, 9, divides=divides, only=PROJECTIONS), world=world) for world in worlds]
+        for divides in (False, True)
+    )
+    for model in (*whole, *parts):
+        for slot in (0, 1):
+            model.put(slot, tmp_path / str(slot))
+    check_ranks(parts, worlds, expected)
+    for one, other in zip(parts[0].slots.points.values(), whole[0].slots.points.values(), strict=True):
+        assert one.size < 0.8 * other.size, one.name
+        halves = zip(one.own_shapes, other.own_shapes, strict=True)
+        assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
 
 
 def test_without_an_adapter_the_same_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,8 @@ class LoRASection:
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     """Type of the adapters' weights; `auto` is the model's."""
     fully_sharded_loras: bool = False
-    """Accepted and unused: of each adapter a device has what it needs, and the first half of some whole."""
+    """Divide all of an adapter among the devices that share its layers; otherwise each has one half of it
+    whole. Less memory, and one exchange more in each layer."""
     lora_target_modules: tuple[str, ...] = ()
     """Names of the layers that adapters may change, as `q_proj`. Default: all that can be."""
     lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256

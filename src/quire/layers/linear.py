@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import Entry, HeadNorms
-from quire.layers.lora import Place, Point
+from quire.layers.lora import AdapterSlots, Place, Point, RanksPoint, SumPoint
 from quire.layers.norm import norm_shares
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target, once, target_of
@@ -61,12 +61,22 @@ class Linear(nn.Module):
         slots = scope.adapters
         if slots is None or not slots.takes(scope.name, *self.part_names):
             return None
-        point = Point(self.part_names[0], slots, self.inputs.size, self.sizes_out, scope.ops)
-        for i, (name, outputs) in enumerate(zip(self.part_names, self.outputs, strict=True)):
+        point = self._point_of(slots, scope)
+        own = ((point.own,),) if isinstance(point, SumPoint) else self.outputs
+        for i, (name, outputs) in enumerate(zip(self.part_names, own, strict=True)):
             if slots.takes(scope.name, name):
                 order = partial(self._order, i)
                 point.places[name] = Place(point, slice(i, i + 1), self.inputs, outputs, order)
         return point
+
+    def _point_of(self, slots: AdapterSlots, scope: Scope) -> Point:
+        given = self.part_names[0], slots, self.inputs.size
+        if slots.divides and scope.group.size > 1:
+            if self.divided == "outputs":
+                return RanksPoint(*given, self.sizes_out, scope.ops, scope.group)
+            if self.divided == "inputs" and self.sizes_out[0] % scope.group.size == 0:
+                return SumPoint(*given, self.sizes_out[0], scope.ops, scope.group)
+        return Point(*given, self.sizes_out, scope.ops)
 
     def _order(self, part: int) -> Tensor | None:
         orders = self.orders()
@@ -113,8 +123,8 @@ class Linear(nn.Module):
 
     def _adapted(self, x: Tensor) -> Tensor:
         assert self.point is not None
-        if self.weight.adapted is not None and self.adapts:
-            return self.weight.adapted(x, adapted=self.point.adapted)
+        if self.weight.adapted is not None and self.adapts and (adapted := self.point.adapted) is not None:
+            return self.weight.adapted(x, adapted=adapted)
         return self.point.add(self.weight.product(x), x)
 
 
@@ -233,8 +243,8 @@ class QKVLinear(Linear):
         """None where the weight has no such way."""
         if self.point is None or not self.adapts:
             return None if self.entered is None else self.entered(x, entry)
-        enter = self.weight.entered_adapted
-        return None if enter is None else enter(x, entry, adapted=self.point.adapted)
+        enter, adapted = self.weight.entered_adapted, self.point.adapted
+        return None if enter is None or adapted is None else enter(x, entry, adapted=adapted)
 
 
 class KeysWithoutBias(QKVLinear):
@@ -285,6 +295,7 @@ class GateUpLinear(Linear):
         """[T, size_in] -> [T, size_out]."""
         if self.gated is not None and not self.adapts:
             return self.gated(x)
-        if self.point is not None and self.gated is not None and self.weight.gated_adapted is not None:
-            return self.weight.gated_adapted(x, adapted=self.point.adapted)
+        adapted = None if self.point is None else self.point.adapted
+        if adapted is not None and self.gated is not None and self.weight.gated_adapted is not None:
+            return self.weight.gated_adapted(x, adapted=adapted)
         return self.ops.gated(self.multiply(x), self.activation)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.comm.group import Group
 from quire.kernels.ops import Adapted, Ops
-from quire.quant.shares import Run, Runs
+from quire.quant.shares import Run, Runs, divided
 
 _ALIGN = 64
 """Numbers: kernels are compiled for aligned pointers."""
@@ -47,6 +48,7 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         only: Collection[str] = (),
+        divides: bool = False,
     ) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
@@ -54,6 +56,8 @@ class AdapterSlots:
         self.device = device
         self.only = frozenset(only)
         """The last names of layers that take adapters; empty: all."""
+        self.divides = divides
+        """Whether devices that share a layer share all that adapters add to it."""
         self.points: dict[str, Point] = {}
         self.stacks: dict[str, Stack] = {}
         """Experts whose matrices some checkpoints have in one, by its name."""
@@ -177,8 +181,9 @@ class Point:
         return self.slots.assigned
 
     @property
-    def adapted(self) -> Adapted:
-        """What the adapters of the step's tokens add, for a product that takes it along."""
+    def adapted(self) -> Adapted | None:
+        """What the adapters of the step's tokens add, for a product that takes it along; None: it is added
+        behind."""
         return Adapted(self.a, self.b, self.part_sizes, self.assigned)
 
     def add(self, out: Tensor, x: Tensor) -> Tensor:
@@ -195,13 +200,18 @@ class Point:
         return (*front, len(self.part_sizes), rank, self.size_in), (*front, sum(self.part_sizes), rank)
 
     @property
+    def own_shapes(self) -> tuple[Shape, Shape]:
+        """Those in a slot."""
+        return self.shapes(self.slots.max_rank)
+
+    @property
     def size(self) -> int:
         """Numbers of a slot."""
-        return sum(_aligned(math.prod(shape)) for shape in self.shapes(self.slots.max_rank))
+        return sum(_aligned(math.prod(shape)) for shape in self.own_shapes)
 
     def bind(self, memory: Tensor) -> None:
         """[slots, size]"""
-        a, b = self.shapes(self.slots.max_rank)
+        a, b = self.own_shapes
         start = _aligned(math.prod(a))
         self._own = Factors(
             memory[:, : math.prod(a)].unflatten(1, a),
@@ -217,6 +227,64 @@ class Point:
         rank = factors.b.shape[-1]
         self._own.a[slot].narrow(-2, 0, rank).copy_(factors.a, non_blocking=True)
         self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
+
+
+class RanksPoint(Point):
+    """The same of a layer that is divided by its outputs: each device shrinks to some of the ranks, and all
+    tell each other theirs."""
+
+    def __init__(
+        self, name: str, slots: AdapterSlots, size_in: int, sizes: tuple[int, ...], ops: Ops, group: Group
+    ) -> None:
+        self.group = group
+        self.num_own = -(-slots.max_rank // group.size)
+        super().__init__(name, slots, size_in, sizes, ops)
+
+    @property
+    def adapted(self) -> None:
+        return None
+
+    @property
+    def own_shapes(self) -> tuple[Shape, Shape]:
+        (parts, _, size_in), b = self.shapes(self.num_own * self.group.size)
+        return (parts, self.num_own, size_in), b
+
+    def put(self, slot: int, factors: Factors) -> None:
+        first, rank = self.group.rank * self.num_own, factors.b.shape[-1]
+        own = factors.a[:, first : first + self.num_own]
+        self._own.a[slot].narrow(1, 0, own.shape[1]).copy_(own, non_blocking=True)
+        self._own.b[slot].narrow(-1, 0, rank).copy_(factors.b, non_blocking=True)
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        if self.tokens is None:
+            return out
+        own = self.ops.lora_shrink(x, self.a, self.assigned).unflatten(1, (-1, self.num_own))
+        ranks = self.group.gather(own).flatten(1)
+        return self.ops.lora_expand(out, ranks, self.b, self.part_sizes, self.assigned)
+
+
+class SumPoint(Point):
+    """The same of a layer that is divided by its inputs: the ranks are summed, and each device expands them
+    to some of the outputs, which are summed with those of the layer."""
+
+    def __init__(
+        self, name: str, slots: AdapterSlots, size_in: int, size_out: int, ops: Ops, group: Group
+    ) -> None:
+        self.group = group
+        self.own = divided(group, size_out)
+        super().__init__(name, slots, size_in, (self.own.size,), ops)
+
+    @property
+    def adapted(self) -> None:
+        return None
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        if self.tokens is None:
+            return out
+        ranks = self.group.all_reduce(self.ops.lora_shrink(x, self.a, self.assigned))
+        own = out[:, self.own.start : self.own.start + self.own.size]
+        self.ops.lora_expand(own, ranks, self.b, self.part_sizes, self.assigned)
+        return out
 
 
 class LatentPoint(Point):

@@ -308,6 +308,7 @@ class Worker:
             dtype=dtype,
             device=self.device,
             only=lora.lora_target_modules,
+            divides=lora.fully_sharded_loras,
         )
 
     def _open_slots(self, slots: AdapterSlots) -> None:
