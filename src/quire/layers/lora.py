@@ -63,6 +63,8 @@ class AdapterSlots:
         """Experts whose matrices some checkpoints have in one, by its name."""
         self.refused: dict[str, str] = {}
         """Layers that take none although others like them do, and why."""
+        self.unused = ""
+        """A pattern of the names of layers that compute nothing here: what is there for them is left out."""
         self.tokens: Tensor | None = None
         """[T] int32, the slot of each token of the step, -1 without; None: no token has an adapter."""
         self.logit_tokens: Tensor | None = None

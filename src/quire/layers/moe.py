@@ -338,6 +338,10 @@ class Router(Linear):
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
+        if self.point is not None and scope.name in self.point.places:
+            layer, _, last = scope.name.rsplit(".", 2)
+            # What transformers calls it, whatever the checkpoint does.
+            self.point.places[f"{layer}.mlp.{last}"] = self.point.places[scope.name]
         self.ops = scope.ops
         self.routing = moe.routing
         self.chosen: Chooses | None = None

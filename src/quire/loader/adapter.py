@@ -187,13 +187,16 @@ class AdapterReader:
             yield from _of_stack(name, stack, pair, settings)
         elif why := self._why_refused(name):
             raise ConfigError(f"{pair.names[0]}: {why}")
-        elif not self._is_elsewhere(name) and self.slots.takes(name):
+        elif not self._is_elsewhere(name) and not self._is_unused(name) and self.slots.takes(name):
             raise ConfigError(
                 f"{pair.names[0]} is for a layer that the model does not have, or that takes none"
             )
 
     def _why_refused(self, name: str) -> str | None:
         return next((why for at, why in self._refused.items() if f"{name}.".startswith(f"{at}.")), None)
+
+    def _is_unused(self, name: str) -> bool:
+        return bool(self.slots.unused and re.search(self.slots.unused, f".{name}."))
 
     def _is_elsewhere(self, name: str) -> bool:
         number = re.search(r"\.(\d+)\.", name)

@@ -113,6 +113,8 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
+    if adapters is not None:
+        adapters.unused = checkpoint.facts.unused
     _add_tower(model, checkpoint.facts, scope, tower_group)
     with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
