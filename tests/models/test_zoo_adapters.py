@@ -1,0 +1,95 @@
+"""An adapter on every layer that PEFT would choose, in every family: what PEFT makes of it, or a refusal."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from encoders import ENCODERS, make, texts
+from lora_oracle import PLAIN, Adapted, save_adapter, slots_for
+from oracle import make_tiny, random_prompts, run_hf
+from zoo import ZOO
+
+from quire import LLM, LoRARequest, PoolingParams
+
+PROMPTS = random_prompts(9, 7)
+RANK: dict[str, Any] = {"r": 4, "lora_alpha": 8}
+QUICK = """
+    ApertusForCausalLM Cohere2MoeForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    Ernie4_5_MoeForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GraniteMoeSharedForCausalLM
+    HunYuanMoEV1ForCausalLM Llama4ForCausalLM MiniMaxM2ForCausalLM MixtralForCausalLM NemotronHForCausalLM
+    Phi3ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM Starcoder2ForCausalLM
+""".split()
+"""Those that are least like Llama, and that no other test of adapters has."""
+NOT_BY_PEFT = {
+    "Llama4ForCausalLM": {"router"},
+    "NemotronHForCausalLM": {"out_proj"},
+}
+"""Linear layers that PEFT itself refuses, or cannot run."""
+
+
+def chosen(architecture: str, hf: Any) -> dict[str, Any]:
+    """All linear layers but the head, and the experts, which are one tensor each."""
+    experts = {
+        ".".join(name.split(".")[-3:])
+        for name, parameter in hf.named_parameters()
+        if parameter.ndim == 3 and "conv" not in name
+    }
+    found: dict[str, Any] = {"target_modules": "all-linear"}
+    if left_out := NOT_BY_PEFT.get(architecture):
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in hf.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        found = {"target_modules": sorted(linear - left_out - {"lm_head"})}
+    return found | ({"target_parameters": sorted(experts)} if experts else {})
+
+
+@pytest.mark.parametrize(
+    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+)
+def test_all_layers_that_peft_would_choose(architecture: str, tmp_path: Path) -> None:
+    """A layer that transformers calls by another name; a single slot."""
+    path, hf = make_tiny(architecture, tmp_path)
+    adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
+    expected = [run_hf(adapted, PROMPTS[0]), run_hf(adapted.unload(), PROMPTS[1])]
+    ours = Adapted(path, slots_for(1, 8))
+    ours.put(0, tmp_path / "a")
+    for found, wanted in zip(ours.run(PROMPTS, [0, PLAIN]), expected, strict=True):
+        assert (found - wanted).abs().max() < 1e-3
+    assert (run_hf(hf, PROMPTS[0]) - expected[0]).abs().max() > 0.02, "it changes nothing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in ("BertModel", "ModernBertModel") else pytest.param(each, marks=pytest.mark.slow)
+        for each in ENCODERS
+    ],
+)
+def test_all_layers_of_an_encoder(name: str, tmp_path: Path) -> None:
+    family, settings = ENCODERS[name]
+    tiny, ids = make(tmp_path / "model", family, **settings), texts(12)[0]
+    adapted = save_adapter(tiny.body, tmp_path / "a", 1, **RANK, target_modules="all-linear")
+    with torch.inference_mode():
+        wanted = adapted(torch.tensor([ids])).last_hidden_state[0].numpy()
+    llm = LLM(
+        str(tiny.path),
+        convert="embed",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        enable_lora=True,
+    )
+    lora = LoRARequest("a", 1, str(tmp_path / "a"))
+    if family == "Bert":  # the states are read in front of its pooler
+        with pytest.raises(Exception, match="failed on request"):
+            llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
+        return
+    found = llm.encode([ids], RAW, pooling_task="token_embed", lora_request=lora, use_tqdm=False)
+    assert np.abs(found[0].outputs.data - wanted).max() < 1e-3
+
+
+RAW = PoolingParams(use_activation=False)
