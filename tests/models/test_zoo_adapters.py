@@ -15,12 +15,26 @@ from quire import LLM, LoRARequest, PoolingParams
 
 PROMPTS = random_prompts(9, 7)
 RANK: dict[str, Any] = {"r": 4, "lora_alpha": 8}
-QUICK = """
-    ApertusForCausalLM Cohere2MoeForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
-    Ernie4_5_MoeForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GraniteMoeSharedForCausalLM
-    HunYuanMoEV1ForCausalLM Llama4ForCausalLM MiniMaxM2ForCausalLM MixtralForCausalLM NemotronHForCausalLM
-    Phi3ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3_5MoeForCausalLM Starcoder2ForCausalLM
-""".split()
+QUICK = [
+    "ApertusForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Llama4ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronHForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Starcoder2ForCausalLM",
+]
 """Those that are least like Llama, and that no other test of adapters has."""
 NOT_BY_PEFT = {
     "Llama4ForCausalLM": {"router"},
