@@ -1,6 +1,7 @@
 """Adapters on disk: what fits is read, and what does not is refused by the name of what is wrong."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,44 @@ def test_what_is_too_large_is_not_read(file: str, tmp_path: Path) -> None:
         opened.truncate(1 << 42)
     with pytest.raises(RequestError, match=f"{file} has {1 << 42} bytes"):
         reader().read("one", tmp_path)
+
+
+def test_a_link_that_was_put_there_later_leads_nowhere(tmp_path: Path) -> None:
+    """What lies outside when it is opened, whatever lay there when somebody looked: a file, the folder."""
+    root = tmp_path / "root"
+    root.mkdir()
+    within = (str(root),)
+    save(tmp_path / "outside", tensors())
+    path = save(root / "one", tensors())
+    assert reader().read("one", path, within).factors
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        own = path / name
+        own.rename(path / "own")
+        own.symlink_to(tmp_path / "outside" / name)
+        with pytest.raises(RequestError, match=rf"adapter 'one': {name} is a link to what is outside"):
+            reader().read("one", path, within)
+        own.unlink()
+        own.symlink_to(path / "own")
+        assert reader().read("one", path, within).factors, "a link to what is inside"
+        own.unlink()
+        (path / "own").rename(own)
+    path.rename(root / "two")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(RequestError, match="is a link to what is outside"):
+        reader().read("one", path, within)
+    assert reader().read("one", path).factors, "an operator's own"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """A pipe that nobody writes to."""
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(FileNotFoundError):
+        reader().read("one", tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "adapter_config.json").unlink()
+    save(tmp_path, tensors())
+    (tmp_path / "adapter_model.safetensors").unlink()
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(RequestError, match="has neither"):
+        reader().read("one", tmp_path)
+    assert len(os.listdir("/proc/self/fd")) <= before, "files that stay open"

@@ -174,6 +174,7 @@ def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) 
 
         done = await load(good)
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'x' added successfully.")
+        assert engine.adapters["x"].within == (inside,), "links that are put there later"
         assert done.headers["content-type"].startswith("text/plain")
         again = refused(await load(good))
         assert again["type"] == "InvalidUserInput" and "already been loaded" in again["message"]
@@ -355,6 +356,7 @@ def test_a_folder_for_each_customer(tmp_path: Path) -> None:
     engine = an_engine()
     with_client(use, engine, env=CHANGES | {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder)})
     assert list(engine.adapters) == ["late"]
+    assert str(folder.resolve()) in engine.adapters["late"].within, "links that are put there later"
 
 
 def test_hub_ids_are_found_if_they_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

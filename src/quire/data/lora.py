@@ -18,6 +18,8 @@ class LoRARequest(msgspec.Struct, kw_only=False, omit_defaults=True, eq=False):
     load_inplace: bool = False
     """Whether an adapter of this name is read again, since what lies there has changed."""
     is_3d_lora_weight: bool = False
+    within: tuple[str, ...] = ()
+    """Directories that its files must lie in whenever they are opened; empty: anywhere."""
 
     def __post_init__(self) -> None:
         if self.lora_int_id < 1:

@@ -1,27 +1,22 @@
 """Adapters as PEFT saves them: read, checked against the model, cut to what this device has of it."""
 
-import hashlib
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.config.keys import Keys, read_json
+from quire.config.keys import Keys
 from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots, Factors, HeadPoint, Place, Stack, places
 from quire.layers.scope import Target
-from quire.loader.pt import load_pickle
+from quire.loader.adapter_files import CONFIG, AdapterFiles
 from quire.loader.source import put
 from quire.logs import get_logger
 
@@ -32,12 +27,8 @@ _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
 """Patterns that take for ever to match: repeated groups, many repeats; and more than names of layers need."""
-_MAX_CONFIG = 1 << 20
 _MANY_BYTES = 1 << 30
 """Of an adapter of few points; slots that are larger may be filled by larger ones."""
-_DIGESTING, _DIGESTED = 8, 2 << 20
-"""Threads, and the bytes of a part."""
-CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that were trained as a whole",
@@ -99,37 +90,29 @@ class AdapterReader:
         self._stacks = {alias: stack for name, stack in slots.stacks.items() for alias in _aliases(name)}
         self._refused = {alias: why for name, why in slots.refused.items() for alias in _aliases(name)}
 
-    def read(self, name: str, path: Path) -> Adapter:
-        """The adapter in that folder; FileNotFoundError if there is none, RequestError if it does not fit."""
-        if not (path / CONFIG).is_file():
-            raise FileNotFoundError(f"No adapter found for {path}")
-        self._check_sizes(name, path)
+    def read(self, name: str, path: Path, within: Sequence[str] = ()) -> Adapter:
+        """The adapter in that folder; FileNotFoundError if there is none, RequestError if it does not fit, or
+        if it does not lie `within` what is allowed."""
         try:
-            settings = Settings.of(Keys(CONFIG, read_json(path / CONFIG)))
-            # Not beside the rest: threads of the digest and of torch would only be in each other's way.
-            found = _digest(path)
-            fits = list(self._fits(_read(path), settings))
-            if not fits and self.layers is None and not self.slots.only:
-                raise ConfigError(f"{_file(path).name} has no LoRA tensors")
-            factors = self._factors(fits)
-        except RequestError:
+            with AdapterFiles(path, within) as files:
+                return self._read(files)
+        except (RequestError, FileNotFoundError):
             raise
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
+
+    def _read(self, files: AdapterFiles) -> Adapter:
+        files.check_sizes(_MANY_BYTES + 8 * self.slots.num_bytes // max(self.slots.max_slots, 1))
+        settings = Settings.of(Keys(CONFIG, files.config()))
+        # Not beside the rest: threads of the digest and of torch would only be in each other's way.
+        found = files.digest()
+        fits = list(self._fits(files.tensors(), settings))
+        if not fits and self.layers is None and not self.slots.only:
+            raise ConfigError(f"{files.tensors_name} has no LoRA tensors")
+        factors = self._factors(fits)
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         num_bytes = sum(each.nbytes for both in factors.values() for each in both)
         return Adapter(AdapterFacts(found, rank, num_bytes), factors)
-
-    def _check_sizes(self, name: str, path: Path) -> None:
-        """Before anything of it is read: whoever puts adapters there may put anything there."""
-        most = _MANY_BYTES + 8 * self.slots.num_bytes // max(self.slots.max_slots, 1)
-        for file, limit in ((path / CONFIG, _MAX_CONFIG), (_file(path), most)):
-            if file.is_file() and file.stat().st_size > limit:
-                raise RequestError(
-                    f"adapter {name!r}: {file.name} has {file.stat().st_size} bytes, and no adapter of this "
-                    f"model has more than {limit}",
-                    param="lora_request",
-                )
 
     # ---- which tensor is for what
 
@@ -344,35 +327,3 @@ def _aliases(name: str) -> list[str]:
     if not rest:
         return [name]
     return [name, rest, f"model.{rest}", f"{body}.language_model.{rest}", f"language_model.{name}"]
-
-
-def _file(path: Path) -> Path:
-    return path / (TENSORS if (path / TENSORS).is_file() else PICKLE)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    file = _file(path)
-    if not file.is_file():
-        raise ConfigError(f"{path} has neither {TENSORS} nor {PICKLE}")
-    if file.suffix == ".bin":
-        return load_pickle(file)
-    try:
-        tensors: dict[str, Any] = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file.name} is not a whole safetensors file: {error}") from error
-    return tensors
-
-
-def _digest(path: Path) -> bytes:
-    """Of the configuration and of the weights, these part by part: one core alone would take longer than all
-    the rest of reading."""
-    found = hashlib.sha256((path / CONFIG).read_bytes())
-    if (file := _file(path)).is_file():
-        with file.open("rb") as opened, ThreadPoolExecutor(_DIGESTING, "quire-digest") as pool:
-
-            def of_part(start: int) -> bytes:
-                return hashlib.sha256(os.pread(opened.fileno(), _DIGESTED, start)).digest()
-
-            for digest in pool.map(of_part, range(0, file.stat().st_size, _DIGESTED)):
-                found.update(digest)
-    return found.digest()

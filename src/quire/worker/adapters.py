@@ -105,7 +105,7 @@ class Adapters:
 
     @torch.inference_mode()
     def _read(self, lora: LoRARequest) -> Adapter:
-        adapter = self._reader.read(lora.name, Path(lora.path))
+        adapter = self._reader.read(lora.name, Path(lora.path), lora.within)
         if self._spares is not None:
             self._spares.ask(adapter.facts.num_bytes // self.slots.dtype.itemsize)
         with self._lock:

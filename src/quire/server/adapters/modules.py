@@ -25,6 +25,8 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
     base: str | None = None
     """What the model that it belongs to is called."""
     is_3d: bool = False
+    within: tuple[str, ...] = ()
+    """Where its files must lie, if it was a client who named it."""
     is_leaving: bool = False
     """It is being unloaded: those who have it are still answered."""
 
@@ -36,6 +38,7 @@ class Module(msgspec.Struct, frozen=True, omit_defaults=True):
             base_model_name=self.base,
             load_inplace=load_inplace,
             is_3d_lora_weight=self.is_3d,
+            within=self.within,
         )
 
 

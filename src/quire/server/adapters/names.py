@@ -134,7 +134,7 @@ class Adapters:
                 )
             try:
                 path = await self._search(self._places.for_client, place)
-                module = Module(name, place, str(path), base, is_3d)
+                module = Module(name, place, str(path), base, is_3d, self._places.bounds(path))
                 # Whatever a core still has of this name: it lies there anew.
                 await self._engine.add_adapter(module.request(load_inplace=True))
             except RequestError as error:

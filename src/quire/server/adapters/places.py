@@ -63,6 +63,11 @@ class Places:
                 raise self._outside(place)
         return found
 
+    def bounds(self, path: Path) -> tuple[str, ...]:
+        """Where the files of a client's adapter must lie when they are opened: a link may be put there after
+        it was found. Nothing of what was brought to this disk."""
+        return tuple(map(str, self._folders)) if self._may_read(path) else ()
+
     def has_hub(self, place: str) -> bool:
         """Whether it is an id of the hub that a client may ask for."""
         return bool(_HUB_ID.fullmatch(place)) and bool(self._hub & {place, place.partition("/")[0]})

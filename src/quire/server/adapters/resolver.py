@@ -46,7 +46,7 @@ class Resolver:
         except RequestError as error:
             logger.warning("adapter %r cannot be looked for: %s", name, error)
             raise EngineDead("adapters cannot be looked for now; try again later") from None
-        return Module(name, place, str(path))
+        return Module(name, place, str(path), within=self._places.bounds(path))
 
     def note(self, name: str, error: RequestError | None) -> None:
         """It is not there, or cannot be used."""
