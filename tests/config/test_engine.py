@@ -205,6 +205,8 @@ def test_adapters_have_room_in_host_memory_and_a_rank_that_there_is() -> None:
     assert make({}).lora.max_cpu_loras == 1
     with pytest.raises(ConfigError, match="max_cpu_loras .2. must be at least max_loras .4."):
         make({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2})
+    with pytest.raises(ConfigError, match="lora_whole_modules has 'norm'; known: embed_tokens, lm_head"):
+        make({"enable_lora": True, "lora_whole_modules": ["lm_head", "norm"]})
     with pytest.raises(ConfigError, match="max_lora_rank=12 is not supported; known: 1, 8, 16"):
         make({"max_lora_rank": 12})
 

@@ -114,6 +114,30 @@ def test_the_digest_is_that_of_the_contents(tmp_path: Path) -> None:
     assert reader().read("two", save(tmp_path / "elsewhere", tensors())).facts.digest == digests[0]
 
 
+def test_what_is_brought_as_a_whole(tmp_path: Path) -> None:
+    """Norms or scores that are left out without a word; a table that has grown; one that there is no room
+    for."""
+    head, norm = "base_model.model.lm_head.weight", "base_model.model.model.norm.weight"
+    asked = {"modules_to_save": ["lm_head"]}
+    path = save(tmp_path, tensors() | {head: torch.full((VOCAB, HIDDEN), 3.0)}, **asked)
+    adapter = reader(whole=["lm_head"]).read("one", path)
+    assert torch.equal(adapter.tables["lm_head"], torch.full((VOCAB, HIDDEN), 3.0))
+    assert adapter.facts.num_bytes > 4 * VOCAB * HIDDEN
+    for whole in ([], ["embed_tokens"]):
+        with pytest.raises(RequestError, match="modules_to_save 'lm_head' is not supported"):
+            reader(whole=whole).read("one", path)
+    path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
+    with pytest.raises(RequestError, match="'norm' is not supported: adapters may bring lm_head whole"):
+        reader(whole=["lm_head"]).read("one", path)
+    path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **asked)
+    with pytest.raises(
+        RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* tokens of their own"
+    ):
+        reader(whole=["lm_head"]).read("one", path)
+    elsewhere = reader(whole=["embed_tokens"], layers=range(2))
+    assert not elsewhere.read("one", path).tables
+
+
 def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:
     """PEFT saves an embedding beside the adapter that it has; one that has grown is refused."""
     ends = {
@@ -179,7 +203,12 @@ def test_the_tensor_at_fault_is_named(what: str, tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"use_dora": True}, r"use_dora \(DoRA\) is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not supported"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save 'lm_head' is not supported: --lora-whole-modules",
+        ),
+        ({"modules_to_save": ["score"]}, "modules_to_save 'score' is not supported"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', expected a list of names"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"lora_bias": True}, "lora_bias .* is not supported"),
         ({"peft_type": "ADALORA"}, "peft_type ADALORA is not supported"),

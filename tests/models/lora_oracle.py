@@ -28,7 +28,7 @@ def save_adapter(hf_model: Any, path: Path, seed: int, **settings: Any) -> Any:
         adapted = get_peft_model(hf_model, LoraConfig(lora_dropout=0.0, **settings))
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
         adapted.save_pretrained(path)
     return adapted.eval()
@@ -51,7 +51,7 @@ class Adapted:
 
     def put(self, slot: int, path: Path) -> Adapter:
         adapter = self.reader.read("one", path)
-        self.slots.put(slot, adapter.factors)
+        self.slots.put(slot, adapter.factors, adapter.tables)
         return adapter
 
     def modules(self) -> Iterator[nn.Module]:

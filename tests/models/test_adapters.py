@@ -1,5 +1,6 @@
 """Adapters against PEFT: many in one batch, in every kind of layer."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -58,14 +59,14 @@ SHARED = ["opt", "gpt_oss", "granitemoehybrid"]
 
 def peft_logits(hf: Any, folder: Path, **settings: Any) -> list[Tensor]:
     """Of the prompts with the adapters of ranks 4 and 8 that are saved there, then without."""
-    expected = []
+    expected, plain = [], run_hf(hf, PROMPTS[2])
     for number, prompt in enumerate(PROMPTS[:2]):
         rank = 4 * (number + 1)
         own = {"r": rank, "lora_alpha": 16, "use_rslora": bool(number)} | settings
-        adapted = save_adapter(hf, folder / str(number), number, **own)
+        # Of a copy: PEFT leaves what was trained as a whole where it put it.
+        adapted = save_adapter(copy.deepcopy(hf), folder / str(number), number, **own)
         expected.append(run_hf(adapted, prompt))
-        hf = adapted.unload()
-    return [*expected, run_hf(hf, PROMPTS[2])]
+    return [*expected, plain]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SHARED])
@@ -124,6 +125,34 @@ def test_devices_that_divide_all_of_an_adapter(tmp_path: Path) -> None:
         assert one.size < 0.8 * other.size, one.name
         halves = zip(one.own_shapes, other.own_shapes, strict=True)
         assert sum(math.prod(small) <= 0.6 * math.prod(large) for small, large in halves) == 1
+
+
+WHOLE = {
+    "llama": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "gpt_neox": {"target_modules": ["dense_4h_to_h"], "modules_to_save": ["embed_in", "embed_out"]},
+    "gemma2": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+"""One end beside an adapter of the other, by other names, of a tied head."""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", WHOLE)
+def test_ends_that_adapters_bring_as_a_whole(family: str, size: int, tmp_path: Path) -> None:
+    """An end of another adapter or of the model; rows of another device; one that was there before."""
+    path, hf = make_tiny(family, tmp_path, vocab_size=129)
+    expected = peft_logits(hf, tmp_path, **WHOLE[family])
+    worlds = tp_worlds(size)
+    both = ("embed_tokens", "lm_head")
+    models = [Adapted(path, slots_for(2, 8, whole=both), world=world) for world in worlds]
+    for model in models:
+        for slot, number in ((1, 0), (0, 0), (1, 1)):
+            model.put(slot, tmp_path / str(number))
+    check_ranks(models, worlds, expected)
+    plain = tmp_path / "plain"
+    save_adapter(hf, plain, 3, r=2, lora_alpha=4, target_modules=WHOLE[family]["target_modules"][:1])
+    for model in models:
+        model.put(0, plain)
+        assert not any(table.brought[0] for table in model.slots.tables.values())  # type: ignore[attr-defined]
 
 
 def test_without_an_adapter_the_same_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

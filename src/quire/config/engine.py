@@ -11,6 +11,7 @@ from quire.config.env import Env
 from quire.config.experts import with_experts
 from quire.config.facts import ArchFacts
 from quire.config.layout import DTYPE_BYTES, cache_specs, has_states, row_bytes
+from quire.config.lora import lora_section
 from quire.config.machine import Machine
 from quire.config.model import Checkpoint
 from quire.config.pooling import PoolingFacts, settle
@@ -39,7 +40,6 @@ from quire.logs import get_logger, warn_once
 logger = get_logger(__name__)
 
 GIB = 1 << 30
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_NAMES = ("", "default", "smollm2")
 """What a model argument may say, beside nothing at all, to mean the packaged default."""
@@ -140,7 +140,7 @@ def resolve(
         scheduler=_scheduler(values, model.max_model_len, parallel, machine, usage),
         parallel=parallel,
         attention=_attention(values, env),
-        lora=_lora(values),
+        lora=lora_section(_of("lora", values)),
         multimodal=MultimodalSection(**_of("multimodal", values)),
         observability=_observability(values, usage),
         checkpoint=checkpoint,
@@ -162,22 +162,6 @@ def _speculation(
     if facts is not None and pools:
         raise ConfigError("speculative_config cannot be had with a pooling model, which generates nothing")
     return facts
-
-
-def _lora(values: Mapping[str, Any]) -> LoRASection:
-    own = _of("lora", values)
-    rank, most = own.get("max_lora_rank", 16), own.get("max_loras", 1)
-    if rank not in LORA_RANKS:
-        raise ConfigError(
-            f"max_lora_rank={rank} is not supported; known: {', '.join(map(str, LORA_RANKS))}: take the next"
-            " above the largest rank of your adapters"
-        )
-    if own.setdefault("max_cpu_loras", most) < most:
-        raise ConfigError(
-            f"max_cpu_loras ({own['max_cpu_loras']}) must be at least max_loras ({most}): what is on the"
-            " device is in host memory, too"
-        )
-    return LoRASection(**own)
 
 
 def _observability(values: Mapping[str, Any], usage: str) -> ObservabilitySection:

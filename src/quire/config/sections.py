@@ -293,6 +293,9 @@ class LoRASection:
     whole. Less memory, and one exchange more in each layer."""
     lora_target_modules: tuple[str, ...] = ()
     """Names of the layers that adapters may change, as `q_proj`. Default: all that can be."""
+    lora_whole_modules: tuple[str, ...] = ()
+    """Which of `embed_tokens` and `lm_head` adapters may bring whole (modules_to_save): each slot has room
+    for as much as the model's own takes. Default: neither."""
     lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256
     """Accepted and unused: adapters that bring tokens of their own are refused."""
 

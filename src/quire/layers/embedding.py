@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire.errors import ConfigError
 from quire.layers.lora import HeadPoint, Place, Point, TablePoint
 from quire.layers.scope import Scope, Target, target_of
+from quire.layers.whole import Whole, whole_of
 from quire.quant.shares import Run, padded
 from quire.quant.weight import LinearShape
 
@@ -88,6 +89,9 @@ class Embedding(_Table):
             self.point.places[scope.name] = Place(
                 self.point, slice(0, 1), Run(vocab), (Run(hidden),), is_table=True
             )
+        self.whole: Whole | None = None
+        if scope.stage.is_first:
+            self.whole = whole_of("embed_tokens", scope, self.own, hidden)
 
     def equip(self) -> None:
         super().equip()
@@ -95,6 +99,8 @@ class Embedding(_Table):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         out = self.rows(token_ids)
+        if self.whole is not None:
+            out = self.whole.rows(out, token_ids)
         return out if self.point is None else self.point.add(out, token_ids)
 
 
@@ -137,11 +143,16 @@ class Head(nn.Module):
             self.point = HeadPoint(scope.name, scope.adapters, hidden, (own.size,), scope.ops)
             place = Place(self.point, slice(0, 1), Run(hidden), (own,))
             self.point.places |= {scope.name: place, _HEAD: place}
+        self.slots = scope.adapters
+        self.whole = None if bias else whole_of(_HEAD, scope, self.table.own, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.point is None or self.point.tokens is None:
+        if self.slots is None or self.slots.logit_tokens is None:
             return self.table.multiply(x)
-        return self.table.gathered(self.point.add(self.table.weight.product(x), x))
+        out = self.table.weight.product(x)
+        if self.whole is not None:
+            out = self.whole.logits(out, x)
+        return self.table.gathered(out if self.point is None else self.point.add(out, x))
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[len(token_ids), hidden]: the weights of these tokens."""

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,31 @@ class Factors(NamedTuple):
         self.a.zero_(), self.b.zero_()
 
 
+class Table(Protocol):
+    """A table that adapters may bring as a whole; see `layers/whole.py`."""
+
+    names: tuple[str, ...]
+    """Of its layer."""
+    own: Run
+    """The rows of it that are here."""
+    hidden: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of a slot."""
+        ...
+
+    def bind(self, memory: Tensor) -> None:
+        """[slots, size]"""
+        ...
+
+    def unbind(self) -> None: ...
+
+    def put(self, slot: int, table: Tensor | None) -> None:
+        """None: the adapter of this slot has none."""
+        ...
+
+
 class AdapterSlots:
     """The slots of a device, each with room for one adapter at every point of the model, and the slots that
     the tokens of the current step use."""
@@ -49,6 +74,7 @@ class AdapterSlots:
         device: torch.device,
         only: Collection[str] = (),
         divides: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
@@ -58,6 +84,10 @@ class AdapterSlots:
         """The last names of layers that take adapters; empty: all."""
         self.divides = divides
         """Whether devices that share a layer share all that adapters add to it."""
+        self.whole = frozenset(whole)
+        """Which of embed_tokens and lm_head adapters may bring as a whole."""
+        self.tables: dict[str, Table] = {}
+        """Those, by the name of their layer."""
         self.points: dict[str, Point] = {}
         self.stacks: dict[str, Stack] = {}
         """Experts whose matrices some checkpoints have in one, by its name."""
@@ -92,6 +122,14 @@ class AdapterSlots:
     @property
     def slot_size(self) -> int:
         """Numbers of a slot."""
+        return self._points_size + sum(table.size for table in self.tables.values())
+
+    @property
+    def _parts(self) -> "list[Point | Table]":
+        return [*self.points.values(), *self.tables.values()]
+
+    @property
+    def _points_size(self) -> int:
         return sum(point.size for point in self.points.values())
 
     @property
@@ -102,15 +140,15 @@ class AdapterSlots:
         """Once the model is built: the memory of all points, a slot in one piece."""
         memory = torch.zeros(self.max_slots, self.slot_size, dtype=self.dtype, device=self.device)
         self._memory, at = memory, 0
-        for point in self.points.values():
-            point.bind(memory[:, at : at + point.size])
-            at += point.size
+        for each in self._parts:
+            each.bind(memory[:, at : at + each.size])
+            at += each.size
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = None
-        for point in self.points.values():
-            point.unbind()
+        for each in self._parts:
+            each.unbind()
 
     def keep_spares(self, count: int, size: int) -> None:
         """Pinned memory for the next adapters, if they have so many numbers: to pin it takes longer than to
@@ -136,12 +174,21 @@ class AdapterSlots:
             at = end
         return found
 
-    def put(self, slot: int, factors: Mapping[str, Factors]) -> None:
+    def table_room(self, name: str) -> Tensor:
+        """Host memory for what of a table is here."""
+        table, pins = self.tables[name], self.device.type == "cuda"
+        return torch.empty(table.own.size, table.hidden, dtype=self.dtype, pin_memory=pins)
+
+    def put(
+        self, slot: int, factors: Mapping[str, Factors], tables: Mapping[str, Tensor] | None = None
+    ) -> None:
         """An adapter takes the place of what was there; pinned memory is read when the device comes to it."""
         assert self._memory is not None, "allocate() comes first"
-        self._memory[slot].zero_()
+        self._memory[slot, : self._points_size].zero_()
         for name, each in factors.items():
             self.points[name].put(slot, each)
+        for name, table in self.tables.items():
+            table.put(slot, (tables or {}).get(name))
 
 
 class Point:

@@ -31,7 +31,6 @@ _MANY_BYTES = 1 << 30
 """Of an adapter of few points; slots that are larger may be filled by larger ones."""
 _REFUSED = {
     "use_dora": "DoRA",
-    "modules_to_save": "modules that were trained as a whole",
     "lora_bias": "biases",
     "trainable_token_indices": "tokens that were trained by themselves",
     "alora_invocation_tokens": "adapters that begin at a token",
@@ -67,6 +66,8 @@ class Adapter:
     facts: AdapterFacts
     factors: dict[str, Factors]
     """By the name of their point."""
+    tables: dict[str, Tensor]
+    """What it brings as a whole, by the name of the layer."""
 
 
 class Fit(NamedTuple):
@@ -88,6 +89,12 @@ class AdapterReader:
         self.layers = layers
         self._places = {alias: place for name, place in places(slots) for alias in _aliases(name)}
         self._stacks = {alias: stack for name, stack in slots.stacks.items() for alias in _aliases(name)}
+        self._tables = {
+            alias: name
+            for name, table in slots.tables.items()
+            for each in table.names
+            for alias in _aliases(each)
+        }
         self._refused = {alias: why for name, why in slots.refused.items() for alias in _aliases(name)}
 
     def read(self, name: str, path: Path, within: Sequence[str] = ()) -> Adapter:
@@ -106,13 +113,41 @@ class AdapterReader:
         settings = Settings.of(Keys(CONFIG, files.config()))
         # Not beside the rest: threads of the digest and of torch would only be in each other's way.
         found = files.digest()
-        fits = list(self._fits(files.tensors(), settings))
-        if not fits and self.layers is None and not self.slots.only:
+        tensors = files.tensors()
+        tables = self._whole(tensors, settings)
+        fits = list(self._fits(tensors, settings))
+        if not fits and not tables and self.layers is None and not self.slots.only:
             raise ConfigError(f"{files.tensors_name} has no LoRA tensors")
         factors = self._factors(fits)
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
-        num_bytes = sum(each.nbytes for both in factors.values() for each in both)
-        return Adapter(AdapterFacts(found, rank, num_bytes), factors)
+        num_bytes = sum(each.nbytes for both in (*factors.values(), tables.values()) for each in both)
+        return Adapter(AdapterFacts(found, rank, num_bytes), factors, tables)
+
+    def _whole(self, tensors: dict[str, Tensor], settings: "Settings") -> dict[str, Tensor]:
+        """What `modules_to_save` names is taken out of the tensors."""
+        found: dict[str, Tensor] = {}
+        for module in settings.saved:
+            names = [name for name in tensors if _is_of(name, module)]
+            matches = [_COPY.fullmatch(name) for name in names]
+            layers = [self._tables.get(match["layer"]) if match else None for match in matches]
+            is_elsewhere = self.layers is not None and bool(self.slots.whole) and all(matches)
+            if not names or (None in layers and not is_elsewhere):
+                raise ConfigError(f"modules_to_save {module!r} is not supported: {_why_not(self.slots)}")
+            for name, layer in zip(names, layers, strict=True):
+                tensor = tensors.pop(name)
+                if layer is not None:
+                    found[layer] = self._table(name, layer, tensor)
+        return found
+
+    def _table(self, name: str, layer: str, tensor: Tensor) -> Tensor:
+        table, room = self.slots.tables[layer], self.slots.table_room(layer)
+        if tuple(tensor.shape) != (table.own.all, table.hidden):
+            raise ConfigError(
+                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}: "
+                "adapters that bring tokens of their own are not supported"
+            )
+        put(tensor, Target(name, room, 0, (table.own,)))
+        return room
 
     # ---- which tensor is for what
 
@@ -259,6 +294,8 @@ class Settings:
     ranks: dict[str, int]
     alphas: dict[str, float]
     """Of layers that differ: patterns of their names."""
+    saved: list[str]
+    """Layers that it brings as a whole, by the ends of their names."""
 
     @staticmethod
     def of(keys: Keys) -> "Settings":
@@ -282,6 +319,7 @@ class Settings:
             bool(keys.get("use_rslora")),
             {name: int(rank) for name, rank in ranks.items()},
             alphas,
+            _saved(keys),
         )
 
     def fit(self, layer: str, place: Place, pair: Pair) -> Fit:
@@ -295,6 +333,29 @@ class Settings:
                 raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, expected {expected}")
         scale = alpha / (math.sqrt(rank) if self.by_root else rank)
         return Fit(place, pair.names, pair.a, pair.b, scale)
+
+
+def _saved(keys: Keys) -> list[str]:
+    found = keys.get("modules_to_save") or []
+    if not isinstance(found, list) or not all(isinstance(name, str) and name for name in found):
+        raise keys.wrong("modules_to_save", "a list of names")
+    if found and keys.get("ensure_weight_tying"):
+        raise ConfigError("ensure_weight_tying with modules_to_save is not supported")
+    return found
+
+
+def _is_of(name: str, module: str) -> bool:
+    """Whether a tensor is of the module that PEFT would find by this name."""
+    return f".{name}".rpartition(".")[0].endswith(f".{module}")
+
+
+def _why_not(slots: AdapterSlots) -> str:
+    can = " and ".join(sorted(slots.whole))
+    return (
+        f"adapters may bring {can} whole"
+        if can
+        else "--lora-whole-modules names none that slots have room for"
+    )
 
 
 def _pattern(keys: Keys, key: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.capacity import human
+from quire.config.sections import LoRASection
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import ConfigError
 from quire.layers.lora import AdapterSlots
@@ -77,7 +78,7 @@ class Adapters:
     def put(self, slot: int, lora: LoRARequest) -> None:
         """Copy an adapter into a slot, in the order of the device's own work."""
         adapter = self._find(lora) or self._read(lora)
-        self.slots.put(slot, adapter.factors)
+        self.slots.put(slot, adapter.factors, adapter.tables)
         with self._lock:
             self._in_slots[slot] = lora
 
@@ -116,6 +117,24 @@ class Adapters:
             for name in unused[: max(len(self._kept) - self.max_kept, 0)]:
                 del self._kept[name]
         return adapter
+
+
+def slots_of(lora: LoRASection, dtype: torch.dtype, device: torch.device) -> AdapterSlots | None:
+    """What was asked for; None: no adapters."""
+    if not lora.enable_lora:
+        return None
+    own = dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
+    if device.type == "cpu" and own == torch.float16:
+        own = torch.float32  # no kernel reads the other there
+    return AdapterSlots(
+        max_slots=lora.max_loras,
+        max_rank=lora.max_lora_rank,
+        dtype=own,
+        device=device,
+        only=lora.lora_target_modules,
+        divides=lora.fully_sharded_loras,
+        whole=lora.lora_whole_modules,
+    )
 
 
 def check_slots(slots: AdapterSlots, free: int) -> None:

@@ -36,7 +36,7 @@ from quire.logs import get_logger
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.adapters import Adapters, check_slots
+from quire.worker.adapters import Adapters, check_slots, slots_of
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
@@ -296,20 +296,7 @@ class Worker:
             self.adapters.drop(name)
 
     def _new_slots(self) -> AdapterSlots | None:
-        lora = self.config.lora
-        if not lora.enable_lora:
-            return None
-        dtype = self.dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
-        if self.device.type == "cpu" and dtype == torch.float16:
-            dtype = torch.float32  # no kernel reads the other there
-        return AdapterSlots(
-            max_slots=lora.max_loras,
-            max_rank=lora.max_lora_rank,
-            dtype=dtype,
-            device=self.device,
-            only=lora.lora_target_modules,
-            divides=lora.fully_sharded_loras,
-        )
+        return slots_of(self.config.lora, self.dtype, self.device)
 
     def _open_slots(self, slots: AdapterSlots) -> None:
         lora, facts = self.config.lora, self.config.own_facts
