@@ -134,8 +134,13 @@ def test_what_is_brought_as_a_whole(tmp_path: Path) -> None:
         RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* tokens of their own"
     ):
         reader(whole=["lm_head"]).read("one", path)
-    elsewhere = reader(whole=["embed_tokens"], layers=range(2))
-    assert not elsewhere.read("one", path).tables
+    device, whole = torch.device("cpu"), ["lm_head"]
+    slots = AdapterSlots(max_slots=1, max_rank=8, dtype=torch.float32, device=device, whole=whole)
+    stage = AdapterReader(slots, range(2, 4))
+    assert not stage.read("one", path).tables, "another stage has the head"
+    path = save(tmp_path, tensors() | {norm: torch.ones(HIDDEN)}, modules_to_save=["norm"])
+    with pytest.raises(RequestError, match="'norm' is not supported"):
+        stage.read("one", path)
 
 
 def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ class AdapterReader:
             names = [name for name in tensors if _is_of(name, module)]
             matches = [_COPY.fullmatch(name) for name in names]
             layers = [self._tables.get(match["layer"]) if match else None for match in matches]
-            is_elsewhere = self.layers is not None and bool(self.slots.whole) and all(matches)
-            if not names or (None in layers and not is_elsewhere):
+            is_elsewhere = self.layers is not None and module.rpartition(".")[2] in self.slots.whole
+            if not names or not all(matches) or (None in layers and not is_elsewhere):
                 raise ConfigError(f"modules_to_save {module!r} is not supported: {_why_not(self.slots)}")
             for name, layer in zip(names, layers, strict=True):
                 tensor = tensors.pop(name)
