@@ -10,9 +10,8 @@ from quire.worker.media import numbers_of
 def finished(arrays: Arrays | None) -> dict[str, Tensor]:
     assert arrays is not None
     found = {name: torch.from_numpy(array.numbers().copy()) for name, array in arrays.items()}
-    if TABLE in found:
-        found["pixels"] = numbers_of(found["pixels"], found.pop(TABLE))
-    return found
+    table = found.pop(TABLE, torch.empty(0))
+    return {name: numbers_of(each, table) for name, each in found.items()}
 
 
 def patches(arrays: Arrays | None) -> Tensor:

@@ -34,8 +34,8 @@ class Array(msgspec.Struct, frozen=True, eq=False):
 Arrays = dict[str, Array]
 """By the names that the tower of a family knows them by."""
 TABLE = "table"
-"""One of these, [3, 256] float32: what each byte of "pixels" [..., 3, height, width] stands for, by colour.
-The tower is given those numbers."""
+"""One of these, [3, 256] float32: what each byte of those that are bytes, [..., 3, height, width], stands for,
+by colour. The tower is given those numbers."""
 _NEVER = 1 << 31
 _ITEM_BYTES = 512
 """What an item takes beside its numbers."""

@@ -121,13 +121,16 @@ class Finish:
             table = rounded((rounded(table - mean) / std).astype(np.float32))
         return table
 
-    def __call__(self, pixels: NDArray[np.uint8]) -> Arrays:
-        """[..., height, width, 3] -> [..., 3, height, width], still bytes."""
-        return self.told(np.stack([pixels[..., i] for i in range(3)], axis=-3))
+    def __call__(self, pixels: NDArray[np.uint8], **more: NDArray[np.uint8]) -> Arrays:
+        """[..., height, width, 3] each -> [..., 3, height, width], still bytes."""
+        given = {"pixels": pixels, **more}
+        return self.told(
+            **{name: np.stack([each[..., i] for i in range(3)], axis=-3) for name, each in given.items()}
+        )
 
-    def told(self, pixels: NDArray[np.uint8]) -> Arrays:
+    def told(self, **given: NDArray[np.uint8]) -> Arrays:
         """Bytes [..., 3, height, width], and what is to become of each on the device of the tower."""
-        return {"pixels": Array.of(pixels), TABLE: Array.of(self._table)}
+        return {name: Array.of(each) for name, each in given.items()} | {TABLE: Array.of(self._table)}
 
 
 def _narrowed(numbers: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -148,11 +148,12 @@ class Cuda:
     def _longest_captured(self, config: EngineConfig) -> int:
         """Tokens of a step with prompts: 0 where layers must know on the host how long these are."""
         can = self.model.attention.captures_prompts and self.model.link is None and self.speculation is None
-        kinds = {spec.kind for spec in cache_specs(config.checkpoint.facts) if spec is not None}
+        facts = config.checkpoint.facts
+        kinds = {spec.kind for spec in cache_specs(facts) if spec is not None}
         can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
-        if not can:
+        if not can or (facts.media is not None and facts.media.crossed):
             return 0
-        flops = 2 * count(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
+        flops = 2 * count(facts).active // config.parallel.tensor_parallel_size
         return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
 
     def _compile(self, config: EngineConfig) -> None:

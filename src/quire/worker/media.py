@@ -87,9 +87,9 @@ class Encoder:
     def _given(self, arrays: Arrays) -> dict[str, Tensor]:
         """What a tower reads of an item."""
         found = {name: self._on_device(array) for name, array in arrays.items()}
-        if (table := found.pop(TABLE, None)) is not None:
-            found["pixels"] = numbers_of(found["pixels"], table.to(self.dtype))
-        return found
+        if (table := found.pop(TABLE, None)) is None:
+            return found
+        return {name: numbers_of(each, table.to(self.dtype)) for name, each in found.items()}
 
     def _checked(self, item: Item, vectors: Tensor) -> Tensor:
         """Not as a part of a larger tensor, all of which would be kept with it."""
@@ -196,7 +196,9 @@ class Encoder:
 
 
 def numbers_of(pixels: Tensor, table: Tensor) -> Tensor:
-    """Of bytes [..., 3, height, width], by a table [3, 256]."""
+    """Of bytes [..., 3, height, width], by a table [3, 256]; of what are no bytes, those."""
+    if pixels.dtype != torch.uint8:
+        return pixels
     found = torch.empty(pixels.shape, dtype=table.dtype, device=table.device)
     for colour, numbers in enumerate(table):
         found[..., colour, :, :] = numbers[pixels[..., colour, :, :].int()]

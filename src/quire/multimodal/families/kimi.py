@@ -11,7 +11,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.kimi import MoonFacts
-from quire.data.media import Array
 from quire.errors import ConfigError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures
@@ -74,7 +73,7 @@ class KimiVLProcessor(Pictures):
             raise wrong_argument(error) from error
         side = self.facts.patch * self.facts.merge
         count = pixels.shape[0] // side * (pixels.shape[1] // side)
-        return Processed([self.image_id] * count, arrays={"pixels": Array.of(finish(pixels))})
+        return Processed([self.image_id] * count, arrays=finish(pixels))
 
     def _sized(self, image: Image.Image, keys: Keys) -> Pixels:
         """Whole squares of patches: with what is missing in black, or without what is too much."""

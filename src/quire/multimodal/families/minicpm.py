@@ -12,7 +12,6 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.minicpm import MiniCPMFacts
-from quire.data.media import Array
 from quire.errors import ConfigError, RequestError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures, token_of
@@ -85,15 +84,15 @@ class MiniCPMVProcessor(Pictures):
             rows, columns = grid_of(size, side, most) if keys.flag("slice_mode", True) else (0, 0)
             whole = self._fitted(size, side, grows=not rows)
             span = self._span(self._count(whole, keys), 0, (0, 0))
-            arrays = {"pixels": Array.of(finish(resized(content, whole, resample)))}
+            pixels, slices = resized(content, whole, resample), {}
             if rows:
                 each = self._fitted(_shared(size, (rows, columns)), side, grows=True)
                 large = resized(content, (each[0] * rows, each[1] * columns), resample)
-                arrays["slices"] = Array.of(finish(tiled(large, each)))
+                slices["slices"] = tiled(large, each)
                 span = self._span(self._count(whole, keys), self._count(each, keys), (rows, columns))
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(span, arrays=arrays)
+        return self.spread(span, arrays=finish(pixels, **slices))
 
     def _fitted(self, size: tuple[float, float], side: int, *, grows: bool) -> Size:
         """About as many pixels as a square of this side, in units."""

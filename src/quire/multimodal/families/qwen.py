@@ -62,7 +62,7 @@ class GridProcessor:
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         grid = Grid(*pixels.shape[:3])
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
-        return _with(Processed(span, arrays=settings.finish.told(pixels)), grid)
+        return _with(Processed(span, arrays=settings.finish.told(pixels=pixels)), grid)
 
     def _video(self, video: Video, settings: GridSettings) -> Processed:
         picked, indices, fps = sampled(video, settings, self.tower.times)
@@ -77,7 +77,7 @@ class GridProcessor:
         rate = fps * len(indices) / total if fps else USUAL_FPS
         times = [index / (fps or USUAL_FPS) for index in indices]
         processed = self._spread(grid, times, settings.frames / rate)
-        processed.arrays = settings.finish.told(pixels)
+        processed.arrays = settings.finish.told(pixels=pixels)
         return _with(processed, grid)
 
     def _spread(self, grid: Grid, times: list[float], seconds: float) -> Processed:
