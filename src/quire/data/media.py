@@ -34,7 +34,7 @@ class Array(msgspec.Struct, frozen=True, eq=False):
 Arrays = dict[str, Array]
 """By the names that the tower of a family knows them by."""
 TABLE = "table"
-"""One of these, [3, 256] float32: what each byte of those that are bytes, [..., 3, height, width], stands for,
+"""One of these, [3, 256] float32: what bytes stand for in those that are bytes, [..., 3, height, width],
 by colour. The tower is given those numbers."""
 _NEVER = 1 << 31
 _ITEM_BYTES = 512

@@ -9,7 +9,6 @@ from PIL import Image
 
 from quire.config.facts import MediaFacts
 from quire.config.media.dots import DotsFacts
-from quire.data.media import Array
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.grid import patches_of
 from quire.multimodal.families.grid_settings import read_settings
@@ -35,7 +34,7 @@ class DotsProcessor(Pictures):
         size = settings.size_of(content.height, content.width)
         pixels = patches_of(resized(content, size, settings.resample)[None], settings)
         count = math.prod(pixels.shape[:3]) // settings.merge**2
-        return Processed([self.image_id] * count, arrays={"pixels": Array.of(pixels)})
+        return Processed([self.image_id] * count, arrays=settings.finish.told(pixels=pixels))
 
     def most_vectors(self, modality: str) -> int:
         return self.settings.most_vectors()
