@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.sampling import argmax, sample
+from quire.kernels.sampling import FREE, Confined, argmax, sample
 from quire.sampling import chance
 from quire.sampling.chance import floors, uniform
+from quire.sampling.confine import apply_masks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels do not compile here")
 THREADS = st.sampled_from([1, 2, 3])
@@ -76,9 +77,9 @@ class Asked:
         )
         return tuple(torch.from_numpy(column[rows].copy()) for column in columns)
 
-    def sample(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
+    def sample(self, logits: Tensor, rows: slice = slice(None), confined: Confined | None = None) -> Tensor:
         temperature, top_k, top_p, min_p, seeds, positions = self.tensors(rows)
-        return sample(logits[rows], temperature, top_k, top_p, min_p, seeds, positions)
+        return sample(logits[rows], temperature, top_k, top_p, min_p, seeds, positions, confined)
 
     def kept(self, logits: Tensor) -> Tensor:
         """The logits that torch samples from."""
@@ -158,3 +159,34 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     asked.top_k[:] = np.where(asked.top_k == 1, 2, asked.top_k)
     asked.top_p[:] = 1.0
     assert set(asked.sample(logits).tolist()) == {7, 4998}
+
+
+@given(
+    size=st.sampled_from([1, 33, 512, 700, 5000, 9001]),
+    words=st.sampled_from([0, 1, 16, 157, 400]),
+    threads=THREADS,
+    bf16=st.booleans(),
+    seed=SEEDS,
+)
+@settings(max_examples=60, deadline=None)
+def test_draws_by_masks(size: int, words: int, threads: int, bf16: bool, seed: int) -> None:
+    """As from logits that have minus infinity where a bit is missing: masks that allow nothing, few, some and
+    all, shorter and longer than the vocabulary, of some rows in any order."""
+    rows = 7
+    logits, asked = some_logits(rows, size, seed), Asked(rows, seed)
+    asked.temperature[seed % rows] = 0.0
+    logits[3, ::5] = torch.nan
+    logits = logits.bfloat16() if bf16 else logits
+    masks = torch.randint(-(2**31), 2**31, (5, words), dtype=torch.int64).int()
+    masks[1] &= torch.randint(-(2**31), 2**31, (words,), dtype=torch.int64).int() & 0x11
+    masks[2, words // 3 :] = 0
+    masks[3] = -1
+    masks[4] = 0
+    mask_of = torch.tensor([2, FREE, 0, 1, 4, FREE, 3], dtype=torch.int32)
+    taken = torch.cat([torch.tensor([[2], [3], [0], [6], [4]], dtype=torch.int32), masks], 1)
+    expected, before = logits.clone(), logits.clone()
+    apply_masks(expected, taken)
+    with on_threads(threads):
+        found = asked.sample(logits, confined=Confined(mask_of, masks))
+        assert found.tolist() == asked.sample(expected).tolist()
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())

@@ -3,7 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,19 @@ _VOCAB = 4096
 
 _sample = Kernel("quire_sample")
 _Job = structure(
-    "out x found memory temperature top_k top_p min_p seeds positions", "num_rows size stride bf16"
+    "out x found memory temperature top_k top_p min_p seeds positions mask_of masks",
+    "num_rows size stride bf16 num_words",
 )
+FREE = -1
+
+
+class Confined(NamedTuple):
+    """What N rows may sample, where that is not everything."""
+
+    mask_of: Tensor
+    """[N] int32 which mask a row has, or FREE"""
+    masks: Tensor
+    """[masks, words] int32: a bit for each token; those behind the last word are out"""
 
 
 @functools.cache
@@ -42,31 +53,36 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    confined: Confined | None = None,
 ) -> Tensor:
     """[N, V] -> [N] int64. The others are [N] and of the types of `sampling.chance.Asked`;
-    a temperature of 0 takes the best."""
-    return _sampled(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    a temperature of 0 takes the best. `confined` rows sample as if what they may not were minus infinity."""
+    return _sampled(logits, temperature, top_k, top_p, min_p, seeds, positions, confined=confined)
 
 
-def _sampled(logits: Tensor, *asked: Tensor) -> Tensor:
+def _sampled(logits: Tensor, *asked: Tensor, confined: Confined | None = None) -> Tensor:
     logits = logits if logits.dtype in (torch.float32, torch.bfloat16) else logits.float()
     assert logits.stride(1) == 1
     num_rows, size = logits.shape
     assert size <= MAX_VOCAB
     out = torch.empty(num_rows, dtype=torch.int64)
-    found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.int64)
+    found = torch.empty(num_rows * -(-size // _VOCAB), dtype=torch.float32)
     memory = torch.empty(torch.get_num_threads() * _room()(size) if asked else 0, dtype=torch.uint8)
     pointers = [column.data_ptr() for column in asked] if asked else [None] * 6
+    num_words = 0 if confined is None else confined.masks.shape[1]
+    assert confined is None or all(each.is_contiguous() for each in confined)
     job = _Job(
         out.data_ptr(),
         logits.data_ptr(),
         found.data_ptr(),
         memory.data_ptr(),
         *pointers,
+        *([None] * 2 if confined is None else [each.data_ptr() for each in confined]),
         num_rows,
         size,
         logits.stride(0),
         logits.dtype == torch.bfloat16,
+        num_words,
     )
-    _sample(job, out, logits, found, memory, *asked)
+    _sample(job, out, logits, found, memory, *asked, *(confined or ()))
     return out

@@ -12,6 +12,7 @@ from quire.attention.batch import Batch
 from quire.capacity import MAX_TAPED, activation_bytes, tape_bytes
 from quire.config.engine import EngineConfig
 from quire.data.plan import Ints, Masks, Pending, StepPlan, StepResult, spread
+from quire.kernels.sampling import FREE, Confined, sample
 from quire.kernels.tape import Tapes
 from quire.sampling.chance import Asked
 from quire.sampling.sampler import Sampled, Sampler
@@ -35,14 +36,18 @@ from quire.worker.sheet import Page, Sizes, asked_by, asked_of, bytes_of, sizes_
 
 _MAX_SHEETS = 32
 """Of other steps: the sheets that were used last are kept."""
+Sample = Callable[..., Tensor]
+"""Logits, what is `Asked`, and what is `Confined` if anything is."""
+
+
+def draw(logits: Tensor, asked: Asked, confined: Confined | None = None) -> Tensor:
+    return sample(logits, *asked, confined)
 
 
 class Host:
     """The CPU. Steps are over when they return, so that every value is known before the next one."""
 
-    def __init__(
-        self, model: Model, all_rows: Rows, sample: Callable[[Tensor, Asked], Tensor] | None = None
-    ) -> None:
+    def __init__(self, model: Model, all_rows: Rows, sample: Sample | None = None) -> None:
         self.model = model
         self.sample = sample
         self.block_tables = torch.from_numpy(all_rows.block_tables)
@@ -146,8 +151,10 @@ class Host:
         token_ids = self.sample(logits, asked) if in_passing and self.sample is not None else None
         return Computed(hidden, logits, token_ids, asked, taps=batch.taps)
 
-    def redraw(self, done: Computed, masks: Masks, places: Ints) -> None:
-        """The sampler does it."""
+    def redraw(self, done: Computed, masks: Masks, places: Ints) -> Tensor | None:
+        if self.sample is None or done.asked is None:
+            return None
+        return self.sample(done.logits, done.asked, _confined(masks, places, len(done.logits)))
 
     def land(self, plan: StepPlan, done: Computed, sampled: Sampled, all_rows: Rows) -> Pending:
         token_ids, counts = sampled.token_ids.to(torch.int32).numpy(), plan.num_drafts
@@ -239,6 +246,17 @@ class Done:
 
     def wait(self) -> StepResult:
         return self._result
+
+
+def _confined(masks: Masks, places: Ints, count: int) -> Confined | None:
+    """What so many draws of a step may be; `places` [max_rows] are those of rows in the batch."""
+    if not len(masks.rows):
+        return None
+    mask_of = np.full(count, FREE, np.int32)
+    at = places[masks.rows] + masks.draws if len(masks.draws) else places[masks.rows]
+    mask_of[at] = np.arange(len(at))
+    bits = masks.bits if masks.bits.flags.writeable else masks.bits.copy()  # torch has no other arrays
+    return Confined(torch.from_numpy(mask_of), torch.from_numpy(bits.view(np.int32)))
 
 
 def _new_sheet(sizes: Sizes) -> tuple[Page, dict[str, Tensor]]:

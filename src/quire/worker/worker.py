@@ -27,7 +27,7 @@ from quire.data.lora import AdapterFacts, LoRARequest
 from quire.data.operating import MEMORY
 from quire.data.plan import Masks, Pending, StepPlan
 from quire.errors import RequestError
-from quire.kernels import native, sampling
+from quire.kernels import native
 from quire.layers.attention import caching_layers
 from quire.layers.lora import AdapterSlots
 from quire.layers.moe import Experts
@@ -42,6 +42,7 @@ from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
 from quire.worker.graphs import ladder
 from quire.worker.host import Host
+from quire.worker.host import draw as draw_on_host
 from quire.worker.media import Encoder, open_encoder, tower_group
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
@@ -479,9 +480,7 @@ def open_device(
     model: Model, all_rows: Rows, device: torch.device, drafts: SpecFacts | None = None
 ) -> Device:
     if device.type == "cpu":
-        if native.library() is None:
-            return Host(model, all_rows)
-        return Host(model, all_rows, lambda logits, asked: sampling.sample(logits, *asked))
+        return Host(model, all_rows, None if native.library() is None else draw_on_host)
     from quire.worker.cuda import Cuda
     from quire.worker.draws import draw
 

@@ -17,14 +17,47 @@
 typedef struct {
     int64_t *out; /* [rows] */
     const void *x; /* [rows, size] */
-    int64_t *found; /* [rows, pieces of VOCAB] */
+    float *found; /* [rows, pieces of VOCAB] the largest of each */
     void *memory;   /* of each thread: quire_sample_room(size) bytes */
     const float *temperature; /* NULL: all rows take the best, as do rows with 0 */
     const int32_t *top_k; /* 0: all */
     const float *top_p, *min_p;
     const int64_t *seeds, *positions;
-    int64_t num_rows, size, stride, bf16;
+    const int32_t *mask_of; /* [rows] which mask each has, -1: none; NULL: nobody has one */
+    const uint32_t *masks;  /* [masks, words] a bit for each token that may be sampled */
+    int64_t num_rows, size, stride, bf16, num_words;
 } SampleJob;
+
+/* What one row may sample. A token behind its last word is not allowed. */
+typedef struct {
+    const uint32_t *words;
+    long count; /* -1: there are none, everything is allowed */
+} Mask;
+
+INLINE Mask mask_of(const SampleJob *job, long row)
+{
+    if (!job->mask_of || job->mask_of[row] < 0)
+        return (Mask){NULL, -1};
+    return (Mask){job->masks + job->mask_of[row] * job->num_words, job->num_words};
+}
+
+/* The bits of the 32 tokens from `at` on. */
+INLINE uint32_t allowed(Mask mask, long at)
+{
+    return mask.count < 0 ? UINT32_MAX : at / 32 < mask.count ? mask.words[at / 32] : 0;
+}
+
+/* Logits from token `i` of a row on, which begins at `at`: minus infinity for those that may not be sampled. */
+INLINE vf take_allowed(const void *x, int bf16, long at, long i, long left, Mask mask)
+{
+    static const uint32_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    vf logit = take(x, bf16, at + i, left);
+    if (mask.count < 0)
+        return logit;
+    vu bits;
+    memcpy(&bits, each, sizeof bits);
+    return pick((vi)((allowed(mask, i) >> i % 32 & bits) != 0), logit, splat(-INFINITY));
+}
 
 /* Of one thread. */
 typedef struct {
@@ -37,33 +70,42 @@ int64_t quire_sample_room(int64_t size) { return (int64_t)sizeof(Scratch) + (3 *
 
 static int beats(float x, float best) { return x > best || (x != x && best == best); }
 
-/* The first place of the largest of `count` numbers; a NaN is larger than any number. */
-INLINE long place_of_largest(const void *x, int bf16, long at, long count)
+/* The largest logit of a row from token `first` on; a NaN is larger than any number. */
+INLINE float largest(const void *x, int bf16, long at, long first, long count, Mask mask)
 {
     vf most[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, bad = {0};
-    long i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES)
+    long i = first, end = first + count;
+    for (; i + 4 * LANES <= end; i += 4 * LANES) {
+        if (!allowed(mask, i) && !allowed(mask, i + 4 * LANES - 1))
+            continue;
         for (int j = 0; j < 4; j++) {
-            vf now = take(x, bf16, at + i + j * LANES, LANES);
+            vf now = take_allowed(x, bf16, at, i + j * LANES, LANES, mask);
             most[j] = pick(now > most[j], now, most[j]);
             bad = pick(now != now, now, bad);
         }
+    }
     float best = -INFINITY;
     for (int j = 0; j < 4; j++)
         for (int k = 0; k < LANES; k++)
             best = most[j][k] > best ? most[j][k] : best;
     int any_nan = lanes_sum(bad) != 0;
-    for (; i < count; i++) {
-        float now = take(x, bf16, at + i, 1)[0];
+    for (; i < end; i++) {
+        float now = allowed(mask, i) >> i % 32 & 1 ? take(x, bf16, at + i, 1)[0] : -INFINITY;
         best = now > best ? now : best;
         any_nan |= now != now;
     }
-    for (i = 0; i < count; i++) {
-        float now = take(x, bf16, at + i, 1)[0];
-        if (any_nan ? now != now : now == best)
+    return any_nan ? NAN : best;
+}
+
+/* The first place from `first` on of what `largest` found. */
+INLINE long place_of_largest(const void *x, int bf16, long at, long first, long count, Mask mask, float best)
+{
+    for (long i = first; i < first + count; i++) {
+        float now = allowed(mask, i) >> i % 32 & 1 ? take(x, bf16, at + i, 1)[0] : -INFINITY;
+        if (now == best || (now != now && best != best))
             return i;
     }
-    return 0;
+    return first;
 }
 
 /* splitmix64's finaliser, and a number in [0, 1) from a seed and a position. */
@@ -125,14 +167,21 @@ static long collect(Scratch *scratch, long size, float peak, long place, float f
     return count;
 }
 
-static void count_places(Scratch *scratch, long size, float peak)
+static void count_places(Scratch *scratch, long size, float peak, Mask mask)
 {
     memset(scratch->sums, 0, sizeof scratch->sums);
     memset(scratch->counts, 0, sizeof scratch->counts);
-    for (long i = 0; i < size; i++) {
-        long place = place_of(scratch->logits[i], peak);
-        scratch->counts[place]++;
-        scratch->sums[place] += scratch->weights[i];
+    for (long first = 0; first < size; first += 32) {
+        long end = first + 32 < size ? first + 32 : size;
+        if (!allowed(mask, first)) {
+            scratch->counts[PLACES - 1] += end - first;
+            continue;
+        }
+        for (long i = first; i < end; i++) {
+            long place = place_of(scratch->logits[i], peak);
+            scratch->counts[place]++;
+            scratch->sums[place] += scratch->weights[i];
+        }
     }
 }
 
@@ -174,13 +223,13 @@ static float nucleus(Scratch *scratch, long size, float peak, double share, floa
 }
 
 /* The least logit that min_p, then top_k, then top_p leave. */
-static float floor_of(const SampleJob *job, long row, Scratch *scratch, float peak)
+static float floor_of(const SampleJob *job, long row, Scratch *scratch, float peak, Mask mask)
 {
     long k = job->top_k[row], size = job->size;
     float floor = peak + logf(job->min_p[row]);
     if (k <= 0 && !(job->top_p[row] < 1))
         return floor;
-    count_places(scratch, size, peak);
+    count_places(scratch, size, peak, mask);
     if (k > 0 && k < size) {
         float least = kth(scratch, size, peak, k);
         floor = least > floor ? least : floor;
@@ -194,34 +243,66 @@ static float floor_of(const SampleJob *job, long row, Scratch *scratch, float pe
 
 static long at_most(long left) { return left < BLOCK ? left : BLOCK; }
 
+typedef double vd __attribute__((vector_size(8 * LANES)));
+
+/* Of one block, always added in the same order. */
 static double sum_of(const float *x, long count)
 {
-    double sums[4] = {0};
-    for (long i = 0; i < count; i++)
-        sums[i % 4] += x[i];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    vd sums = {0};
+    for (long i = 0; i < count; i += LANES)
+        sums += __builtin_convertvector(take(x, 0, i, count - i), vd);
+    double sum = 0;
+    for (int i = 0; i < LANES; i++)
+        sum += sums[i];
+    return sum;
+}
+
+/* The weights of one block, and its logits if some are to be taken out again. Returns whether there are any. */
+INLINE int weigh(const SampleJob *job, long row, long first, long end, float peak, Scratch *scratch, Mask mask, int bf16,
+                 int limited)
+{
+    float scale = job->temperature[row];
+    int some = 0;
+    for (long from = first; from < end; from += 32) {
+        long to = from + 32 < end ? from + 32 : end;
+        int any = allowed(mask, from) != 0;
+        some |= any;
+        for (long i = from; i < to; i += LANES) {
+            vf logit = splat(-INFINITY), weight = {0};
+            if (any) {
+                logit = take_allowed(job->x, bf16, row * job->stride, i, to - i, mask) / scale;
+                weight = exp_lanes(logit - peak);
+            }
+            if (limited)
+                put(scratch->logits, 0, i, to - i, logit);
+            put(scratch->weights, 0, i, to - i, weight);
+        }
+    }
+    return some;
 }
 
 /* A row with a temperature, where `best` is the place of the largest logit. */
-INLINE long by_chance(const SampleJob *job, long row, long best, Scratch *scratch, int bf16)
+INLINE long by_chance(const SampleJob *job, long row, long best, Scratch *scratch, Mask mask, int bf16)
 {
-    long size = job->size, at = row * job->stride, blocks = (size + BLOCK - 1) / BLOCK;
-    float scale = job->temperature[row], peak = take(job->x, bf16, at + best, 1)[0] / scale;
+    long size = job->size, blocks = (size + BLOCK - 1) / BLOCK;
+    float peak = take_allowed(job->x, bf16, row * job->stride, best, 1, mask)[0] / job->temperature[row];
+    int limited = job->top_k[row] > 0 || job->top_p[row] < 1 || job->min_p[row] > 0;
+    double total = 0, before = 0;
     if (!(fabsf(peak) < INFINITY))
         return best;
-    for (long i = 0; i < size; i += LANES) {
-        vf logit = take(job->x, bf16, at + i, size - i) / scale;
-        put(scratch->logits, 0, i, size - i, logit);
-        put(scratch->weights, 0, i, size - i, exp_lanes(logit - peak));
+    if (limited) {
+        weigh(job, row, 0, size, peak, scratch, mask, bf16, 1);
+        float floor = floor_of(job, row, scratch, peak, mask);
+        for (long i = 0; i < size; i += LANES) {
+            vf logit = take(scratch->logits, 0, i, size - i), weight = take(scratch->weights, 0, i, size - i);
+            put(scratch->weights, 0, i, size - i, pick(logit < floor, splat(0), weight));
+        }
     }
-    float floor = floor_of(job, row, scratch, peak);
-    for (long i = 0; i < size; i += LANES) {
-        vf logit = take(scratch->logits, 0, i, size - i), weight = take(scratch->weights, 0, i, size - i);
-        put(scratch->weights, 0, i, size - i, pick(logit < floor, splat(0), weight));
+    for (long block = 0; block < blocks; block++) {
+        long first = block * BLOCK, count = at_most(size - first);
+        int some = limited || weigh(job, row, first, first + count, peak, scratch, mask, bf16, 0);
+        total += scratch->sums[block] = some ? sum_of(scratch->weights + first, count) : 0;
     }
-    double total = 0, before = 0;
-    for (long block = 0; block < blocks; block++)
-        total += scratch->sums[block] = sum_of(scratch->weights + block * BLOCK, at_most(size - block * BLOCK));
     double target = uniform(job->seeds[row], job->positions[row]) * total;
     long last = best;
     for (long block = 0; block < blocks; block++) {
@@ -250,23 +331,26 @@ INLINE void sample_rows(const SampleJob *job, int bf16)
     for (long task = 0; task < job->num_rows * pieces; task++) {
         long row = task / pieces, first = task % pieces * VOCAB;
         long count = first + VOCAB < job->size ? VOCAB : job->size - first;
-        job->found[task] = first + place_of_largest(job->x, bf16, row * job->stride + first, count);
+        job->found[task] = largest(job->x, bf16, row * job->stride, first, count, mask_of(job, row));
     }
     char *own = (char *)job->memory + omp_get_thread_num() * quire_sample_room(job->size);
     Scratch *scratch = (Scratch *)own;
 #pragma omp for schedule(dynamic, 1)
     for (long row = 0; row < job->num_rows; row++) {
-        const int64_t *found = job->found + row * pieces;
-        long at = row * job->stride, best = found[0];
+        const float *found = job->found + row * pieces;
+        Mask mask = mask_of(job, row);
+        long piece = 0;
         for (long i = 1; i < pieces; i++)
-            if (beats(take(job->x, bf16, at + found[i], 1)[0], take(job->x, bf16, at + best, 1)[0]))
-                best = found[i];
+            if (beats(found[i], found[piece]))
+                piece = i;
+        long first = piece * VOCAB, count = first + VOCAB < job->size ? VOCAB : job->size - first;
+        long best = place_of_largest(job->x, bf16, row * job->stride, first, count, mask, found[piece]);
         if (job->temperature && job->temperature[row] > 0) {
             long padded = (job->size + LANES - 1) / LANES * LANES;
             scratch->logits = (float *)(own + sizeof(Scratch));
             scratch->weights = scratch->logits + padded;
             scratch->some = scratch->weights + padded;
-            best = by_chance(job, row, best, scratch, bf16);
+            best = by_chance(job, row, best, scratch, mask, bf16);
         }
         job->out[row] = best;
     }
