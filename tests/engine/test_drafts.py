@@ -52,6 +52,8 @@ ASKED: dict[str, dict[str, Any]] = {
 class Knowing:
     """Proposes what the answers were, with a mistake here and there."""
 
+    is_sure = False
+
     def __init__(self, answers: list[list[int]]) -> None:
         self.answers = answers
         self.texts: dict[int, list[int]] = {}

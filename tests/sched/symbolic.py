@@ -123,6 +123,8 @@ def guess(tokens: list[int], count: int) -> list[int]:
 class Guesses:
     """A proposer with such guesses."""
 
+    is_sure = False
+
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
 

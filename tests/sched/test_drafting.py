@@ -28,6 +28,8 @@ def running_of(**asked: Any) -> Running:
 class Odd:
     """Proposes what is no token."""
 
+    is_sure = False
+
     def admit(self, row: int, tokens: Any) -> None: ...
 
     def propose(self, row: int, most: int) -> Any:

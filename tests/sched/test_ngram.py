@@ -75,3 +75,13 @@ def test_rows_know_nothing_of_each_other_and_leave_nothing() -> None:
     proposer.release(0, ints([1, 2, 3, 1, 2]))
     proposer.admit(0, ints([1, 2]))
     assert proposer.propose(0, 3).tolist() == []
+
+
+@pytest.mark.parametrize(("agreeing", "is_sure"), [(ngram.SURE - 1, False), (ngram.SURE, True)])
+def test_a_proposal_is_sure_where_much_agrees(agreeing: int, is_sure: bool) -> None:
+    """Of one place, of which no more than the last tokens is compared to find it."""
+    proposer = NGram(3, 3)
+    again = list(range(10, 10 + agreeing))
+    proposer.admit(0, ints([1, *again, 5, 6, 2, *again]))
+    assert proposer.propose(0, 2).tolist() == [5, 6]
+    assert proposer.is_sure == is_sure

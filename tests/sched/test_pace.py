@@ -118,3 +118,30 @@ def test_rows_differ() -> None:
         pace.timed(size, 8, int(accepted.sum()), 1 + size / 16)
         total += lengths
     assert total[:4].min() > 4 * total[4:].max()
+
+
+def test_sorts_of_drafts_differ() -> None:
+    """What was learned of drafts that were right is no reason to believe others in the next request."""
+    pace = Pace(max_rows=2, most=4, sorts=2)
+    likely, unlikely = np.array([1]), np.array([0])
+    for row in (likely, unlikely):
+        for _ in range(60):
+            lengths = pace.lengths(row)
+            accepted = lengths if row is likely else np.zeros(1, np.int32)
+            pace.learn(row, lengths, accepted)
+            pace.timed(1 + int(lengths[0]), 1, int(accepted[0]), 1 + 0.3 * lengths[0])
+    pace.admit(1)
+    assert pace.lengths(np.array([3])).tolist() == [4]
+    assert pace.lengths(np.array([2])).sum() <= 2  # a trial
+
+
+def test_the_first_steps_of_a_kind_do_not_say_what_it_costs() -> None:
+    """On a CPU they are computed in other ways, then recorded, and take several times as long."""
+    pace, rows, seen = Pace(max_rows=1, most=4), np.zeros(1, np.int32), dict[int, int]()
+    last = 0
+    for _ in range(40):
+        last = int(pace.lengths(rows)[0])
+        seen[last] = seen.get(last, 0) + 1
+        pace.learn(rows, np.array([last], np.int32), np.array([last], np.int32))
+        pace.timed(1 + last, 1, last, (1 + 0.2 * last) * (6 if seen[last] < 3 else 1))
+    assert last == 4

@@ -12,7 +12,7 @@ from quire.grammar import Grammars
 from quire.prepare import open_grammars, open_tokenizer
 from quire.sched.adapters import AdapterGate
 from quire.sched.drafting import Drafting
-from quire.sched.drafts import proposer_of
+from quire.sched.drafts import SORTS, proposer_of
 from quire.sched.drafts.pace import Pace
 from quire.sched.kv_manager import KVManager
 from quire.sched.media import EncoderCache
@@ -91,9 +91,10 @@ def _drafting(config: EngineConfig) -> Drafting | None:
     if asked is None:
         return None
     most = asked.num_speculative_tokens
-    pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most)
     on_gpu = config.machine.device == "cuda"
     proposer = None if on_gpu and asked.method == "ngram" else proposer_of(asked)
+    sorts = 1 if proposer is None else SORTS
+    pace = Pace(max_rows=config.scheduler.max_num_seqs, most=most, sorts=sorts)
     max_draws = MAX_DRAWS if on_gpu else None
     return Drafting(
         pace,

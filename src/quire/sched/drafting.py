@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.data.plan import Ints
 from quire.data.stats import StepStats
-from quire.sched.drafts import Proposer
+from quire.sched.drafts import SORTS, Proposer
 from quire.sched.in_flight import Flight
 from quire.sched.landed import Landed
 from quire.sched.running import RowIds, Running
@@ -91,6 +91,8 @@ class Drafting:
         self._num_plans = 0
         self._drafted_in: dict[int, int] = {}
         """By row: the last plan in which it had drafts."""
+        self._sure: set[int] = set()
+        """Rows of which the last drafts were."""
 
     def draft(self, running: Running, chunks: Ints, budget: int) -> Drafts:
         """For the rows of `running.order`, which compute `chunks`: up to `budget` tokens more."""
@@ -131,7 +133,7 @@ class Drafting:
             return NO_DRAFTS
         could, counts = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
         could[places] = available
-        counts[decodes] = self._pace.lengths(rows[decodes], could[decodes], budget)
+        counts[decodes] = self._pace.lengths(self._sorted(rows[decodes]), could[decodes], budget)
         if not counts.any():
             return NO_DRAFTS
         self._drafted_in |= dict.fromkeys(rows[counts > 0].tolist(), self._num_plans)
@@ -140,6 +142,12 @@ class Drafting:
             return Drafts(counts, _NONE)
         cut = [new[:count] for new, count in zip(found, taken.tolist(), strict=True)]
         return Drafts(counts, np.concatenate(cut).astype(np.int32))
+
+    def _sorted(self, rows: RowIds) -> RowIds:
+        """As the pace knows them: drafts of a row that are sure are learned of apart from others."""
+        if self._proposer is None:
+            return rows
+        return rows * SORTS + np.array([row in self._sure for row in rows.tolist()], np.intp)
 
     def _before_free(self, running: Running, rows: RowIds) -> Ints:
         """How many drafts leave no doubt, whatever becomes of them, whether `min_tokens` still holds: the
@@ -171,6 +179,7 @@ class Drafting:
             self._proposer.extend(row, running.tokens[row, told:length])
         self._known[row] = admission, length
         found = self._proposer.propose(row, most)
+        (self._sure.add if self._proposer.is_sure else self._sure.discard)(row)
         if self._vocab is not None and len(wrong := np.flatnonzero((found < 0) | (found >= self._vocab))):
             return found[: wrong[0]]
         return found
@@ -188,7 +197,8 @@ class Drafting:
             return {}
         rows, num_drafts = landed.sampled[planned], landed.num_drafts[planned]
         num_held = landed.result.counts[planned] - 1
-        self._pace.learn(rows, num_drafts, num_held)  # one that was not found is as good as a wrong one
+        sorted_ = self._sorted(rows)
+        self._pace.learn(sorted_, num_drafts, num_held)  # one that was not found is as good as a wrong one
         if len(landed.result.drafted):
             num_drafts = landed.result.drafted[planned]
             found = num_drafts > 0

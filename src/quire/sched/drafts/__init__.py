@@ -7,9 +7,15 @@ from quire.data.plan import Ints
 from quire.sched.drafts.ngram import NGram
 from quire.sched.drafts.suffix import Suffix
 
+SORTS = 2
+"""Of drafts: such as are likely as any, and others that are sure."""
+
 
 class Proposer(Protocol):
     """Guesses how the requests in their rows go on."""
+
+    is_sure: bool
+    """Whether the last proposal has more reason to be right than others have."""
 
     def admit(self, row: int, tokens: Ints) -> None:
         """A request takes a row, with all tokens that are known so far."""

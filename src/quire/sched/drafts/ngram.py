@@ -22,6 +22,10 @@ CONTEXT = 32
 """Most tokens by which places are compared."""
 MAX_PLACES = 16
 """Latest places that are looked at."""
+SURE = 8
+"""Tokens of agreement from which on a draft is. By chance, as in prose, hardly anything agrees for longer: of
+the first drafts there 39 % were right, and 99 % of those after such agreement in quotes and edited code
+(tests/engine/drafts_workloads.py)."""
 _NONE: Ints = np.empty(0, np.int32)
 
 
@@ -35,6 +39,7 @@ class NGram:
         known = {*range(min_n, max_n + 1), *(each for each in longer if each <= CONTEXT)}
         self._lengths = sorted(known, reverse=True)
         self._texts: dict[int, Text] = {}
+        self.is_sure = False
 
     def admit(self, row: int, tokens: Ints) -> None:
         self._texts[row] = Text(tokens, self._n)
@@ -53,6 +58,7 @@ class NGram:
         place = self._longest(tokens, text.places(text.ending, MAX_PLACES))
         if place is None:
             return _NONE
+        self.is_sure = place >= SURE and tokens[place - SURE : place] == tokens[-SURE:]
         found = tokens[place : place + most]
         if len(found) < most:
             found = (found * most)[:most]  # it goes on repeating itself

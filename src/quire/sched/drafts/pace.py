@@ -41,8 +41,8 @@ _FORGET_ALL = 0.98
 _PRIOR_WEIGHT = 2.0
 _LEVELS, _CUTS = 12, 48
 """Of a chance; and of how likely a draft must be."""
-_RATIOS = np.array([1.0, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0, 13.0, 19.0, 27.0])
-"""Tokens a row at which costs are kept."""
+_RATIOS = np.array([1, 1.015625, 1.0625, 1.125, 1.25, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 19, 23, 27])
+"""Tokens a row at which costs are kept: a CPU's are stairs, of four tokens each."""
 _PRIOR_SLOPE = 0.25
 """What a token more for each row costs, in plain steps, until it was measured."""
 
@@ -50,13 +50,16 @@ _PRIOR_SLOPE = 0.25
 class Pace:
     """Chooses the drafts of each row, and learns from what became of them."""
 
-    def __init__(self, *, max_rows: int, most: int) -> None:
+    def __init__(self, *, max_rows: int, most: int, sorts: int = 1) -> None:
+        """Drafts are of several `sorts`, some likelier than others: those of sort s are known here by a row
+        of their own, row * sorts + s."""
         self._most = most
-        self._first, self._later = _Chances(max_rows), _Chances(max_rows)
+        self._sorts = sorts
+        self._first, self._later = _Chances(max_rows, sorts), _Chances(max_rows, sorts)
         """Of the first draft of a row, and of any other if those before it were right."""
-        self._levels: NDArray[np.intp] = np.zeros(max_rows, np.intp)
+        self._levels: NDArray[np.intp] = np.zeros(max_rows * sorts, np.intp)
         """Of both chances of a row."""
-        self._tested: NDArray[np.int64] = np.zeros(max_rows, np.int64)
+        self._tested: NDArray[np.int64] = np.zeros(max_rows * sorts, np.int64)
         """When a row last had drafts."""
         self._step = 0
         self._costs: dict[int, _Costs] = {}
@@ -75,10 +78,11 @@ class Pace:
 
     def admit(self, row: int) -> None:
         """A request takes a row, and nothing is known of it."""
-        self._first.clear(row)
-        self._later.clear(row)
-        self._tested[row] = 0
-        self._note(np.array([row]))
+        rows = np.arange(row * self._sorts, (row + 1) * self._sorts)
+        self._first.clear(rows)
+        self._later.clear(rows)
+        self._tested[rows] = 0
+        self._note(rows)
 
     def lengths(self, rows: Ints | RowIds, available: Ints | None = None, budget: int | None = None) -> Ints:
         """The drafts that each of these rows is to have, all that decode in the next step: as many as there
@@ -189,27 +193,32 @@ class Pace:
 
 
 class _Chances:
-    """How often drafts were right lately: by row, and over all rows for those of which little is known."""
+    """How often drafts were right lately: by row, and over all rows of a sort for those of which little is
+    known."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._right, self._seen = np.zeros(max_rows), np.zeros(max_rows)
-        self._all_right, self._all_seen = 0.5, 1.0
+    def __init__(self, max_rows: int, sorts: int) -> None:
+        self._right, self._seen = np.zeros(max_rows * sorts), np.zeros(max_rows * sorts)
+        self._sorts = sorts
+        self._all_right, self._all_seen = np.full(sorts, 0.5), np.ones(sorts)
 
-    def clear(self, row: int) -> None:
-        self._right[row] = self._seen[row] = 0.0
+    def clear(self, rows: RowIds) -> None:
+        self._right[rows] = self._seen[rows] = 0.0
 
     def levels(self, rows: RowIds) -> NDArray[np.intp]:
         """Of _LEVELS, the one that the chance of each row is at."""
-        right = self._right.take(rows) + _PRIOR_WEIGHT * (self._all_right / self._all_seen)
+        common = (self._all_right / self._all_seen)[rows % self._sorts]
+        right = self._right.take(rows) + _PRIOR_WEIGHT * common
         level = (right * _LEVELS / (self._seen.take(rows) + _PRIOR_WEIGHT)).astype(np.intp)
         return np.minimum(level, _LEVELS - 1)
 
     def learn(self, rows: RowIds, right: NDArray[Any], seen: NDArray[Any]) -> None:
         self._right[rows] = self._right.take(rows) * _FORGET + right
         self._seen[rows] = self._seen.take(rows) * _FORGET + seen
-        forget = _FORGET_ALL ** min(len(rows), 64)
-        self._all_right = self._all_right * forget + float(right.mean())
-        self._all_seen = self._all_seen * forget + float(seen.mean())
+        sorts, count = rows % self._sorts, self._sorts
+        of_sort = np.bincount(sorts, minlength=count)
+        forget, each = _FORGET_ALL ** np.minimum(of_sort, 64), np.maximum(of_sort, 1)
+        self._all_right = self._all_right * forget + np.bincount(sorts, right, count) / each
+        self._all_seen = self._all_seen * forget + np.bincount(sorts, seen, count) / each
 
 
 class _Costs:
@@ -255,14 +264,11 @@ class _Costs:
             self._fill()
 
     def _fill(self) -> None:
-        """Costs at every ratio. What was hardly measured is taken to be in proportion at most; what was not
-        is, between two that were, between the lower of them and the line to the higher; and behind all in the
-        line from a plain step. None is above one of more tokens."""
-        known = [0, *(at for at, num in enumerate(self._num_extra) if num)]
-        extra = [
-            each if num > NUM_FIRST else min(each, ratio - 1)
-            for each, num, ratio in zip(self._extra, self._num_extra, _RATIOS.tolist(), strict=True)
-        ]
+        """Costs at every ratio. What was not measured (the first steps of a kind do not count: they are
+        computed in other ways) is, between two that were, between the lower of them and the line to the
+        higher; and behind all in the line from a plain step. None is above one of more tokens."""
+        known = [0, *(at for at, num in enumerate(self._num_extra) if num >= NUM_FIRST)]
+        extra = self._extra
         filled = np.array(extra)
         for low, high in pairwise(known):
             between = _RATIOS[low + 1 : high]

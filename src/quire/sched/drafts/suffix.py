@@ -30,6 +30,9 @@ _NONE: Ints = np.empty(0, np.int32)
 class Suffix:
     """Proposes what mostly followed the longest ending of a request that occurred before."""
 
+    is_sure = False
+    """It proposes what is likely enough."""
+
     def __init__(
         self,
         *,
