@@ -1,6 +1,7 @@
 """Scripts written for vLLM: `quire python SCRIPT` and `python -m quire.vllm SCRIPT` run them as they are."""
 
 import importlib.machinery
+import logging
 import os
 import runpy
 import sys
@@ -10,7 +11,8 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from quire.errors import nearest
+from quire.errors import ConfigError, nearest
+from quire.models import MODELS
 from quire.registry import LazyTable
 
 _PARAMS = ("SamplingParams", "BeamSearchParams", "StructuredOutputsParams", "RequestOutputKind")
@@ -29,6 +31,10 @@ _ENGINES = {
 }
 _LLM = {"LLM": "quire.llm:LLM"}
 _METRICS = ("Counter", "Gauge", "Histogram", "Vector", "Metric")
+_SECTIONS = (
+    *("AttentionConfig", "CompilationConfig", "EPLBConfig", "KVTransferConfig", "PoolerConfig"),
+    *("ProfilerConfig", "SpeculativeConfig", "StructuredOutputsConfig"),
+)
 
 
 def _of(module: str, names: Sequence[str]) -> dict[str, str]:
@@ -42,7 +48,10 @@ MODULES: dict[str, dict[str, str]] = {
         **_ENGINES,
         **_of("quire", (*_PARAMS, *_OUTPUTS, *_POOLED, *_PROMPTS, "PoolingParams")),
         **_of("quire", ("__version__", "__version_tuple__")),
+        **_of("quire.vllm", ("ModelRegistry", "initialize_ray_cluster")),
     },
+    "vllm.config": dict.fromkeys(_SECTIONS, "quire.vllm:Section"),
+    "vllm.model_executor.models": _of("quire.vllm", ("ModelRegistry",)),
     "vllm.sampling_params": {
         **_of("quire", _PARAMS),
         "GuidedDecodingParams": "quire.data.params:StructuredOutputsParams",
@@ -65,7 +74,43 @@ _PACKAGES = {name[: name.rindex(".")] for name in MODULES if "." in name} | {
     "vllm.v1",
     "vllm.lora",
     "vllm.engine",
+    "vllm.model_executor",
 }
+
+
+class Section(dict[str, Any]):
+    """A part of the configuration as scripts make it: the dictionary that an engine argument takes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"{name} was not given; there is {', '.join(self) or 'nothing'}")
+        return self[name]
+
+
+class ModelRegistry:
+    """Which architectures there are. None can be added by a script."""
+
+    @staticmethod
+    def get_supported_archs() -> list[str]:
+        return sorted(MODELS)
+
+    @staticmethod
+    def register_model(architecture: str, model: Any) -> None:
+        raise ConfigError(
+            f"ModelRegistry.register_model({architecture!r}) is not in Quire, whose models are built of its"
+            " own layers; a decoder that transformers can open needs none, with model_impl='transformers'"
+        )
+
+
+def initialize_ray_cluster(parallel_config: Any = None, ray_address: str | None = None) -> None:
+    """Joins a Ray cluster, or starts one: an engine with distributed_executor_backend='ray' uses it. Without
+    this call it does the same by itself."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("initialize_ray_cluster needs Ray: pip install 'quire[ray]'") from None
+    if not ray.is_initialized():
+        ray.init(address=ray_address, logging_level=logging.WARNING)
 
 
 class _Module(ModuleType):
@@ -118,7 +163,7 @@ def install() -> None:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("script", help="a Python file, or -c CODE, or -m MODULE, as for python")
+    parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=REMAINDER, help="what the script is given")
 
 
@@ -131,14 +176,19 @@ def main(words: Sequence[str]) -> int:
     if not words:
         print("usage: python -m quire.vllm SCRIPT [arguments]", file=sys.stderr)
         return 2
+    if not os.path.isfile(words[0]):
+        print(f"quire python: error: there is no script {words[0]!r}", file=sys.stderr)
+        return 2
+    executed(words)
+    return 0
+
+
+def executed(words: Sequence[str]) -> dict[str, Any]:
+    """What a script has named, once it has run with these arguments."""
     install()
     script, sys.argv = words[0], list(words)
-    if not os.path.isfile(script):
-        print(f"quire python: error: there is no script {script!r}", file=sys.stderr)
-        return 2
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
-    return 0
+    return runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

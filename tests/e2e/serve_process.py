@@ -46,23 +46,38 @@ def eventually(what: str, holds: Callable[[], bool], within_s: float = PATIENCE_
     return time.monotonic() - start
 
 
+def as_vllm(folder: Path, *flags: str) -> Path:
+    """A command `vllm` that is `quire`, with further flags."""
+    shim = folder / "bin" / "vllm"
+    shim.parent.mkdir(exist_ok=True)
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m quire "$@" {" ".join(flags)}\n')
+    shim.chmod(0o755)
+    return shim
+
+
 class ServeProcess:
     """A running `quire serve`. Leaving the context kills its whole process group."""
 
-    def __init__(self, model: str | None, *flags: str, log: Path) -> None:
-        self.log = log
+    def __init__(
+        self, model: str | None, *flags: str, log: Path, script: Path | None = None, cwd: Path | None = None
+    ) -> None:
+        """`script` is run by the shell in place of a command that is made of `model` and `flags`; it calls
+        `vllm`, which adds where to listen."""
+        self.log, self.by_script = log, script is not None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = [sys.executable, "-m", "quire", "serve", *([] if model is None else [model])]
         place = () if "--uds" in flags or "--port" in flags else ("--port", str(self.port))
+        command = [*words, "--host", "127.0.0.1", *place, *flags]
         environment = {name: text for name, text in os.environ.items() if "API_KEY" not in name}
+        environment["OMP_NUM_THREADS"] = "1"
+        if script is not None:
+            shim = as_vllm(log.parent, "--host", "127.0.0.1", *place)
+            environment["PATH"] = f"{shim.parent}:{environment['PATH']}"
+            command = ["sh", str(script)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*words, "--host", "127.0.0.1", *place, *flags],
-                stdout=output,
-                stderr=output,
-                env=environment | {"OMP_NUM_THREADS": "1"},
-                start_new_session=True,
+                command, stdout=output, stderr=output, env=environment, start_new_session=True, cwd=cwd
             )
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
@@ -105,7 +120,8 @@ class ServeProcess:
         return code
 
     def end_cleanly(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        shell = psutil.Process(self.process.pid)
+        (shell.children()[0] if self.by_script else shell).send_signal(signal.SIGTERM)
         assert self.exit_code() == 0, self.text()
         assert "Traceback" not in self.text(), self.text()
 

@@ -9,6 +9,7 @@ from tiny_text import TextModel
 
 from quire import LLM, SamplingParams, vllm
 from quire.cli import main
+from quire.errors import ConfigError
 
 SCRIPT = """
 import asyncio
@@ -77,6 +78,20 @@ def test_what_is_not_there_says_so() -> None:
         __import__("vllm.sampling_param")
     with pytest.raises(ImportError, match="SamplingParam"):
         from vllm import SamplingParam  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_a_section_is_what_an_engine_argument_takes(tiny: TextModel) -> None:
+    section = vllm.Section(method="ngram", num_speculative_tokens=3)
+    llm = LLM(str(tiny.path), speculative_config=section, max_model_len=64, num_gpu_blocks_override=8)
+    assert llm.config.speculation is not None and section.num_speculative_tokens == 3
+    with pytest.raises(AttributeError, match=r"model was not given; there is method, num_"):
+        _ = section.model
+
+
+def test_models_are_listed_and_none_is_added() -> None:
+    assert "LlamaForCausalLM" in vllm.ModelRegistry.get_supported_archs()
+    with pytest.raises(ConfigError, match=r"register_model\('Mine'\).*transformers"):
+        vllm.ModelRegistry.register_model("Mine", object)
 
 
 def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,13 +97,16 @@ PIXELS = {"shortest_edge": 256, "longest_edge": 4096}
 
 
 @functools.cache
-def made(family: str, directory: Path) -> tuple[Path, Any]:
+def made(family: str, directory: Path, heads: int = 2) -> tuple[Path, Any]:
     """One, made once in `directory` (the base of pytest's temporary folders, say), and transformers' own."""
     import transformers
 
-    path = directory / f"tiny_{family}"
+    path = directory / f"tiny_{family}_{heads}"
 
     text, vision = FAMILIES[family]
+    if heads != 2:
+        text = text | {"hidden_size": 16 * heads, "num_attention_heads": heads}
+        vision = vision | {"hidden_size": 16 * heads, "num_heads": heads, "out_hidden_size": 16 * heads}
     kind = getattr(transformers, f"{family}ForConditionalGeneration")
     ids = _GLM_IDS if family.startswith("Glm") else _IDS
     config = kind.config_class(

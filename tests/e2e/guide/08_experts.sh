@@ -1,0 +1,1 @@
+vllm serve mistralai/Mixtral-8x7B-Instruct-v0.1 --tensor-parallel-size 2 --enable-expert-parallel

@@ -1,0 +1,1 @@
+VLLM_MEDIA_LOADING_THREAD_COUNT=2 vllm serve Qwen/Qwen2.5-VL-3B-Instruct
