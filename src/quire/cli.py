@@ -17,6 +17,7 @@ COMMANDS = {
     "bench latency": ("seconds of one batch", "quire.bench.latency"),
     "bench serve": ("latencies and throughput of a running server", "quire.bench.serve"),
     "bench startup": ("seconds until a model is ready", "quire.bench.startup"),
+    "bench on-off": ("what each optimization is worth here", "quire.bench.on_off"),
     "plan": ("where a model fits, and how fast it can be", "quire.plan.command"),
     "tune": ("find the settings that keep latencies, on this machine", "quire.bench.tune"),
     "doctor": ("what is wrong with this machine for a model", "quire.plan.doctor"),
