@@ -9,6 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+NOTICE = Path(__file__).parents[1] / "NOTICE"
+
 
 def needed(name: str, found: dict[str, metadata.Distribution]) -> dict[str, metadata.Distribution]:
     """A distribution and, without extras, all that it needs."""
@@ -33,6 +35,23 @@ def component(distribution: metadata.Distribution) -> dict[str, Any]:
     return {"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl, **named}
 
 
+def noticed() -> list[dict[str, Any]]:
+    """What NOTICE speaks of: files with words of others, and the model that is fetched."""
+    lines = re.findall(
+        r"^- (\S+): (.+)\. Licence: (\S+)\.$", NOTICE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return [
+        {
+            "type": "machine-learning-model" if name.endswith(".gguf") else "file",
+            "name": name,
+            "description": text,
+            "bom-ref": name,
+            "licenses": [{"license": {"id": licence}}],
+        }
+        for name, text, licence in lines
+    ]
+
+
 def bill() -> dict[str, Any]:
     found = needed("quire", {})
     return {
@@ -44,7 +63,7 @@ def bill() -> dict[str, Any]:
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
             "component": component(found.pop("quire")) | {"type": "application"},
         },
-        "components": [component(each) for _, each in sorted(found.items())],
+        "components": [*(component(each) for _, each in sorted(found.items())), *noticed()],
     }
 
 
