@@ -1,0 +1,283 @@
+"""Pictures of docs/, drawn from code and from the tables of its pages: `python tests/arch/pictures.py`."""
+
+import contextlib
+import io
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from quire.bench.bars import Group, svg
+from quire.bench.sched import add_requests
+from quire.cli import main as quire
+from quire.data.params import SamplingParams
+from quire.data.plan import StepResult
+from quire.data.request import Request
+from quire.sched.kv_manager import KVManager
+from quire.sched.scheduler import Scheduler
+
+DOCS = Path(__file__).parents[2] / "docs"
+COLOURS = ("#4c72b0", "#55a868", "#dd8452", "#937860", "#8172b3", "#c44e52", "#64b5cd")
+INK, PAPER = "#333", "white"
+
+
+def _table(page: str, first_line: str) -> list[list[str]]:
+    """The rows below the table's head that begins so."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(first_line))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("*") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def _numbers(cell: str) -> list[float]:
+    """Those in front of a bracket."""
+    found = re.findall(r"\d[\d,]*\.?\d*", cell.partition("(")[0].replace(", ", " "))
+    return [float(each.replace(",", "")) for each in found]
+
+
+# ---- bars out of tables
+
+
+def decode() -> str:
+    """A decode step beside vLLM's, of two models."""
+    rows = _table("performance.md", "| decode step, ms |")
+    groups = []
+    for theirs, ours in ((rows[0], rows[1]), (rows[3], rows[4])):
+        name = theirs[0].partition(",")[0]
+        for size, a, b in zip((1, 8, 32, 128, 256), theirs[1:], ours[1:], strict=True):
+            values = {"vLLM 0.24": _numbers(a)[0], "Quire": _numbers(b)[0]}
+            groups.append(Group(f"{name}, batch {size}", values, {k: f"{v:g} ms" for k, v in values.items()}))
+    return svg("A decode step on one H200, ms", groups)
+
+
+def peers() -> str:
+    """Engines on two cores."""
+    rows = _table("performance.md", "| | ready s | first token s |")[:4]
+    columns = {"one prompt, tok/s": 4, "one stream, tok/s": 5, "32 at once, tok/s": 6}
+    groups = []
+    for label, column in columns.items():
+        values = {row[0]: _numbers(row[column])[0] for row in rows}
+        groups.append(Group(label, values, {name: f"{value:g}" for name, value in values.items()}))
+    return svg("SmolLM2-135M on two ARM cores", groups)
+
+
+def drafts() -> str:
+    """What speculation is worth, by the text."""
+    groups = []
+    for name, plain, drafted, *_ in _table("speculation.md", "| workload | plain tok/s"):
+        values = {"plain": median(_numbers(plain)), "with drafts": median(_numbers(drafted))}
+        groups.append(Group(name, values, {key: f"{value:g} tok/s" for key, value in values.items()}))
+    return svg("One stream, plain and with drafts by prompt lookup (two cores)", groups)
+
+
+def formats() -> str:
+    """Tokens a second by the format of the weights."""
+    rows = _table("quantization.md", "| | weights | prompt of 512 | decode |")
+    groups = []
+    for row in rows:
+        value = _numbers(row[3])[0]
+        groups.append(Group(f"{row[0]} {row[1]}".strip(), {"decode": value}, {"decode": f"{value:g} tok/s"}))
+    return svg("One stream of SmolLM2-135M by format, two cores", groups)
+
+
+def shares() -> str:
+    """How soon another key has its share."""
+    groups = []
+    for name, cell, _ in _table("keys.md", "| | share of the other key"):
+        values = dict(
+            zip(("after 500 steps", "after 2,000", "after 3,800"), map(float, cell.split(", ")), strict=True)
+        )
+        groups.append(
+            Group(
+                name.removeprefix("lowest level first, "),
+                values,
+                {key: f"{value:g}" for key, value in values.items()},
+            )
+        )
+    return svg("The share of a second key beside one that floods", groups, mark=0.5)
+
+
+# ---- drawings of what the code does
+
+
+def _frame(width: int, height: int, parts: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
+    )
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="{PAPER}"/>', *parts, "</svg>\n"])
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str, text: str = "", said: str = "") -> str:
+    title = f"<title>{escape(said)}</title>" if said else ""
+    box = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{PAPER}">'
+    label = f'<text x="{x + width / 2:g}" y="{y + height / 2 + 4:g}" text-anchor="middle" fill="white">'
+    return f"{box}{title}</rect>" + (f"{label}{escape(text)}</text>" if text else "")
+
+
+def _steps(*, chunked: bool) -> list[dict[str, int]]:
+    """Tokens of each request, step by step: four streams, and two prompts behind the second step."""
+    kv = KVManager(num_blocks=400, block_size=16, max_rows=8, share_prefixes=False)
+    budget = 64 if chunked else 256
+    scheduler = Scheduler(
+        kv=kv, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512, chunked_prefill=chunked
+    )
+    add_requests(scheduler, [(8, 40)] * 4)
+    found: list[dict[str, int]] = []
+    names: dict[int, str] = {}
+    for number in range(8):
+        if number == 2:
+            for name, length in (("long", 150), ("short", 30)):
+                scheduler.add(_request(name, list(range(length)), 40))
+        plan = scheduler.plan()
+        assert plan is not None
+        names |= {each.row: each.request_id for each in plan.admitted}
+        counts = zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
+        found.append({names[row]: count for row, count in counts})
+        tokens = np.full(int(plan.samples.sum()), 7, np.int32)
+        scheduler.update(plan, StepResult(token_ids=tokens))
+    return found
+
+
+def _request(name: str, tokens: list[int], num_out: int) -> Request:
+    return Request(
+        id=name,
+        tokens=tokens,
+        params=SamplingParams(max_tokens=num_out, ignore_eos=True),
+        prompt_len=len(tokens),
+        limit=len(tokens) + num_out,
+        seed=0,
+    )
+
+
+def chunks() -> str:
+    """Steps as the scheduler plans them, prompts in chunks and whole."""
+    fills = {"streams": COLOURS[0], "long": COLOURS[2], "short": COLOURS[1]}
+    parts, scale, y = [], 2.6, 40
+    for title, chunked in _WAYS.items():
+        parts.append(f'<text x="12" y="{y - 14}" font-size="14" fill="{INK}">{title}</text>')
+        x = 12.0
+        for number, step in enumerate(_steps(chunked=chunked)):
+            counts = {"streams": sum(count for name, count in step.items() if name.isdigit())}
+            counts |= {name: step[name] for name in ("long", "short") if name in step}
+            for name, count in counts.items():
+                said, text = f"step {number + 1}: {count} tokens of {name}", str(count) if count > 8 else ""
+                parts.append(_box(x, y, count * scale, 26, fills[name], text, said))
+                x += count * scale
+            x += 6
+        y += 76
+    x = 12
+    for name, fill in fills.items():
+        parts.append(_box(x, y - 26, 12, 12, fill))
+        parts.append(f'<text x="{x + 17}" y="{y - 16}" fill="{INK}">{_CHUNK_WORDS[name]}</text>')
+        x += 24 + 7 * len(_CHUNK_WORDS[name])
+    words = "A gap is the end of a step: each stream has a token more. Width: tokens, and so about time."
+    parts.append(f'<text x="12" y="{y + 8}" fill="{INK}">{words}</text>')
+    return _frame(860, y + 24, parts)
+
+
+_WAYS = {"Prompts in chunks: no step is long": True, "Prompts whole: everybody waits for one step": False}
+_CHUNK_WORDS = {
+    "streams": "four streams, a token each",
+    "long": "a prompt of 150 tokens",
+    "short": "one of 30 behind it",
+}
+
+
+def cache() -> str:
+    """Blocks of three requests, two of which begin alike."""
+    kv = KVManager(num_blocks=64, block_size=16, max_rows=8, share_prefixes=True)
+    scheduler = Scheduler(kv=kv, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=512)
+    common = list(range(64))
+    prompts = {"first": common + [100] * 30, "again": common + [200] * 50, "other": [300] * 40}
+    parts, y, seen = [], 44, set[int]()
+    title = "Blocks of 16 tokens, as the scheduler gave them out"
+    parts.append(f'<text x="12" y="22" font-size="14" fill="{INK}">{title}</text>')
+    for name, tokens in prompts.items():
+        scheduler.add(_request(name, tokens, 8))
+        plan = scheduler.plan()
+        assert plan is not None
+        (admitted,) = plan.admitted
+        words = f"{name}: {len(tokens)} tokens, {admitted.num_computed} known"
+        parts.append(f'<text x="12" y="{y + 18}" fill="{INK}">{words}</text>')
+        for place, block in enumerate(admitted.block_ids[0]):
+            fill, said = (COLOURS[1], "found") if block in seen else (COLOURS[0], "computed")
+            parts.append(_box(220 + 58 * place, y, 54, 28, fill, str(block), said))
+        seen |= {*admitted.block_ids[0]}
+        y += 40
+        scheduler.update(plan, StepResult(token_ids=np.full(int(plan.samples.sum()), 7, np.int32)))
+    parts.append(_box(12, y, 12, 12, COLOURS[0]) + f'<text x="29" y="{y + 10}" fill="{INK}">computed</text>')
+    parts.append(_box(110, y, 12, 12, COLOURS[1]) + f'<text x="127" y="{y + 10}" fill="{INK}">found</text>')
+    return _frame(760, y + 26, parts)
+
+
+def memory() -> str:
+    """What `quire plan` draws of a 70B."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        path = Path(folder) / "memory.svg"
+        assert quire(["plan", "llama-3-70b", "--gpu", "h200", "--concurrency", "8", "--svg", str(path)]) == 0
+        return path.read_text(encoding="utf-8")
+
+
+_WAY = (
+    ("client", "API process", "POST /v1/chat/completions"),
+    ("API process", "API process", "template, tokens, media, grammar: all that can be wrong is found here"),
+    ("API process", "core", "request: token ids (msgpack over ZMQ)"),
+    ("core", "core", "waits for a row and blocks; known prefixes are found"),
+    ("core", "worker", "plan: rows, tokens, blocks"),
+    ("worker", "worker", "one step: forward, sampling"),
+    ("worker", "core", "a token for each row"),
+    ("core", "API process", "outputs, of all requests of the step"),
+    ("API process", "client", "text, as a server-sent event"),
+)
+
+
+def way() -> str:
+    """A request's way, top to bottom."""
+    lanes = {"client": 90, "API process": 320, "core": 560, "worker": 780}
+    bottom = 64 + 40 * len(_WAY)
+    parts = []
+    for name, x in lanes.items():
+        parts.append(_box(x - 60, 16, 120, 28, COLOURS[0], name))
+        parts.append(f'<path d="M{x} 44V{bottom}" stroke="#bbb" stroke-dasharray="3 4"/>')
+    for number, (start, end, words) in enumerate(_WAY):
+        y, a, b = 84 + 40 * number, lanes[start], lanes[end]
+        if start == end:
+            anchor = "end" if a > 700 else "middle"
+            parts.append(f'<circle cx="{a}" cy="{y - 4}" r="4" fill="{COLOURS[2]}"/>')
+            parts.append(_said(a, y - 12, words, anchor))
+            continue
+        tip = b - 7 if b > a else b + 7
+        parts.append(f'<path d="M{a} {y}H{tip}" stroke="{INK}"/>')
+        parts.append(f'<path d="M{b} {y}L{tip} {y - 4}V{y + 4}Z" fill="{INK}"/>')
+        parts.append(_said((a + b) / 2, y - 6, words))
+    return _frame(900, bottom + 12, parts)
+
+
+def _said(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{INK}">{escape(words)}</text>'
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "cache.svg": cache,
+    "chunks.svg": chunks,
+    "decode.svg": decode,
+    "drafts.svg": drafts,
+    "formats.svg": formats,
+    "memory.svg": memory,
+    "peers.svg": peers,
+    "shares.svg": shares,
+    "way.svg": way,
+}
+
+if __name__ == "__main__":
+    for name, made in PICTURES.items():
+        (DOCS / name).write_text(made(), encoding="utf-8")
