@@ -62,6 +62,7 @@ def test_document_is_complete_and_says_400_where_fastapi_says_422() -> None:
         "/v1/messages", "/v1/messages/count_tokens", "/invocations", "/inference/v1/generate",
         "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/chat/completions/batch",
         "/v1/completions/render", "/v1/completions/derender",
+        "/v1/audio/transcriptions", "/v1/audio/translations",
         "/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
     }  # fmt: skip

@@ -5,6 +5,7 @@ import pytest
 import schemathesis
 from ask import CROSS_ENCODER, EMBEDDER
 from fake_engine import FakeEngine
+from fake_speech import Writer
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -47,7 +48,7 @@ OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|ren
 """Asked of a server with every door open."""
 
 
-@schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=OPEN).parametrize()
+@schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=OPEN + "|audio").parametrize()
 @FEW
 def test_answers_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
@@ -116,5 +117,17 @@ def test_vectors_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
+writer = Writer()
+writing = schemathesis.openapi.from_asgi("/openapi.json", Application(writer, make_settings({})).asgi)
+writing.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+
+@writing.include(path_regex="^/v1/audio/").parametrize()
+@FEW
+def test_speech_is_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
 def test_nothing_is_left_running() -> None:
-    assert [each.num_in_flight for each in (engine, talker, stopped, scorer, embedder)] == [0] * 5
+    engines = (engine, talker, stopped, scorer, embedder, writer)
+    assert [each.num_in_flight for each in engines] == [0] * len(engines)

@@ -69,6 +69,8 @@ class MediaEnv:
     """MiB of one item, as it is sent or fetched."""
     max_image_pixels: int = 178956970
     """Of an image, and of all frames of a video together twice as many."""
+    max_audio_clip_filesize_mb: float = 25.0
+    """MiB of a file that is to be written down (/v1/audio/transcriptions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ _ENV_KINDS: dict[str, Any] = {
     "media_loading_thread_count": _count,
     "media_max_mb": float,
     "max_image_pixels": _count,
+    "max_audio_clip_filesize_mb": float,
     "engine_ready_timeout_s": float,
     "execute_model_timeout_seconds": float,
     "pp_layer_partition": str,

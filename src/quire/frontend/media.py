@@ -17,12 +17,14 @@ from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
 from quire.errors import RequestError
 from quire.frontend.embeds import as_numbers, tensor_of
+from quire.frontend.speech import Speech
 from quire.logs import get_logger
-from quire.multimodal.families import PROCESSORS, Sound, Spells, Video
+from quire.multimodal.families import PROCESSORS, Processor, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
 from quire.multimodal.image_files import to_rgb
 from quire.multimodal.kitchen import Kitchen, Options, Prepared
 from quire.multimodal.larder import Larder
+from quire.multimodal.mel import Samples
 from quire.multimodal.sound import checked
 from quire.multimodal.spans import place
 from quire.text.tokenizer import Tokenizer
@@ -45,11 +47,14 @@ class MediaReader:
         interleaves: bool = False,
         max_span: int | None = None,
         crossed: bool = False,
+        speech: Speech | None = None,
     ) -> None:
         """An item stands for at most `max_span` tokens; None: for any number."""
         self._model, self._kitchen, self._limits = model, kitchen, limits or {}
         self._takes_embeds = takes_embeds
         self._max_span = max_span
+        self.speech = speech
+        """How the model is asked to write down what it hears, if that is what it does."""
         self.larder = Larder(0) if kitchen is None else kitchen.larder
         """What is kept of items that were read."""
         self.interleaves = interleaves
@@ -102,6 +107,12 @@ class MediaReader:
         """For event loops."""
         self.check(given)
         return await self._kitchen.prepare(given, arguments, reading) if given and self._kitchen else []
+
+    async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
+        """A file of sound as samples at this rate."""
+        if self._kitchen is None or "audio" not in self.modalities:
+            raise RequestError(f"{self._model} does not hear")
+        return await self._kitchen.hear(data, rate, max_seconds)
 
     def place(self, token_ids: Sequence[int], prepared: Sequence[Prepared]) -> tuple[list[int], Media]:
         assert self._kitchen is not None
@@ -158,7 +169,13 @@ def media_reader(
         interleaves=section.interleave_mm_strings,
         max_span=max_span(config),
         crossed=crossed,
+        speech=_speech(config, processor, tokenizer) if media.transcribes else None,
     )
+
+
+def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Speech | None:
+    (at_once,) = processor.largest("audio")
+    return Speech.of(tokenizer, max_len=config.model.max_model_len, at_once=at_once)
 
 
 # ---- multi_modal_data

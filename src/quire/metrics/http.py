@@ -34,6 +34,8 @@ HANDLERS = {
     "/invocations": ("POST",),
     "/v1/messages": ("POST",),
     "/v1/messages/count_tokens": ("POST",),
+    "/v1/audio/transcriptions": ("POST",),
+    "/v1/audio/translations": ("POST",),
     **dict.fromkeys(POOLING_ROUTES, ("POST",)),
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),

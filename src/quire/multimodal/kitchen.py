@@ -16,6 +16,8 @@ from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
 from quire.multimodal.image_files import allow_pixels
 from quire.multimodal.larder import Larder
+from quire.multimodal.mel import Samples, resampled
+from quire.multimodal.sound import decode_sound
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -152,6 +154,20 @@ class Kitchen:
         raws = {each.key: each.raw for each in prepared if each.raw is not None}
         made = await asyncio.gather(*(one(key, raw) for key, raw in raws.items()))
         return {key: arrays for key, arrays in zip(raws, made, strict=True) if arrays is not None}
+
+    async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
+        """A file of sound as samples at this rate."""
+
+        def heard() -> Samples:
+            sound = decode_sound(data)
+            if len(sound.samples) > max_seconds * sound.rate:
+                raise RequestError(
+                    f"the sound is {len(sound.samples) / sound.rate:.1f} seconds long, and {max_seconds:g} "
+                    "are the most: send it in parts"
+                )
+            return resampled(sound, rate, int(max_seconds * rate))
+
+        return await self._in_thread(heard)
 
     async def _brought(self, item: Given) -> Given:
         """The item with its content at hand."""

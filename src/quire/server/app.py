@@ -35,6 +35,7 @@ from quire.server.pooling.routes import add_pooling_routes
 from quire.server.requests import ChatBody, CompletionBody
 from quire.server.responses.routes import Responses, add_response_routes
 from quire.server.settings import ServerSettings, paths
+from quire.server.speech.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.status import add_model_routes, add_status_routes
 from quire.server.tokens.routes import add_token_routes
 
@@ -66,6 +67,7 @@ class Application:
         add_message_routes(self.routes, self.api)
         add_token_routes(self.routes, self.api)
         add_pooling_routes(self.routes, self.api)
+        add_speech_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
         add_status_routes(self.routes, self.api)
         add_operate_routes(self.routes, self.api)
@@ -89,6 +91,8 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings, ledger: Ledger
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,
         echo_request_id=settings.api.enable_request_id_headers,
+        form_paths=frozenset(PATHS),
+        max_form_bytes=settings.max_audio_bytes + MAX_FIELDS_BYTES,
     )
     inner = MessageErrors(api.adapters.holding(gate) if api.adapters.enabled else gate)
     cors = CORSMiddleware(

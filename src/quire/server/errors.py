@@ -39,6 +39,12 @@ class Forbidden(RequestError):
     status = 403
 
 
+class TooLarge(RequestError):
+    """The client sent more than is read."""
+
+    status = 413
+
+
 class TooMany(RequestError):
     """The client asked for more than there is room for now."""
 
@@ -49,6 +55,7 @@ class TooMany(RequestError):
 _KINDS = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    413: "Content Too Large",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
 }

@@ -3,6 +3,7 @@ request; what is sent back goes through untouched."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fastapi import HTTPException
 from starlette.responses import Response
@@ -29,7 +30,6 @@ FREE_PATHS = frozenset(
 """What is posted there costs no tokens: a key's limits do not count it."""
 _FREE_END = "/cancel"
 """Nor what is posted to a path that ends so."""
-_NOT_JSON = "Unsupported Media Type: Only 'application/json' is allowed"
 
 
 class Gate:
@@ -43,14 +43,25 @@ class Gate:
         open_paths: frozenset[str],
         max_body_bytes: int,
         echo_request_id: bool,
+        form_paths: frozenset[str] = frozenset(),
+        max_form_bytes: int = 0,
     ) -> None:
+        """What is posted to `form_paths` are forms, of at most `max_form_bytes`."""
         self._app = app
         self._ledger = ledger
         self._open_paths = open_paths
-        self._max_body_bytes = max_body_bytes
-        self._too_large = (
-            f"the body is larger than {max_body_bytes} bytes; send less or raise --max-request-body-bytes"
+        self._json = _Kind(
+            b"application/json",
+            max_body_bytes,
+            f"the body is larger than {max_body_bytes} bytes; send less or raise --max-request-body-bytes",
         )
+        self._form = _Kind(
+            b"multipart/form-data",
+            max_form_bytes,
+            f"Maximum file size exceeded: the body is larger than {max_form_bytes} bytes; send less or raise "
+            "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB",
+        )
+        self._form_paths = form_paths
         self._echo_request_id = echo_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,15 +77,16 @@ class Gate:
             return await refused(scope, receive, send) if scope["type"] == "http" else None
         if scope["type"] == "http" and scope["method"] == "POST":
             length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
-            if not self._fits(length):
-                response = error_response(error_info(self._too_large, 413, "Content Too Large"))
+            kind = self._form if _path(scope) in self._form_paths else self._json
+            if not kind.fits(length):
+                response = error_response(error_info(kind.too_large, 413, "Content Too Large"))
                 response.headers["connection"] = "close"
                 return await response(scope, receive, send)
-            if (chunked or length != b"0") and not _is_json(headers.get(b"content-type", b"")):
-                response = error_response(error_info(_NOT_JSON, 400, "Bad Request"))
+            if (chunked or length != b"0") and not kind.is_that(headers.get(b"content-type", b"")):
+                response = error_response(error_info(kind.other, 400, "Bad Request"))
                 return await response(scope, receive, send)
             if chunked:
-                receive = self._counted(receive)
+                receive = kind.counted(receive)
         if self._echo_request_id and b"x-request-id" in headers:
             send = _with_header(send, (b"x-request-id", headers[b"x-request-id"]))
         scope[DIRECT_SEND] = send
@@ -108,10 +120,26 @@ class Gate:
         found = self._ledger.find(sent)
         return found if kind.lower() == b"bearer" else None
 
-    def _fits(self, length: bytes) -> bool:
-        return length.isdigit() and len(length) < 20 and int(length) <= self._max_body_bytes
 
-    def _counted(self, receive: Receive) -> Receive:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What bodies a route takes."""
+
+    media_type: bytes
+    max_bytes: int
+    too_large: str
+
+    @property
+    def other(self) -> str:
+        return f"Unsupported Media Type: Only '{self.media_type.decode()}' is allowed"
+
+    def is_that(self, content_type: bytes) -> bool:
+        return content_type.partition(b";")[0].strip().lower() == self.media_type
+
+    def fits(self, length: bytes) -> bool:
+        return length.isdigit() and len(length) < 20 and int(length) <= self.max_bytes
+
+    def counted(self, receive: Receive) -> Receive:
         """A body of unknown length is cut off as soon as it is too long."""
         num_bytes = 0
 
@@ -119,8 +147,8 @@ class Gate:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_large)
+            if num_bytes > self.max_bytes:
+                raise HTTPException(413, self.too_large)
             return message
 
         return counted
@@ -171,10 +199,6 @@ def _too_many(refusal: Refusal) -> Response:
     response = error_response(error_info(refusal.message, 429, "RateLimitError"))
     response.headers["retry-after"] = str(refusal.retry_after_s)
     return response
-
-
-def _is_json(content_type: bytes) -> bool:
-    return content_type.partition(b";")[0].strip().lower() == b"application/json"
 
 
 def _with_header(send: Send, header: tuple[bytes, bytes]) -> Send:

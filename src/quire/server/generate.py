@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ from quire.server.engine import Engine, Outputs
 from quire.server.errors import NotFound, json_response
 from quire.server.gate import account_of
 from quire.server.logprobs import Speller
-from quire.server.merged import Logged, Merged, Pauses, last_of_each
+from quire.server.merged import InOrder, Logged, Merged, Pauses, last_of_each
 from quire.server.prompts import PromptReader
-from quire.server.requests import EngineBody, GenerateBody
+from quire.server.requests import CallBody, GenerateBody
 from quire.server.settings import ServerSettings, parsers_of
 from quire.server.sse import EventStream
 from quire.server.timeline import HEADER, JobTimeline, Timed
@@ -98,7 +98,7 @@ class Api:
     def job(
         self,
         kind: str,
-        body: EngineBody,
+        body: CallBody,
         request: Request,
         prompts: list[Prompt],
         params: Sequence[Params],
@@ -150,21 +150,32 @@ class Api:
         default = self.engine.facts.default_sampling.get("max_tokens")
         return output_limit(asked, prompt_len, self.engine.inputs.max_model_len, default)
 
-    async def answer(self, job: Job, encoder: Encoder, request: Request, *, stream: bool) -> Response:
-        """The job done, in the words of the encoder."""
+    async def answer(
+        self,
+        job: Job,
+        encoder: Encoder,
+        request: Request,
+        *,
+        stream: bool,
+        respond: Callable[[Any], Response] = json_response,
+        in_order: bool = False,
+    ) -> Response:
+        """The job done, in the words of the encoder. `in_order`: a stream goes prompt by prompt."""
         timeline = job.timeline
         if timeline is not None:
             encoder = Timed(encoder, timeline)
         if stream:
-            return EventStream(await self.streamed(job), encoder=encoder, answering=self.answering)
+            outputs = await self.streamed(job, in_order=in_order)
+            return EventStream(outputs, encoder=encoder, answering=self.answering)
         found = await self.answering.until_gone(request.receive, self.finished(job))
-        response = json_response(encoder.whole(found))
+        response = respond(encoder.whole(found))
         if timeline is not None and timeline.header:
             response.headers[HEADER] = timeline.header
         return response
 
-    async def streamed(self, job: Job) -> Outputs:
-        """The outputs of all prompts as they come. With several prompts their ids are `job.engine_ids()`."""
+    async def streamed(self, job: Job, *, in_order: bool = False) -> Outputs:
+        """The outputs of all prompts as they come; with several prompts their ids are `job.engine_ids()`. Or
+        `in_order`, those of one prompt after those of another."""
         started: list[Outputs] = []
         pause = Pauses()
         await self._compile(job.params[0])
@@ -188,7 +199,9 @@ class Api:
                 await each.aclose()
             raise
         outputs: Outputs = started[0]
-        if len(started) > 1:
+        if in_order:
+            outputs = InOrder(started)
+        elif len(started) > 1:
             n = max(params.n for params in job.params if isinstance(params, SamplingParams))
             outputs = Merged(dict(zip(job.engine_ids(), started, strict=True)), n)
         if self.settings.log.enable_log_outputs:

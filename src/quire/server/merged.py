@@ -1,7 +1,8 @@
 """The outputs of several requests as one stream, and what else is done to streams of outputs."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.data.outputs import RequestOutput
 from quire.logs import get_logger
@@ -110,6 +111,44 @@ class Merged:
             self._task.cancel()
         for outputs in self._started.values():
             await outputs.aclose()
+
+
+class InOrder:
+    """Several requests that run at once, read one behind the other. What the later ones have said already is
+    there when it is their turn."""
+
+    def __init__(self, started: Sequence[Outputs]) -> None:
+        self._started = started
+        self._waiting: deque[asyncio.Task[RequestOutput]] | None = None
+        """For the next output of each that is not over."""
+
+    def __aiter__(self) -> "InOrder":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._waiting is None:
+            self._waiting = deque(asyncio.create_task(_next(each)) for each in self._started)
+        if not self._waiting:
+            raise StopAsyncIteration
+        output = await self._waiting[0]
+        if output.finished:
+            self._waiting.popleft()
+        else:
+            place = len(self._started) - len(self._waiting)
+            self._waiting[0] = asyncio.create_task(_next(self._started[place]))
+        return output
+
+    async def aclose(self) -> None:
+        waiting = self._waiting or ()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for outputs in self._started:
+            await outputs.aclose()
+
+
+async def _next(outputs: Outputs) -> RequestOutput:
+    return await outputs.__anext__()
 
 
 async def _forward(id: str, outputs: Outputs, reader: Callable[[RequestOutput], None]) -> None:

@@ -57,22 +57,27 @@ class RepetitionDetection(BaseModel):
     min_count: int = Field(0, ge=0, le=INT64_MAX)
 
 
-class EngineBody(Body):
-    """What every request to the engine may say."""
+class CallBody(Body):
+    """What every call of the engine may say."""
 
     model: str | None = _doc("One of the served names. Default: the first of them.")
+    priority: int = _doc(
+        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
+    )
+    request_id: str | None = _doc("At most 256 characters, a part of the id; the header X-Request-Id wins.")
+    user: str | None = _doc("Has no effect.")
+
+
+class EngineBody(CallBody):
+    """What every request with a prompt of its own may say."""
+
     truncate_prompt_tokens: int | None = _doc(
         "Cut the prompt to this many tokens; -1: to what fits.", ge=-1, le=INT64_MAX
     )
     truncation_side: Literal["left", "right"] | None = _doc(
         "The side to cut from. Default: left; of a pooling model right."
     )
-    priority: int = _doc(
-        "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
-    )
-    request_id: str | None = _doc("At most 256 characters, a part of the id; the header X-Request-Id wins.")
     cache_salt: str | None = _doc("Shares cached prefixes only with requests of the same salt.", min_length=1)
-    user: str | None = _doc("Has no effect.")
 
 
 class GenerateBody(EngineBody):

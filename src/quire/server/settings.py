@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from quire.config.args import checked_value
 from quire.config.cli import HIDDEN_TITLE, add_foreign_flag, add_section_flags
-from quire.config.env import Env, StoreLimits
+from quire.config.env import Env, MediaEnv, StoreLimits
 from quire.config.sections import Option, Rule, options_of
 from quire.data.params import MAX_SEQUENCES
 from quire.errors import ConfigError
@@ -177,6 +177,8 @@ class ServerSettings:
     """Those of `api_key`, read."""
     max_sequences: int = MAX_SEQUENCES
     """Most sequences that one call may ask for: prompts times n."""
+    max_audio_bytes: int = 25 << 20
+    """Of a file that is to be written down."""
     dev_mode: bool = False
     """Routes for developers: sleep, pause, calls of workers."""
     responses: StoreLimits | None = None
@@ -260,6 +262,7 @@ def make_settings(given: Mapping[str, Any], *, env: Env | None = None) -> Server
         modules=read_modules(values.get("lora_modules", ())),
         changes_adapters=env is not None and env.adapters.allow_runtime_lora_updating,
         max_sequences=MAX_SEQUENCES if env is None else env.max_n_sequences,
+        max_audio_bytes=int((MediaEnv() if env is None else env.media).max_audio_clip_filesize_mb * 2**20),
         dev_mode=env is not None and env.server_dev_mode,
         responses=env.responses_store if env is not None and env.enable_responses_api_store else None,
         **{

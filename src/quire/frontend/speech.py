@@ -1,0 +1,128 @@
+"""Speech: how models are asked to write down what they hear, and what their answers say of time."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.logs import get_logger
+from quire.text.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+
+RATE = 16000
+"""Samples a second, as such models hear."""
+MAX_SECONDS = 4 * 3600
+_SEARCHED = RATE
+"""At the end of a piece, for the quietest place."""
+_WINDOW = 1600
+_MOMENT_S = 0.02
+"""From one token of time to the next."""
+TASKS = ("transcribe", "translate")
+_MARKS = ("<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>")
+
+Samples = NDArray[np.float32]
+
+
+def pieces_of(samples: Samples, at_once: int) -> list[tuple[int, Samples]]:
+    """A sound in pieces as long as what is heard at once, each with where it begins: cut where it is quietest
+    in the last second."""
+    found, start = [], 0
+    while len(samples) - start > at_once:
+        end = _quietest(samples, start + at_once - _SEARCHED)
+        found.append((start, samples[start:end]))
+        start = end
+    return [*found, (start, samples[start:])]
+
+
+def _quietest(samples: Samples, start: int) -> int:
+    """Where the window begins that has the least power."""
+    windows = samples[start : start + _SEARCHED // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
+    return start + _WINDOW * int(np.square(windows, dtype=np.float64).mean(axis=1).argmin())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is said between two moments, in seconds."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: list[int]
+    place: slice
+    """Where they stand in the answer."""
+
+    @property
+    def compression_ratio(self) -> float:
+        """Of texts that repeat themselves it is high."""
+        raw = self.text.encode()
+        return len(raw) / len(zlib.compress(raw))
+
+
+class Speech:
+    """The tokens by which Whisper is told what to do: languages, tasks, and whether to tell the time."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_len: int, at_once: int) -> None:
+        """`max_len`: of a prompt and its answer; `at_once`: samples that are heard."""
+        self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once
+        vocab = tokenizer.get_vocab()
+        self._start, self._before, self._untimed = (vocab[name] for name in _MARKS)
+        self._tasks = {task: vocab[f"<|{task}|>"] for task in TASKS}
+        between = range(self._start + 1, min(self._tasks.values()))
+        names = tokenizer.convert_ids_to_tokens(between)
+        self.languages = {
+            name.strip("<|>"): id for name, id in zip(names, between, strict=True) if name is not None
+        }
+        """By their codes, such as `en`: the tokens."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int) -> "Speech | None":
+        """None where there are no such tokens."""
+        vocab = tokenizer.get_vocab()
+        missing = [name for name in (*_MARKS, *(f"<|{task}|>" for task in TASKS)) if name not in vocab]
+        if missing:
+            log.warning("the tokenizer has no %s: there are no transcriptions", ", ".join(missing))
+            return None
+        return cls(tokenizer, max_len=max_len, at_once=at_once)
+
+    def check_language(self, language: str) -> str:
+        """Its code."""
+        code = language.strip().lower()
+        if code not in self.languages:
+            known = ", ".join(self.languages)
+            raise RequestError(f"Unsupported language: {language!r:.40}. Must be one of: {known}", "language")
+        return code
+
+    def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
+        """The tokens that an answer begins with. `before`: a text that it might be the continuation of. No
+        language: what follows tells which it is."""
+        told = [*self._said_before(before), self._start]
+        if language is None:
+            return told
+        told += [self.languages[language], self._tasks[task]]
+        return told if timed else [*told, self._untimed]
+
+    def _said_before(self, text: str) -> list[int]:
+        """As much of its end as is heard."""
+        if not text.strip():
+            return []
+        found = self._tokenizer.encode(" " + text.strip(), add_special_tokens=False)
+        if any(id >= self._start or self._tokenizer.is_special(id) for id in found):
+            raise RequestError("`prompt` may not have special tokens in it", param="prompt")
+        return [self._before, *found[-(self._max_len // 2 - 1) :]]
+
+    def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
+        """What an answer with moments in it says, of a sound of so many seconds."""
+        zero = self._untimed + 1
+        moments = [(place, (id - zero) * _MOMENT_S) for place, id in enumerate(token_ids) if id >= zero]
+        start, first = 0.0, 0
+        for place, moment in [*moments, (len(token_ids), seconds)]:
+            end = max(start, min(moment, seconds))
+            said = [id for id in token_ids[first:place] if not self._tokenizer.is_special(id)]
+            text = self._tokenizer.decode(said)
+            if text:
+                yield Segment(start, end, text, said, slice(first, place))
+            start, first = end, place + 1

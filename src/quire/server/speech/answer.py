@@ -1,0 +1,122 @@
+"""/v1/audio/transcriptions and /v1/audio/translations."""
+
+from dataclasses import replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.params import RequestOutputKind, SamplingParams
+from quire.errors import RequestError
+from quire.frontend.inputs import Prompt
+from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Speech, pieces_of
+from quire.multimodal.families import Sound
+from quire.multimodal.given import Given
+from quire.multimodal.kitchen import Prepared
+from quire.server.asked import check_fields
+from quire.server.beam import all_of
+from quire.server.errors import NotFound, TooLarge
+from quire.server.generate import Api
+from quire.server.speech.bodies import SpeechForm, TranscriptionForm, TranslationForm
+from quire.server.speech.encoder import NAMES, Heard, SpeechEncoder, respond
+
+_KINDS = {"transcribe": "trsc", "translate": "trsl"}
+"""What ids begin with."""
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("frequency_penalty", "repetition_penalty", "presence_penalty"),
+)
+_TIMED = ("verbose_json", "srt", "vtt")
+"""Formats that tell when what is said."""
+_STREAMED = ("json", "text")
+_MAX_PROMPT = 1 << 14
+"""Characters of what was said before that are looked at: many more than are heard."""
+
+
+async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request) -> Response:
+    speech = api.engine.inputs.media.speech
+    await api.check_model(form.model, pools=False)
+    if speech is None:
+        raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
+    _check(form)
+    language = None if form.language is None else speech.check_language(form.language)
+    wait = partial(api.answering.until_gone, request.receive)
+    samples, pieces = await wait(_read(api, form, speech.at_once))
+    if language is None:
+        language = await wait(_language(api, task, speech, form, pieces[0][1], request))
+    is_timed = form.response_format in _TIMED
+    ids = speech.prompt(task, language, timed=is_timed, before=form.prompt[-_MAX_PROMPT:])
+    prompts = [_prompt(api, ids, piece) for _, piece in pieces]
+    params = _params(api, form, api.output_limit(form.max_completion_tokens, len(ids)), timed=is_timed)
+    job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
+    heard = Heard(task, form, job, speech, language, [start for start, _ in pieces], len(samples))
+    return await api.answer(
+        job,
+        SpeechEncoder(api, heard),
+        request,
+        stream=form.stream,
+        respond=respond(form),
+        in_order=True,
+    )
+
+
+def _check(form: SpeechForm) -> None:
+    check_fields(form)
+    if (form.stream_include_usage or form.stream_continuous_usage_stats) and not form.stream:
+        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream")
+    if form.stream and form.response_format not in _STREAMED:
+        raise RequestError(
+            f"{form.response_format} format doesn't support streaming case", param="response_format"
+        )
+    if isinstance(form, TranscriptionForm) and "word" in form.timestamp_granularities:
+        raise RequestError(
+            "words have no times here: `segment` is the only granularity", param="timestamp_granularities[]"
+        )
+    if isinstance(form, TranslationForm) and form.to_language not in (None, "en"):
+        raise RequestError(
+            f"to_language {form.to_language!r:.40} is not known: this model translates to `en`", "to_language"
+        )
+
+
+async def _read(api: Api, form: SpeechForm, at_once: int) -> tuple[Samples, list[tuple[int, Prepared]]]:
+    """The sound, and its pieces, ready."""
+    data, most = await form.file.read(), api.settings.max_audio_bytes
+    if len(data) > most:
+        raise TooLarge(f"Maximum file size exceeded: it may have {most} bytes", param="file")
+    media, given = api.engine.inputs.media, Given("audio", None, "file", "file")
+    try:
+        samples = await media.hear(data, RATE, MAX_SECONDS)
+    except RequestError as error:
+        raise given.wrong(error) from None
+    cut = pieces_of(samples, at_once)
+    works = [media.prepare([replace(given, source=Sound(piece, RATE))]) for _, piece in cut]
+    prepared = await all_of(works)
+    return samples, [(start, piece) for (start, _), (piece,) in zip(cut, prepared, strict=True)]
+
+
+def _prompt(api: Api, ids: list[int], piece: Prepared) -> Prompt:
+    return api.engine.inputs.parse({"prompt_token_ids": ids}, prepared=[piece])
+
+
+async def _language(
+    api: Api, task: str, speech: Speech, form: SpeechForm, piece: Prepared, request: Request
+) -> str:
+    """The likeliest, by what its first piece sounds like."""
+    prompt = _prompt(api, speech.prompt(task, None), piece)
+    codes = {id: code for code, id in speech.languages.items()}
+    params = SamplingParams(max_tokens=1, temperature=0.0, allowed_token_ids=list(codes))
+    (found,) = await api.finished(api.job(f"{_KINDS[task]}-lang", form, request, [prompt], [params]))
+    return codes[found.outputs[0].token_ids[0]]
+
+
+def _params(api: Api, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:
+    default = api.engine.facts.default_sampling
+    given = {name: getattr(form, name) for name in _SAMPLING}
+    given |= {name: default.get(name) for name in given if given[name] is None}
+    return SamplingParams.from_optional(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=0 if form.response_format == "verbose_json" else None,
+        skip_special_tokens=True,
+        output_kind=RequestOutputKind.DELTA if form.stream else RequestOutputKind.FINAL_ONLY,
+    )

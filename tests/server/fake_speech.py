@@ -1,0 +1,70 @@
+"""An engine without a model that is asked as Whisper is, through the real readers of media."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fake_engine import EOS, FakeEngine, byte_tokenizer
+from fake_inputs import FakeProcessor
+from tokenizers import AddedToken
+
+from quire.config.env import MediaEnv
+from quire.config.sections import MultimodalSection
+from quire.data.media import Array
+from quire.frontend.media import MediaReader
+from quire.frontend.speech import RATE, Speech
+from quire.multimodal.families import Content, Processed, Sound
+from quire.multimodal.kitchen import Kitchen
+from quire.text.tokenizer import Tokenizer
+
+NAMES = ["startoftranscript", "en", "de", "translate", "transcribe", "startofprev", "notimestamps"]
+START, EN, DE, TRANSLATE, TRANSCRIBE, BEFORE, UNTIMED = range(258, 265)
+TIME = UNTIMED + 1
+"""The first moment, of 0 seconds."""
+VOCAB = TIME + 1501
+
+
+def whisper_tokenizer() -> Tokenizer:
+    tokenizer = byte_tokenizer()
+    tokens = [AddedToken(f"<|{name}|>", special=True) for name in NAMES]
+    tokenizer.backend.add_special_tokens(tokens)
+    tokenizer.backend.add_tokens([AddedToken(f"<|{k * 0.02:.2f}|>") for k in range(1501)])
+    return Tokenizer(tokenizer.backend, special_tokens=tokenizer.special_tokens_map)
+
+
+class Ear(FakeProcessor):
+    modalities = ("audio",)
+
+    def marks(self, modality: str) -> list[int]:
+        return []
+
+    def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
+        assert isinstance(content, Sound) and content.rate == RATE
+        self.seen.append(content)
+        return Processed([], [(0, 4)], {"count": 4}, {"mel": Array.of(content.samples)})
+
+
+class Writer(FakeEngine):
+    """Hears nothing, and writes its script; asked for the language, German."""
+
+    def __init__(self) -> None:
+        super().__init__(" Hallo.")
+        self.tokenizer = self.inputs.tokenizer = whisper_tokenizer()
+        self.inputs.vocab = self.facts.vocab = VOCAB
+        self.ear = Ear()
+        speech = Speech(self.tokenizer, max_len=448, at_once=30 * RATE)
+        kitchen = Kitchen(self.ear, MultimodalSection(), MediaEnv())
+        self.inputs.media = MediaReader("fake", kitchen, {"audio": 1}, speech=speech)
+        self.usual = self.script
+
+    def begin(self, script: list[int] | None = None) -> None:
+        self.script = self.usual if script is None else [*script, EOS]
+        for seen in (self.seen, self.aborted, self.ear.seen):
+            seen.clear()
+
+    def _step(self, requests: Any, position: int) -> Any:
+        asks = requests[0].params.allowed_token_ids
+        script, self.script = self.script, [DE] if asks else self.script
+        try:
+            return super()._step(requests, position)
+        finally:
+            self.script = script

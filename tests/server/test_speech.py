@@ -1,0 +1,270 @@
+"""Sounds over HTTP: forms, pieces, languages and moments."""
+
+import asyncio
+import math
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from ask import events, refused
+from fake_engine import FakeEngine, byte_tokenizer
+from fake_inputs import wav
+from fake_speech import BEFORE, DE, EN, START, TIME, TRANSCRIBE, TRANSLATE, UNTIMED, Writer
+from numpy.typing import NDArray
+
+from quire.config.env import Env
+from quire.frontend.speech import RATE, pieces_of
+from quire.server.app import Application
+from quire.server.settings import make_settings
+
+PATH = "/v1/audio/transcriptions"
+TRANSLATIONS = "/v1/audio/translations"
+
+
+def noise(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
+    return np.random.default_rng(0).normal(0, 0.1, round(seconds * rate)).astype(np.float32)
+
+
+def sound(seconds: float = 1.0, rate: int = RATE) -> bytes:
+    return wav((noise(seconds, rate)[:, None] * 30000).astype(np.int16), rate)
+
+
+ENGINE = Writer()
+APPLICATION = Application(ENGINE, make_settings({}))
+"""One for all tests: to make one takes longer than to ask it."""
+SOUND = sound()
+
+
+def post(path: str, application: Application = APPLICATION, **given: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(application.asgi, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, **given)
+
+    return asyncio.run(go())
+
+
+def send(
+    path: str = PATH, file: bytes = SOUND, script: list[int] | None = None, **form: Any
+) -> httpx.Response:
+    ENGINE.begin(script)
+    return post(path, data=form, files={"file": ("a.wav", file)})
+
+
+def test_a_sound_becomes_text() -> None:
+    reply = send(model="fake", language="en", temperature="0.5", seed="3", top_k="7")
+    assert reply.json() == {"text": "Hallo.", "usage": {"type": "duration", "seconds": 1}}
+    ((id, prompt, params, _),) = ENGINE.seen
+    assert id.startswith("trsc-")
+    assert prompt.token_ids == [START, EN, TRANSCRIBE, UNTIMED]
+    assert prompt.media is not None and prompt.media.items[0].modality == "audio"
+    assert (params.temperature, params.seed, params.top_k) == (0.5, 3, 7)
+    assert ENGINE.num_in_flight == 0
+
+
+def test_what_was_said_before_and_the_task_are_in_the_prompt() -> None:
+    reply = send(TRANSLATIONS, language="DE", prompt="x" * 300, response_format="text")
+    assert reply.text == "Hallo.\n" and reply.headers["content-type"].startswith("text/plain")
+    ids = ENGINE.seen[0][1].token_ids
+    assert ids[0] == BEFORE and ids[-4:] == [START, DE, TRANSLATE, UNTIMED]
+    assert len(ids) == 1 + 223 + 4
+    assert send(TRANSLATIONS, language="de").json() == {"text": "Hallo."}
+
+
+def test_the_language_is_found_out() -> None:
+    assert send(response_format="verbose_json").json()["language"] == "de"
+    asked, told = ENGINE.seen
+    assert asked[1].token_ids == [START] and asked[2].allowed_token_ids == [EN, DE]
+    assert told[1].token_ids == [START, DE, TRANSCRIBE]
+
+
+def test_other_rates_and_channels_are_heard() -> None:
+    stereo = wav(np.zeros((8000, 2), np.int16), 8000)
+    assert send(file=stereo, language="en").status_code == 200
+    assert [len(each.samples) for each in ENGINE.ear.seen] == [RATE]
+
+
+def test_long_sounds_are_cut_where_they_are_quiet() -> None:
+    samples = noise(65)
+    quiet = [29 * RATE + 4800, 58 * RATE + 8000]
+    for place in quiet:
+        samples[place : place + 1600] = 0
+    pieces = pieces_of(samples, 30 * RATE)
+    assert [start for start, _ in pieces] == [0, *quiet]
+    assert np.array_equal(np.concatenate([piece for _, piece in pieces]), samples)
+    assert len(pieces_of(samples[: 30 * RATE], 30 * RATE)) == 1
+    reply = send(file=wav((samples[:, None] * 30000).astype(np.int16), RATE), language="en")
+    assert reply.json() == {"text": "Hallo. Hallo. Hallo.", "usage": {"type": "duration", "seconds": 65}}
+    assert len(ENGINE.seen) == 3 and len({id for id, *_ in ENGINE.seen}) == 3
+
+
+def test_a_stream_goes_piece_by_piece() -> None:
+    options = {"stream": "true", "stream_include_usage": "1", "stream_continuous_usage_stats": "1"}
+    reply = send(file=sound(40), language="en", **options)
+    chunks = events(reply)
+    assert {chunk["object"] for chunk in chunks} == {"transcription.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert "".join(choice["delta"]["content"] for choice in choices) == "Hallo. Hallo."
+    assert [choice.get("finish_reason") for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 8, "total_tokens": 24, "completion_tokens": 16}
+    assert chunks[0]["usage"]["completion_tokens"] < 16
+
+
+def timed(*parts: float | str) -> list[int]:
+    """The tokens of moments and texts."""
+    encode = byte_tokenizer().encode
+    return [
+        id
+        for part in parts
+        for id in (encode(part, False) if isinstance(part, str) else [TIME + round(part / 0.02)])
+    ]
+
+
+def test_moments_part_the_text() -> None:
+    script = timed(0.0, " Ja.", 0.5, 0.5, " Nein --> doch.", 0.9, " Nun")
+    found = send(script=script, language="en", response_format="verbose_json").json()
+    assert (found["text"], found["duration"], found["task"]) == ("Ja. Nein --> doch. Nun", 1.0, "transcribe")
+    parts = [(each["start"], each["end"], each["text"]) for each in found["segments"]]
+    assert parts == [(0, 0.5, " Ja."), (0.5, 0.9, " Nein --> doch."), (0.9, 1.0, " Nun")]
+    first = found["segments"][0]
+    assert first["tokens"] == timed(" Ja.") and first["avg_logprob"] == -1.0 and first["id"] == 0
+    assert math.isclose(first["compression_ratio"], 4 / 12)
+    assert ENGINE.seen[0][1].token_ids == [START, EN, TRANSCRIBE]
+    srt = send(script=script, language="en", response_format="srt").text
+    assert srt.startswith("1\n00:00:00,000 --> 00:00:00,500\nJa.\n\n2\n00:00:00,500 --> 00:00:00,900\n")
+    vtt = send(script=script, language="en", response_format="vtt").text
+    assert vtt.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\nJa.\n\n") and "Nein -> doch." in vtt
+
+
+def test_moments_of_later_pieces_count_from_the_beginning() -> None:
+    script = timed(1.0, " Ja.", 2.0)
+    found = send(file=sound(40), script=script, language="en", response_format="verbose_json").json()
+    first, second = found["segments"]
+    assert 29 <= second["seek"] <= 30
+    assert math.isclose(second["start"], second["seek"] + 1) and math.isclose(
+        second["end"], second["seek"] + 2
+    )
+    assert (first["start"], second["id"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "param", "words"),
+    [
+        ({"language": "xx"}, 400, "language", "Must be one of: en, de"),
+        ({"model": "other"}, 404, "model", "does not exist"),
+        ({"response_format": "diarized_json"}, 400, "body.response_format", "literal_error"),
+        ({"response_format": "srt", "stream": "true"}, 400, "response_format", "doesn't support streaming"),
+        ({"stream_include_usage": "true"}, 400, "stream", "only be defined when `stream=True`"),
+        ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]", "words have no times"),
+        ({"temperature": "9"}, 400, "temperature", "temperature"),
+        ({"temperature": "nan"}, 400, "body.temperature", "finite"),
+        ({"top_p": "x"}, 400, "body.top_p", "float_parsing"),
+        ({"prompt": "<|en|>"}, 400, "prompt", "special tokens"),
+        ({"max_completion_tokens": "9999"}, 400, "max_tokens", "max_model_len"),
+        ({"vllm_xargs": '{"a": 1}'}, 400, "vllm_xargs", "vllm_xargs"),
+        ({"file": b"RIFF0000WAVEfmt "}, 400, "file", "file: the WAV file is broken"),
+        ({"file": b"no sound"}, 400, "file", "file: it is not a sound"),
+        ({"file": b""}, 400, "file", "file: it is not a sound"),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_told(form: Any, status: int, param: str, words: str) -> None:
+    error = refused(send(**{"language": "en"} | form), status)
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_models_that_do_not_write_say_so() -> None:
+    mute = Application(FakeEngine(), make_settings({}))
+    for path, name in ((PATH, "Transcriptions"), (TRANSLATIONS, "Translations")):
+        error = refused(post(path, mute, files={"file": SOUND}), 404)
+        assert error["message"] == f"The model does not support {name} API"
+    assert send(TRANSLATIONS, to_language="fr").status_code == 400
+
+
+def test_bodies_that_are_no_forms_are_refused() -> None:
+    utf7 = {"content-type": "multipart/form-data; charset=utf-7; boundary=x"}
+    multipart = {"content-type": "multipart/form-data; boundary=x"}
+    for given in (
+        {"json": {"file": "x"}},
+        {"data": {"file": "x"}},
+        {"content": b"--x\r\n", "headers": multipart},
+        {"content": b"\x00garbage", "headers": multipart},
+        {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data"}},
+        {"files": {"language": (None, b"en")}},
+        {"files": {"file": SOUND, "request_id": (None, b"+2AA-")}, "headers": utf7},
+        {"files": {"file": (None, b"a text")}},
+        {},
+    ):
+        refused(post(PATH, **given))
+
+
+def test_files_that_are_too_large_are_not_read() -> None:
+    settings = make_settings({}, env=Env.read({"VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "0.01"}))
+    strict = Application(ENGINE, settings)
+    for seconds in (1.0, 60.0):  # a little more, and more than any form
+        error = refused(post(PATH, strict, files={"file": sound(seconds)}), 413)
+        assert "Maximum file size exceeded" in error["message"]
+    assert post(PATH, strict, files={"file": sound(0.2)}).status_code == 200
+
+
+def test_a_client_that_goes_ends_all_pieces() -> None:
+    ENGINE.begin([97] * 400)
+
+    async def go() -> None:
+        request = httpx.Request(
+            "POST",
+            f"http://test{PATH}",
+            data={"language": "en", "stream": "true"},
+            files={"file": ("a", sound(70))},
+        )
+        body, gone = request.read(), asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def sending(message: Any) -> None:
+            if message.get("body"):
+                gone.set()
+
+        headers = [(name.lower(), value) for name, value in request.headers.raw]
+        scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
+        scope |= {"query_string": b"", "headers": headers, "root_path": "", "scheme": "http"}
+        async with asyncio.timeout(60):
+            await APPLICATION.asgi(scope, receive, sending)
+
+    asyncio.run(go())
+    assert ENGINE.num_in_flight == 0 and len(ENGINE.seen) == len(ENGINE.aborted) == 3
+
+
+def test_openai_s_client_hears() -> None:
+    ENGINE.begin()
+    transport = httpx.ASGITransport(APPLICATION.asgi)
+
+    async def go() -> None:
+        http = httpx.AsyncClient(transport=transport)
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", http_client=http, max_retries=0)
+        file = ("a.wav", SOUND)
+        found = await client.audio.transcriptions.create(model="fake", file=file, language="en")
+        assert found.text == "Hallo."
+        text = await client.audio.transcriptions.create(model="fake", file=file, response_format="text")
+        assert text == "Hallo.\n"
+        verbose = await client.audio.transcriptions.create(
+            model="fake", file=file, response_format="verbose_json", timestamp_granularities=["segment"]
+        )
+        assert (verbose.duration, verbose.language) == (1.0, "de")
+        assert verbose.segments and verbose.segments[0].text == " Hallo."
+        assert (await client.audio.translations.create(model="fake", file=file)).text == "Hallo."
+        stream: Any = await client.audio.transcriptions.create(model="fake", file=file, stream=True)
+        texts = [chunk.choices[0]["delta"]["content"] async for chunk in stream]
+        assert "".join(texts) == "Hallo." and len(texts) > 1
+        with pytest.raises(openai.BadRequestError, match="Unsupported language"):
+            await client.audio.transcriptions.create(model="fake", file=file, language="xx")
+        await http.aclose()
+
+    asyncio.run(go())
