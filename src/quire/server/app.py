@@ -15,7 +15,7 @@ from quire.server.adapters.routes import add_adapter_routes
 from quire.server.answering import ClientGone
 from quire.server.chat import answer_chat
 from quire.server.completions import answer_completion
-from quire.server.direct import Direct, Respond
+from quire.server.direct import Direct, Respond, json_routes
 from quire.server.document import BODY, CODES, document, replies_of
 from quire.server.engine import Engine
 from quire.server.errors import add_error_handlers, nobody
@@ -77,7 +77,7 @@ class Application:
         self.asgi = _surrounded(self.routes, self.api, settings, Ledger(settings.keys, keys))
 
 
-def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
+def _surrounded(app: FastAPI, api: Api, settings: ServerSettings, ledger: Ledger) -> ASGIApp:
     access = settings.access
     busy: dict[str, tuple[Any, Respond]] = {
         "/v1/chat/completions": (ChatBody, functools.partial(answer_chat, api)),
@@ -86,7 +86,7 @@ def _surrounded(app: ASGIApp, api: Api, settings: ServerSettings, ledger: Ledger
         "/v1/embeddings": (EmbeddingInput | EmbeddingTalk, functools.partial(answer_embeddings, api)),
     }
     gate = Gate(
-        Direct(app, busy, log_stack=settings.log.log_error_stack),
+        Direct(app, busy, json_routes(app), log_stack=settings.log.log_error_stack),
         ledger=ledger,
         open_paths=paths(access.api_key_exempt) | OPEN_PATHS,
         max_body_bytes=settings.http.max_request_body_bytes,

@@ -1,27 +1,17 @@
 """What the routes say of themselves: bodies, replies and errors, for the OpenAPI document."""
 
-import json
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
-from quire.errors import RequestError
-from quire.server.direct import may_have_surrogates
+from quire.server.direct import check_text
 from quire.server.replies import ErrorReply
 
 
 async def _valid_text(request: Request) -> None:
-    raw = await request.body()
-    if b"\0" in raw[:4]:  # two or four bytes a character: `json` would read it, half surrogates and all
-        raise RequestError("the body is not in UTF-8; send it so")
-    if may_have_surrogates(raw):
-        try:
-            json.dumps(json.loads(raw), ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            found = f"U+{ord(error.object[error.start]):04X}"
-            raise RequestError(f"the body holds the lone surrogate {found}; remove it") from None
+    check_text(await request.body())
 
 
 BODY: dict[str, Any] = {"dependencies": [Depends(_valid_text)]}

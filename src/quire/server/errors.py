@@ -1,7 +1,7 @@
 """What went wrong, as the client reads it: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -126,7 +126,16 @@ def add_error_handlers(app: FastAPI, *, log_stack: bool) -> None:
 
 def _validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
+    return _wrong(error.errors())
+
+
+def validation_error(error: ValidationError) -> Response:
+    """The answer to a body that is wrong, as FastAPI finds it."""
+    found = error.errors(include_url=False, include_input=False)
+    return _wrong([{**each, "loc": ("body", *each["loc"])} for each in found])
+
+
+def _wrong(found: Sequence[Any]) -> Response:
     shown = [{key: each[key] for key in ("type", "loc", "msg") if key in each} for each in found[:_MAX_SHOWN]]
     more = [f"and {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
     head = f"{len(found)} validation error{'s' if len(found) > 1 else ''}:"
