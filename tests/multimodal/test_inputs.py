@@ -1,6 +1,7 @@
 """Media in prompts and conversations: found, limited, placed."""
 
 import io
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from fake_inputs import (
     HIDDEN,
     PAD,
     START,
+    FakeProcessor,
     data_url,
     file_of,
     image_part,
@@ -21,12 +23,15 @@ from fake_inputs import (
     wav,
 )
 
+from quire.config.env import MediaEnv
+from quire.config.sections import MultimodalSection
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt
 from quire.frontend.inputs import Prompt
-from quire.multimodal.families import Processed
-from quire.multimodal.kitchen import Prepared
+from quire.frontend.media import MediaReader
+from quire.multimodal.families import Processed, Video
+from quire.multimodal.kitchen import Kitchen, Prepared
 from quire.multimodal.spans import _spans_in
 
 WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -248,9 +253,26 @@ def test_no_more_is_made_of_media_than_a_prompt_can_hold() -> None:
         chat_prompt(inputs(reader, max_model_len=4096), turn(*[image_part()] * 9 * 8), chat_template=PARTS)
 
 
-def test_models_that_know_only_text_say_so() -> None:
-    from quire.frontend.media import MediaReader
+class Foreseeing(FakeProcessor):
+    """A vector for each pixel of a video."""
 
+    def num_vectors(self, video: Video, arguments: Any) -> int:
+        return math.prod(video.frames.shape[:3])
+
+
+def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
+    processor = Foreseeing()
+    kitchen = Kitchen(processor, MultimodalSection(), MediaEnv(), max_tokens=4096)
+    reader = MediaReader("fake", kitchen, {"video": 1})
+    frames = [picture(90, 90, seed=seed).quantize(4) for seed in range(3)]
+    film = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    part = {"type": "video_url", "video_url": {"url": data_url(film, "video/gif")}}
+    with pytest.raises(RequestError, match="3 frames of 90 x 90 pixels stand for at least 24300 tokens"):
+        chat_prompt(inputs(reader), turn(part), chat_template=PARTS)
+    assert not processor.seen
+
+
+def test_models_that_know_only_text_say_so() -> None:
     for reader, words in (
         (MediaReader("org/llama"), "org/llama is not a multimodal model"),
         (MediaReader("org/vl", limits={"image": 0}), r"At most 0 image\(s\) may be provided in one prompt"),

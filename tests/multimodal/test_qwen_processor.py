@@ -134,6 +134,22 @@ def test_a_video_of_many_frames_is_refused_and_one_of_which_few_are_picked_is_no
     assert processor.process("video", film, {"num_frames": 4}).facts["grid"][0] == 2
 
 
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen3VL", "Glm4v", "Glm46V"])
+def test_what_a_video_becomes_is_known_before(base: Path, family: str) -> None:
+    processor = processor_of(family, base)
+    for frames, width, height, arguments in (
+        (12, 24, 16, {}),
+        (5, 90, 50, {}),
+        (9, 64, 64, {"max_pixels": 64 * 16}),
+    ):
+        made = processor.process("video", Video(np.zeros((frames, height, width, 3), np.uint8)), arguments)
+        count = sum(count for _, count in made.runs) or len(made.token_ids)
+        assert processor.num_vectors(Video.black(frames, width, height), arguments) == count
+    assert processor.num_vectors(Video.black(*processor.largest("video")), {}) <= processor.most_vectors(
+        "video"
+    )
+
+
 def test_times_stand_among_the_frames_where_a_family_has_them(base: Path) -> None:
     frames = np.zeros((12, 16, 24, 3), np.uint8)
     processor = processor_of("Qwen3VL", base)

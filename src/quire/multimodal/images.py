@@ -31,7 +31,7 @@ _MOST_PIXELS = 8192
 """Of a side that a request may ask for."""
 _MOST_AREA = 2**26
 """Pixels of what an image is resized to: a line of one pixel would become gigabytes."""
-_MOST_FRAMES = 768
+MOST_FRAMES = 768
 """Of a video: each may become a megabyte, however small it was."""
 IMAGE_ARGUMENTS = (
     "do_resize",
@@ -169,9 +169,9 @@ def resample_of(keys: Keys, default: Image.Resampling) -> Image.Resampling:
 
 
 def check_frames(count: int) -> None:
-    if count > _MOST_FRAMES:
+    if count > MOST_FRAMES:
         raise RequestError(
-            f"{count} frames of a video are more than {_MOST_FRAMES}: ask for fewer by num_frames of "
+            f"{count} frames of a video are more than {MOST_FRAMES}: ask for fewer by num_frames of "
             "media_io_kwargs.video"
         )
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from quire.config.env import MediaEnv
@@ -11,7 +12,7 @@ from quire.config.sections import MultimodalSection
 from quire.data.media import Arrays
 from quire.errors import RequestError
 from quire.multimodal.decode import decode
-from quire.multimodal.families import Processed, Processor
+from quire.multimodal.families import Foresees, Processed, Processor, Video
 from quire.multimodal.fetch import Blob, Fetcher
 from quire.multimodal.given import Base64, Given, Keys, Link
 from quire.multimodal.image_files import allow_pixels
@@ -185,9 +186,24 @@ class Kitchen:
         if isinstance(content, dict):
             return self.processor.process_embeds(item.modality, content)
         if isinstance(content, Blob):
-            content = decode(item.modality, content, options, max_pixels=self._max_pixels)
+            check = partial(self._check_video, arguments)
+            content = decode(item.modality, content, options, max_pixels=self._max_pixels, check=check)
         assert not isinstance(content, Link | Base64)
         return self.processor.process(item.modality, content, arguments)
+
+    def _check_video(self, arguments: Options, video: Video) -> None:
+        """Before it is decoded: one that has no place in a prompt may take all memory."""
+        if self._max_tokens is None or not isinstance(self.processor, Foresees):
+            return
+        count = self.processor.num_vectors(video, arguments)
+        if count > self._max_tokens:
+            frames, height, width, _ = video.frames.shape
+            raise RequestError(
+                f"{frames} frames of {width} x {height} pixels stand for at least {count} tokens, and this "
+                f"model's maximum context length is {self._max_tokens} tokens: ask for fewer by num_frames "
+                "of media_io_kwargs.video",
+                "input_tokens",
+            )
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))

@@ -11,7 +11,7 @@ from quire.config.facts import MediaFacts
 from quire.config.media.limits import limits_of
 from quire.config.sections import MultimodalSection
 from quire.errors import ConfigError
-from quire.multimodal.families import PROCESSORS, Content, Processor, Sound, Video
+from quire.multimodal.families import PROCESSORS, Content, Foresees, Processor, Sound, Video
 from quire.text.tokenizer import Tokenizer
 
 _SIZES = {"image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",)}
@@ -35,13 +35,18 @@ def largest_items(
 
 
 def _num_vectors(processor: Processor, modality: str, section: MultimodalSection) -> int:
-    """As the processor says, unless settings say how large items are, or how images are read: then one of
-    that size is processed. The largest video would take long."""
+    """As the processor says, unless settings say how large items are, or how they are read: then one of that
+    size is processed. Of a video it is only foretold, or else taken as it says: the largest takes long."""
     asked = section.limit_mm_per_prompt.get(modality)
     sizes = asked if isinstance(asked, dict) and asked.keys() - {"count"} else {}
-    if not sizes and not (section.mm_processor_kwargs and modality == "image"):
+    if not sizes and (modality == "audio" or not section.mm_processor_kwargs):
         return processor.most_vectors(modality)
-    blank = _blank(modality, _size(modality, sizes, processor.largest(modality)))
+    size = _size(modality, sizes, processor.largest(modality))
+    if modality == "video" and isinstance(processor, Foresees):
+        return processor.num_vectors(Video.black(*size), section.mm_processor_kwargs)
+    if modality == "video" and not sizes:
+        return processor.most_vectors(modality)
+    blank = _blank(modality, size)
     made = processor.process(modality, blank, section.mm_processor_kwargs)
     return sum(count for _, count in made.runs) if made.runs else len(made.token_ids)
 
@@ -63,7 +68,6 @@ def _blank(modality: str, size: list[int]) -> Content:
         case "image":
             return Image.new("RGB", (size[0], size[1]))
         case "video":
-            frames, width, height = size
-            return Video(np.zeros((frames, height, width, 3), np.uint8))
+            return Video.black(*size)
         case _:
             return Sound(np.zeros(size[0], np.float32), _RATE)

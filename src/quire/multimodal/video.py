@@ -1,7 +1,7 @@
 """Videos out of files: frames spread evenly over all there are, as many as are asked for."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,20 @@ _PASSED = 4
 """The same of the frames of a moving picture, each of which is drawn over the one before."""
 
 
-def decode_video(blob: Blob, options: Mapping[str, Any], *, max_pixels: int) -> Video:
+Check = Callable[[Video], None]
+"""Takes a black video of the size that would be decoded; a RequestError if it is too large."""
+
+
+def decode_video(
+    blob: Blob, options: Mapping[str, Any], *, max_pixels: int, check: Check = lambda video: None
+) -> Video:
     """By Pillow if it is a moving picture or comes frame by frame, else by PyAV."""
     data = blob.parts[0]
     if blob.media_type == "video/jpeg" or len(blob.parts) > 1:
-        return _of_frames(blob.parts, options, max_pixels)
+        return _of_frames(blob.parts, options, max_pixels, check)
     if data.startswith((b"GIF8", b"\x89PNG")) or data[8:12] in (b"WEBP", b"avis", b"avif"):
-        return _animated(data, options, max_pixels)
-    return _film(data, options, max_pixels)
+        return _animated(data, options, max_pixels, check)
+    return _film(data, options, max_pixels, check)
 
 
 def chosen(total: int, fps: float | None, options: Mapping[str, Any]) -> list[int]:
@@ -52,40 +58,42 @@ def _wrong(name: str, what: str, found: Any) -> RequestError:
     return RequestError(f"media_io_kwargs: video.{name} must be {what}, not {found!r:.40}", "media_io_kwargs")
 
 
-def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], max_pixels: int) -> Video:
+def _of_frames(parts: Sequence[bytes], options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
     """One that was cut into pictures before: all of them are meant, unless fewer are asked for."""
     indices = chosen(len(parts), None, {"num_frames": -1, **options})
-    frames = []
+    frames: _Frames | None = None
     for index in indices:
         with opened(parts[index], max_pixels=max_pixels) as image:
-            check_pixels(*image.size, len(indices), max_pixels=_KEPT * max_pixels)
-            frames.append(np.asarray(to_rgb(image)))
-        if frames[-1].shape != frames[0].shape:
-            raise RequestError("its frames have different sizes")
-    return _video(frames, None, len(parts), indices)
+            if frames is None:
+                frames = _Frames(indices, image.size, None, len(parts), max_pixels, check)
+            if image.size != frames.size:
+                raise RequestError("its frames have different sizes")
+            frames.add(np.asarray(to_rgb(image)))
+    assert frames is not None
+    return frames.video()
 
 
-def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
+def _animated(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
     with opened(data, max_pixels=max_pixels) as image:
         total = count_frames(data) if data.startswith(b"GIF8") else getattr(image, "n_frames", 1)
         check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
         image.load()  # some files say how long a picture is shown only with it
         length_ms = image.info.get("duration")
         fps = 1000 / length_ms if length_ms else None
-        indices, frames = chosen(total, fps, options), []
-        wanted = {*indices}
-        check_pixels(*image.size, len(indices), max_pixels=_KEPT * max_pixels)
-        size, end = image.size, time.monotonic() + _DECODE_S
+        indices = chosen(total, fps, options)
+        wanted, size = {*indices}, image.size
+        frames = _Frames(indices, size, fps, total, max_pixels, check)
+        end = time.monotonic() + _DECODE_S
         for index in range(total):
             image.seek(index)
             check_pixels(*image.size, total, max_pixels=_PASSED * max_pixels)
             _check_time(end)
             if index in wanted:
-                frames.append(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
-        return _video(frames, fps, total, indices)
+                frames.add(np.asarray(to_rgb(image.resize(size) if image.size != size else image.copy())))
+        return frames.video()
 
 
-def _film(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
+def _film(data: bytes, options: Mapping[str, Any], max_pixels: int, check: Check) -> Video:
     with pyav.opened(data, "a video") as container:
         if not container.streams.video:
             raise RequestError("the file has no video in it")
@@ -94,23 +102,23 @@ def _film(data: bytes, options: Mapping[str, Any], max_pixels: int) -> Video:
         total = _count(container, stream)
         fps = float(stream.average_rate) if stream.average_rate else None
         indices = chosen(total, fps, options)
-        size = stream.codec_context.width, stream.codec_context.height
-        check_pixels(*size, len(indices), max_pixels=_KEPT * max_pixels)
+        check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels=max_pixels)
         container.seek(0, stream=stream)
-        frames: list[NDArray[np.uint8]] = []
-        wanted = {*indices}
+        wanted, frames = {*indices}, None
         end = time.monotonic() + _DECODE_S
         for index, frame in enumerate(container.decode(stream)):
             _check_time(end)
             if index in wanted:
-                check_pixels(frame.width, frame.height, len(indices), max_pixels=_KEPT * max_pixels)
-                if frames and (frame.width, frame.height) != size:
-                    frame = frame.reformat(width=size[0], height=size[1])
                 size = frame.width, frame.height
-                frames.append(frame.to_ndarray(format="rgb24"))
+                frames = frames or _Frames(indices, size, fps, total, max_pixels, check)
+                if size != frames.size:
+                    frame = frame.reformat(width=frames.size[0], height=frames.size[1])
+                frames.add(frame.to_ndarray(format="rgb24"))
             if index >= indices[-1]:
                 break
-        return _video(frames, fps, total, indices)
+        if frames is None:
+            raise RequestError("the video has no frames that can be decoded")
+        return frames.video()
 
 
 def _count(container: Any, stream: Any) -> int:
@@ -130,11 +138,34 @@ def _check_time(end: float) -> None:
         raise RequestError(f"the video takes longer than {_DECODE_S:g} s to decode; send a shorter one")
 
 
-def _video(
-    frames: Sequence[NDArray[np.uint8]], fps: float | None, total: int, indices: Sequence[int]
-) -> Video:
-    if not frames:
-        raise RequestError("the video has no frames that can be decoded")
-    taken = tuple(indices[: len(frames)])
-    own = None if fps is None else fps * len(frames) / total
-    return Video(np.stack(frames), own, total, taken, fps)
+class _Frames:
+    """Those of a video that are taken, each in its place: together they may be most of what there is room
+    for."""
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        size: tuple[int, int],
+        fps: float | None,
+        total: int,
+        max_pixels: int,
+        check: Check,
+    ) -> None:
+        """`size`: width and height. A RequestError if all are too large."""
+        check_pixels(*size, len(indices), max_pixels=_KEPT * max_pixels)
+        self.size, self._indices, self._fps, self._total = size, indices, fps, total
+        check(Video.black(len(indices), *size, *self._facts(len(indices))))
+        self._frames = np.empty((len(indices), size[1], size[0], 3), np.uint8)
+        self._count = 0
+
+    def _facts(self, count: int) -> tuple[float | None, int, tuple[int, ...], float | None]:
+        """Of so many of them."""
+        own = None if self._fps is None else self._fps * count / self._total
+        return own, self._total, tuple(self._indices[:count]), self._fps
+
+    def add(self, frame: NDArray[np.uint8]) -> None:
+        self._frames[self._count] = frame
+        self._count += 1
+
+    def video(self) -> Video:
+        return Video(self._frames[: self._count], *self._facts(self._count))

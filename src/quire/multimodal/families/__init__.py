@@ -29,6 +29,11 @@ class Video(NamedTuple):
     source_fps: float | None = None
     """Of that video."""
 
+    @classmethod
+    def black(cls, frames: int, width: int, height: int, *facts: Any) -> "Video":
+        """One of this size, which takes no memory."""
+        return cls(np.broadcast_to(np.uint8(0), (frames, height, width, 3)), *facts)
+
 
 class Sound(NamedTuple):
     """Samples of one channel."""
@@ -85,6 +90,14 @@ class Processor(Protocol):
         self, token_ids: Sequence[int], items: Sequence[Item], facts: Sequence[Mapping[str, Any]]
     ) -> Array | None:
         """See `Media.positions`; None of a family that counts tokens."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A processor that knows what a video becomes before it is decoded."""
+
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        """Of a video of this size, whose frames are not looked at."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from quire.multimodal.images import (
     CLIP_MEAN,
     CLIP_STD,
     IMAGE_ARGUMENTS,
+    MOST_FRAMES,
     Finish,
     Pixels,
     Size,
@@ -36,8 +37,6 @@ from quire.text.tokenizer import Tokenizer
 
 _SLACK = 1.1
 """So much larger a side may be than that of the most tiles before vectors are averaged."""
-_FRAMES = 32
-"""Of the longest video that memory is measured for."""
 
 
 class AnyresProcessor(Pictures):
@@ -96,11 +95,14 @@ class AnyresProcessor(Pictures):
         inner[:, :columns] = weights
         return {"places": Array.of(places), "weights": Array.of(shares)}
 
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        check_frames(len(video.frames))
+        return len(video.frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
+
     def _film(self, video: Video, finish: Finish, keys: Keys) -> Processed:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
-        check_frames(len(video.frames))
+        count = self.num_vectors(video, {})
         frames = np.stack([resized(Image.fromarray(each), (side, side), resample) for each in video.frames])
-        count = len(frames) * math.ceil(self.facts.vit.side / 2) ** 2 + 1
         return Processed(self.marks("video") * count, arrays=finish(frames))
 
     def process_embeds(self, modality: str, embeds: Mapping[str, NDArray[Any]]) -> Processed:
@@ -110,14 +112,14 @@ class AnyresProcessor(Pictures):
 
     def most_vectors(self, modality: str) -> int:
         if modality == "video":
-            return _FRAMES * math.ceil(self.facts.vit.side / 2) ** 2 + 1
+            return self.num_vectors(Video.black(*self.largest(modality)), {})
         width, height = self.largest(modality)
         return self._order((height, width))["places"].shape[0]
 
     def largest(self, modality: str) -> tuple[int, ...]:
         side = self.facts.vit.image
         if modality == "video":
-            return _FRAMES, side, side
+            return MOST_FRAMES, side, side
         height, width = max(self.facts.shapes, key=lambda shape: self._order(shape)["places"].shape[0])
         return width, height
 

@@ -19,6 +19,7 @@ from quire.multimodal.images import (
     IMAGE_ARGUMENTS,
     IMAGENET_MEAN,
     IMAGENET_STD,
+    MOST_FRAMES,
     Finish,
     Size,
     asked,
@@ -90,6 +91,10 @@ class InternVLProcessor(Pictures):
             tiles = np.concatenate((tiles, whole[None]))
         return tiles
 
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        check_frames(len(video.frames))
+        return len(video.frames) * self.facts.tokens
+
     def _film(self, video: Video, finish: Finish, keys: Keys) -> Processed:
         side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
         check_frames(len(video.frames))
@@ -109,13 +114,15 @@ class InternVLProcessor(Pictures):
         return self._span(num_vectors // self.facts.tokens)
 
     def most_vectors(self, modality: str) -> int:
+        if modality == "video":
+            return MOST_FRAMES * self.facts.tokens
         most = self.settings.size("max_patches", 12) if self.settings.flag("crop_to_patches") else 1
         return self.facts.tokens * (most + (most > 1))
 
     def largest(self, modality: str) -> tuple[int, ...]:
         side, count = self.facts.vit.image, self.most_vectors(modality) // self.facts.tokens
         if modality == "video":
-            return count, side, side
+            return MOST_FRAMES, side, side
         return side * max(1, count - 1), side
 
 

@@ -64,13 +64,23 @@ class GridProcessor:
         span = [self.tower.image_id] * grid.num_vectors(settings.merge)
         return _with(Processed(span, arrays=settings.finish.told(pixels=pixels)), grid)
 
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        settings = self.settings["video"].told(arguments)
+        picked, _, _ = sampled(video, settings, self.tower.times)
+        height, width = self._frame_size(video, len(picked), settings)
+        patches = (height // settings.patch, width // settings.patch)
+        return Grid(-(-len(picked) // settings.frames), *patches).num_vectors(settings.merge)
+
+    def _frame_size(self, video: Video, count: int, settings: GridSettings) -> tuple[int, int]:
+        """That so many of its frames are resized to."""
+        check_frames(count)
+        height, width = video.frames.shape[1:3]
+        return settings.size_of(height, width, num_frames=max(count, settings.frames))
+
     def _video(self, video: Video, settings: GridSettings) -> Processed:
         picked, indices, fps = sampled(video, settings, self.tower.times)
-        check_frames(len(picked))
-        frames = video.frames[picked]
-        height, width = frames.shape[1:3]
-        size = settings.size_of(height, width, num_frames=max(len(frames), settings.frames))
-        sized = [resized(Image.fromarray(frame), size, settings.resample) for frame in frames]
+        size = self._frame_size(video, len(picked), settings)
+        sized = [resized(Image.fromarray(video.frames[i]), size, settings.resample) for i in picked]
         pixels = patches_of(np.stack(sized), settings)
         grid = Grid(*pixels.shape[:3])
         total = video.total_frames or len(video.frames)
