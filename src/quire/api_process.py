@@ -72,7 +72,7 @@ def make_engine(
         media=media_reader(
             config,
             tokenizer,
-            cache=cache_kind(config.multimodal, num_api=num_api, num_engines=len(addresses)),
+            cache=cache_kind(config.multimodal, config.parallel, num_api=num_api, num_engines=len(addresses)),
         ),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,

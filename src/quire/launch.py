@@ -139,7 +139,10 @@ class Supervisor:
             index=rank - self.topology.local.start,
             num_local=len(self.topology.local),
             keeps_media=keeps_values(
-                self.config.multimodal, num_api=self.topology.num_api, num_engines=len(engines)
+                self.config.multimodal,
+                self.config.parallel,
+                num_api=self.topology.num_api,
+                num_engines=len(engines),
             ),
         )
 

@@ -34,7 +34,7 @@ async def private_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
         if len(ranks) != config.parallel.data_parallel_size:
             raise ConfigError("without a server all data-parallel ranks are on this machine")
         MetricsPages.create(metrics_file, layout, num_api=1, num_engines=len(ranks))
-        keeps = keeps_values(config.multimodal, num_api=1, num_engines=len(ranks))
+        keeps = keeps_values(config.multimodal, config.parallel, num_api=1, num_engines=len(ranks))
         seats = {
             rank: Seat(f"ipc://{folder}/core{rank}", metrics_file, rank, len(ranks), rank, len(ranks), keeps)
             for rank in ranks

@@ -146,6 +146,15 @@ def seen(vlm: str) -> list[str]:
     return found
 
 
+def test_images_lie_in_shared_memory(vlm: str, seen: list[str]) -> None:
+    """Once when they are new, once when they are known."""
+    llm = seeing(vlm, tensor_parallel_size=2, mm_encoder_tp_mode="data", mm_processor_cache_type="shm")
+    assert [described(llm), described(llm)] == [seen, seen]
+    arena = llm.llm_engine.inputs.media.larder._arena
+    assert arena is not None and arena.num_bytes > 0 and not arena.num_busy
+    llm.llm_engine.close()
+
+
 def test_as_many_threads_load_media_as_asked(
     vlm: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

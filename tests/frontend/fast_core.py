@@ -22,6 +22,7 @@ from quire.data.wire import (
     decode_to_core,
     encode,
 )
+from quire.dist.arena import Borrower
 from quire.frontend.engine import AsyncEngine, EngineFacts
 from quire.frontend.inputs import InputProcessor
 from quire.metrics import EngineMetrics, Layout, MetricsPages
@@ -42,7 +43,8 @@ class FastCore:
         self.socket.bind(address)
         self.token_id = token_id
         self.max_model_len = max_model_len
-        self.pantry = Pantry(1 << 20)
+        self.borrower = Borrower()
+        self.pantry = Pantry(1 << 20, self.borrower.take)
         self.clients: set[bytes] = set()
         self.owners: dict[str, bytes] = {}
         self.ends: dict[str, int] = {}
@@ -62,6 +64,7 @@ class FastCore:
         while self.socket.poll(0):
             client, data = self.socket.recv_multipart()
             self.handle(client, decode_to_core(data))
+        self.borrower.settle()
 
     def handle(self, client: bytes, message: ToCore) -> None:
         match message:

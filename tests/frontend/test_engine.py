@@ -18,6 +18,7 @@ from quire.data.params import RequestOutputKind, SamplingParams
 from quire.data.plan import Finish
 from quire.data.stats import StepStats
 from quire.data.wire import Beat, ToCore, encode
+from quire.dist.arena import Arena
 from quire.errors import EngineDead, RequestError
 from quire.frontend import engine as engine_module
 from quire.frontend.engine import AsyncEngine
@@ -269,9 +270,9 @@ def test_an_adapter_that_cannot_be_read_is_the_fault_of_who_named_it() -> None:
 class Seeing:
     """An engine whose core keeps the arrays of images; what goes to it is counted."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, arena: Arena | None = None) -> None:
         self.engine = engine
-        self.larder = Larder(1 << 20, far=True)
+        self.larder = Larder(1 << 20, far=arena is None, arena=arena)
         engine.inputs = inputs(media(larder=self.larder), max_model_len=LONGEST)
         self.sent: list[int] = []
         """Bytes of each message."""
@@ -330,6 +331,41 @@ def test_what_a_core_has_is_not_sent_again_and_what_it_lost_is(with_cores: Run) 
         assert not len(seeing.larder)
         assert await seeing.ask(lost) > 64 * 64 * 3 and seeing.num_processed == 5
         assert running(engine) == [0] and engine.num_in_flight == 0
+
+    with_cores(test)
+
+
+def test_what_is_in_shared_memory_is_never_sent(with_cores: Run) -> None:
+    """Not when it is new, and not to a core that comes again, for which nothing is made again. Whatever
+    becomes of its requests, a core lets go of all of it."""
+
+    async def test(engine: AsyncEngine, cores: Cores) -> None:
+        arena = Arena(1 << 20, 1 << 16)
+        seeing, cat, large = Seeing(engine, arena), picture(64, 64), picture(160, 160, seed=1)
+        for pictures in ([cat], [cat, cat]):
+            assert await seeing.ask(await seeing.prompt(*pictures)) < 2000 and seeing.num_processed == 1
+        for number in (2, 3):  # is larger than one may be there
+            assert await seeing.ask(await seeing.prompt(cat, large)) > 160 * 160 * 3
+            assert seeing.num_processed == number
+        await until(lambda: not arena.num_busy)
+
+        prompt = await seeing.prompt(cat)
+        os.kill(cores.pid(0), signal.SIGSTOP)
+        asked = asyncio.create_task(seeing.ask(prompt))
+        await until(lambda: running(engine) == [1])
+        cores.kill(0)
+        await until(lambda: seeing.link.core is None)
+        cores.start(0)
+        assert await asked < 4000 and seeing.num_processed == 3
+
+        answer = engine.generate(prompt, SamplingParams(max_tokens=LONGEST - 100), "given up")
+        await asyncio.wait_for(anext(answer), 60)
+        assert arena.num_busy == 1
+        await answer.aclose()
+        del prompt, answer, asked
+        await until(lambda: not arena.num_busy)
+        await engine.reset_mm_cache()
+        assert not arena.num_bytes
 
     with_cores(test)
 

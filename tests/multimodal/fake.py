@@ -91,7 +91,7 @@ def register(monkeypatch: Any) -> None:
     monkeypatch.setitem(PROCESSORS.entries, "fake", "fake:FakeProcessor")
     monkeypatch.setattr(FakeTower, "batches", [])
     # Requests come with their media here; nothing has to be read.
-    monkeypatch.setattr("quire.core.local.media_reader", lambda config, tokenizer: TEXT_ALONE)
+    monkeypatch.setattr("quire.core.local.media_reader", lambda config, tokenizer, cache: TEXT_ALONE)
 
 
 class Fake(NamedTuple):

@@ -58,17 +58,20 @@ def seen_by(reader: MediaReader) -> int:
         (1, {"data_parallel_size": 2, "data_parallel_rank": 0}, "shm", 0.5, "shm"),
         (2, {"data_parallel_size": 2, "data_parallel_rank": 1}, "lru", 4.0, "processor"),
         (1, {"tensor_parallel_size": 2}, "lru", 4.0, "replicated"),
+        (1, {"tensor_parallel_size": 2}, "shm", 8.0, "shm"),
+        (1, {"tensor_parallel_size": 2, "nnodes": 2}, "shm", 8.0, "replicated"),
+        (1, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "shm", 8.0, "replicated"),
         (None, {}, "lru", 0.0, "off"),
         (2, {"data_parallel_size": 2}, "shm", 0.0, "off"),
     ],
 )
 def test_where_items_are_kept(
-    api: int | None, parallel: dict[str, int], kind: Any, gb: float, expected: str
+    api: int | None, parallel: dict[str, Any], kind: Any, gb: float, expected: str
 ) -> None:
-    ranks = ParallelSection(device="cpu", cpu_threads=1, **parallel)  # type: ignore[arg-type]
+    ranks = ParallelSection(device="cpu", cpu_threads=1, **parallel)
     laid_out = lay_out(ranks, headless=False, api_server_count=api)
     section = MultimodalSection(mm_processor_cache_type=kind, mm_processor_cache_gb=gb)
-    found = cache_kind(section, num_api=laid_out.num_api, num_engines=len(laid_out.served))
+    found = cache_kind(section, ranks, num_api=laid_out.num_api, num_engines=len(laid_out.served))
     assert found == expected
 
 

@@ -319,10 +319,10 @@ class MultimodalSection:
     mm_processor_cache_gb: Annotated[float, Rule(at_least=0)] = 4.0
     """GiB of processed items that are kept for the next request with the same; 0: none."""
     mm_processor_cache_type: Literal["lru", "shm"] = "lru"
-    """Where they are kept: in processes. `shm`, memory that all workers share, is not built and does as
-    `lru`."""
+    """Where they are kept: in processes, or in `shm`, memory that all workers of an engine share; that takes
+    one API process for the engine."""
     mm_shm_cache_max_object_size_mb: Annotated[int, Rule(at_least=1)] = 128
-    """With `shm`, the largest item that is kept, in MiB. Accepted and unused."""
+    """With `shm`, the largest item that is kept, in MiB."""
     mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = "blake3"
     """By what items are told apart; `blake3` where it is installed, else sha256."""
     mm_encoder_tp_mode: Literal["weights", "data"] = "weights"

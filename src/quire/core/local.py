@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.media.caches import cache_alone
 from quire.core.build import build_core
 from quire.core.engine_core import EngineCore
 from quire.core.operator import Operator, done
@@ -45,7 +46,7 @@ class LocalEngine:
             max_prompt_len=config.scheduler.max_prompt_len,
             pooling=config.pooling,
             embeds=embeds_reader(config),
-            media=media_reader(config, self.tokenizer),
+            media=media_reader(config, self.tokenizer, cache=cache_alone(config.multimodal, config.parallel)),
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
         )

@@ -38,6 +38,8 @@ class Pipeline:
         self.lockstep = lockstep
         """With the engines that have some of the experts; None: it steps by itself."""
         self._steps: deque[tuple[StepPlan, Pending]] = deque()
+        self._stray: list[StepPlan] = []
+        """Plans that nobody waits for: what they refer to must stay until a later one is done."""
         self.undrawn = False
         """Whether the newest step waits to hear what its rows may sample."""
 
@@ -96,7 +98,9 @@ class Pipeline:
         """The oldest step, when it is done. If it failed there is no result, and none of those behind it."""
         plan, pending = self._steps.popleft()
         try:
-            return plan, pending.wait()
+            result = pending.wait()
+            self._stray.clear()
+            return plan, result
         except EngineDead:
             raise
         except Exception as error:
@@ -125,6 +129,7 @@ class Pipeline:
         if self.undrawn:
             with contextlib.suppress(EngineDead):
                 self.draw(Masks())
+        self._stray += [plan for plan, _ in self._steps]
         self._steps.clear()
 
     def close(self) -> None:

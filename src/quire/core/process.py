@@ -19,6 +19,7 @@ from quire.core.stats_log import StatsLog
 from quire.data.plan import Finish, StepOutput
 from quire.data.stats import FrontStats, StepStats
 from quire.data.wire import Abort, Add, Beat, Call, Hello, Missing, Ready, Stepped, ToCore
+from quire.dist.arena import Borrower
 from quire.dist.platform import devices_of
 from quire.dist.process import adopt, calm_collector
 from quire.errors import EngineDead, QuireError
@@ -80,8 +81,8 @@ def run_core(config: EngineConfig, seat: Seat, parent: Connection) -> None:
     env = Env.read(os.environ)
     quiet = config.observability.disable_log_stats
     stats_log = StatsLog(env.log_stats_interval, metrics, quiet=quiet, rank=rank)
-    pantry = Pantry(max_bytes(config.multimodal) if seat.keeps_media else 0)
-    server = CoreServer(core, seat.address, ready, metrics, stats_log, pantry)
+    kept_bytes = max_bytes(config.multimodal) if seat.keeps_media else 0
+    server = CoreServer(core, seat.address, ready, metrics, stats_log, kept_bytes)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     calm_collector()
     parent.send(None)
@@ -115,8 +116,9 @@ class CoreServer:
         ready: Ready,
         metrics: MetricsPages,
         stats_log: StatsLog,
-        pantry: Pantry | None = None,
+        kept_bytes: int = 0,
     ) -> None:
+        """It keeps so many bytes of media for its API process."""
         self.core = core
         self.ready = ready
         self.metrics = metrics
@@ -130,7 +132,8 @@ class CoreServer:
         self._next_beat = 0.0
         self._next_page = 0.0 if address.startswith("tcp:") else float("inf")
         self._running = True
-        self.pantry = Pantry() if pantry is None else pantry
+        self.borrower = Borrower()
+        self.pantry = Pantry(kept_bytes, self.borrower.take)
         self.desk = Desk(core, self.clients.send, self._tell_ended, self.pantry)
 
     def stop(self) -> None:
@@ -148,6 +151,7 @@ class CoreServer:
             self._step()
         elif not self.core.has_work:
             self._progress_at, self._is_stuck = time.monotonic(), False
+        self.borrower.settle()
         self.clients.flush()
         self._beat()
 

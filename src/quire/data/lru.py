@@ -1,6 +1,7 @@
 """Lru: values by key, as many as fit into so many bytes."""
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -10,8 +11,10 @@ class Lru(Generic[V]):
     """The value that nobody asked for the longest goes first. Two of them that are told the same in the same
     order keep the same keys."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, on_drop: Callable[[V], None] = lambda value: None) -> None:
+        """`on_drop` is told of each value that is not kept any more."""
         self.max_bytes = max_bytes
+        self._on_drop = on_drop
         self.num_bytes = 0
         self._kept: dict[bytes, tuple[V, int]] = {}
         """Oldest first."""
@@ -46,8 +49,18 @@ class Lru(Generic[V]):
     def _drop(self, key: bytes) -> None:
         if (found := self._kept.pop(key, None)) is not None:
             self.num_bytes -= found[1]
+            self._on_drop(found[0])
+
+    def drop(self, key: bytes) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def oldest(self) -> list[tuple[bytes, V]]:
+        """All of them, oldest first."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in self._kept.items()]
 
     def clear(self) -> None:
         with self._lock:
-            self._kept.clear()
-            self.num_bytes = 0
+            for key in list(self._kept):
+                self._drop(key)

@@ -37,6 +37,9 @@ TABLE = "table"
 """One of these, [3, 256] float32: what bytes stand for in those that are bytes, [..., 3, height, width],
 by colour. The tower is given those numbers."""
 _NEVER = 1 << 31
+pack = msgspec.msgpack.Encoder().encode
+unpack = msgspec.msgpack.Decoder(Arrays).decode
+"""Arrays as they lie in shared memory; nothing is copied on the way out."""
 _ITEM_BYTES = 512
 """What an item takes beside its numbers."""
 
@@ -44,6 +47,17 @@ _ITEM_BYTES = 512
 def size_of(arrays: Arrays) -> int:
     """Bytes, as caches count them."""
     return _ITEM_BYTES + sum(array.data.nbytes for array in arrays.values())
+
+
+class Stored(msgspec.Struct, weakref=True, eq=False):
+    """Where the arrays of an item lie in shared memory. They stay there as long as there is one of these."""
+
+    memory: str
+    """A path that opens it."""
+    start: int
+    length: int
+    generation: int
+    """Tells it from what lay there before."""
 
 
 class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
@@ -60,7 +74,9 @@ class Item(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     runs: list[tuple[int, int]] = []
     """The tokens of the span in whose place its vectors stand: first, and how many. Empty: all of them."""
     arrays: Arrays | None = None
-    """What the tower reads. None: whoever gets the item has had them, by its key."""
+    """What the tower reads. None: whoever gets the item has had them, by its key,"""
+    stored: Stored | None = None
+    """or finds them there."""
 
     @property
     def end(self) -> int:

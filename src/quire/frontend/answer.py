@@ -20,7 +20,6 @@ class Answer(Generic[Out]):
         "request_id",
         "_begin",
         "_abandon",
-        "_begun",
         "has_output",
         "_over",
         "_output",
@@ -34,9 +33,10 @@ class Answer(Generic[Out]):
         self, request_id: str, begin: Callable[["Answer[Out]"], None], abandon: Callable[[str], None]
     ):
         self.request_id = request_id
-        self._begin = begin
+        self._begin: Callable[[Answer[Out]], None] | None = begin
+        """None when it has begun: the request knows its answer, and is not to be known by it for ever."""
         self._abandon = abandon
-        self._begun = self._over = False
+        self._over = False
         self.has_output = False
         """Whether the engine has put anything here yet."""
         self._output: Out | None = None
@@ -114,12 +114,12 @@ class Answer(Generic[Out]):
         await self._wake
 
     def _start(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._begin(self)
+        if (begin := self._begin) is not None:
+            self._begin = None
+            begin(self)
 
     async def aclose(self) -> None:
-        if self._begun and not self._over:
+        if self._begin is None and not self._over:
             self._over = True
             self._abandon(self.request_id)
 

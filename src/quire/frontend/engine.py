@@ -353,7 +353,7 @@ class AsyncEngine:
         flights = {id: flight for id, flight in self._flights.items() if flight.link is link}
         again = {id: flight for id, flight in flights.items() if flight.may_go_again}
         self._router.lose(link.place)
-        self.inputs.media.larder.forget_far()
+        self.inputs.media.larder.lose_far()
         self.metrics.note_adapters(link.place, [], [])
         link.outputs.drop(again)
         for id in flights.keys() - again.keys():

@@ -12,9 +12,10 @@ from PIL import Image
 from quire.capacity import max_span
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
-from quire.config.media.caches import FAR, CacheKind, max_bytes
+from quire.config.media.caches import CacheKind, max_bytes, max_object_bytes
 from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
+from quire.dist.arena import Arena
 from quire.errors import RequestError
 from quire.frontend.embeds import as_numbers, tensor_of
 from quire.frontend.speech import Speech
@@ -157,9 +158,14 @@ def media_reader(
     if media is None or tokenizer is None:  # whose marks are texts
         return MediaReader(name, limits=limits, crossed=crossed)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
-    if section.mm_processor_cache_type == "shm" and max_bytes(section):
-        log.warning("mm_processor_cache_type=shm is not built: processed items are kept as with lru")
-    larder, env = Larder(max_bytes(section), far=cache in FAR), Env.read(os.environ).media
+    if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
+        log.warning(
+            "mm_processor_cache_type=shm takes one API process and one engine on one machine: processed items"
+            " are kept as with lru"
+        )
+    arena = Arena(max_bytes(section), max_object_bytes(section)) if cache == "shm" else None
+    larder = Larder(max_bytes(section), far=cache == "replicated", arena=arena)
+    env = Env.read(os.environ).media
     kitchen = Kitchen(processor, section, env, larder, max_tokens=config.model.max_model_len)
     return MediaReader(
         name,

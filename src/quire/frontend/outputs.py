@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -190,6 +190,8 @@ class OutputProcessor:
         hand it to `put_text`, with the number of its tokens, from its second delta to the one before the
         last. All tokens are counted in the `account`."""
         first = requests[0]
+        if prompt.media is not None:  # which goes with the request, and not with a cycle of objects
+            prompt = replace(prompt, media=None, prepared=())
         interval = max(self.stream_interval, first.params.stream_interval or 1)
         streams = interval == 1 and first.params.output_kind is not RequestOutputKind.FINAL_ONLY
         parent = _Parent(

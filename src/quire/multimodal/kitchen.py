@@ -124,11 +124,12 @@ class Kitchen:
             raw = Raw(item, arguments, options)
             if (found := self.larder.find(name)) is not None:
                 key, processed = found
-                return Prepared(item.modality, key, processed, None if processed.arrays is not None else raw)
+                is_here = processed.arrays is not None or processed.stored is not None
+                return Prepared(item.modality, key, processed, None if is_here else raw)
             key, processed = await self._made(name, raw)
         except RequestError as error:
             raise item.wrong(error) from None
-        self.larder.keep(name, key, processed)
+        processed = await self._in_thread(self.larder.keep, name, key, processed)
         return Prepared(item.modality, key, processed)
 
     async def _made(self, name: bytes, raw: Raw) -> tuple[bytes, Processed]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
 from quire.data.lru import Lru
-from quire.data.media import Arrays, Item, Media, size_of
+from quire.data.media import Arrays, Item, Media, pack, size_of, unpack
+from quire.dist.arena import Arena, Parcel
 from quire.logs import get_logger
 from quire.multimodal.families import Processed
 
@@ -15,13 +17,25 @@ _ID_BYTES = 8
 """What a token takes in a list."""
 
 
+class _Kept(NamedTuple):
+    """An item, and where its arrays are, if they are in shared memory."""
+
+    key: bytes
+    processed: Processed
+    parcel: Parcel | None = None
+
+
 class Larder:
     """Processed items by key, of one API process. With a far side the arrays are there: the core keeps what
-    it is sent in the same order, and what it has is not sent again."""
+    it is sent in the same order, and what it has is not sent again. With an arena they are in shared memory,
+    and none is sent."""
 
-    def __init__(self, max_bytes: int, *, far: bool = False) -> None:
-        self._kept: Lru[tuple[bytes, Processed]] = Lru(max_bytes)
-        """With its key, by what it is looked up by: the same, but for items with a uuid."""
+    def __init__(self, max_bytes: int, *, far: bool = False, arena: Arena | None = None) -> None:
+        self._kept: Lru[_Kept] = Lru(max_bytes, self._on_drop)
+        """By what it is looked up by: its key, but for items with a uuid."""
+        self._arena = arena
+        self._is_shared = True
+        """Whether the core reads the arena."""
         self._far: Lru[None] | None = Lru(max_bytes) if far else None
         """What the core has."""
         self.count: Callable[[int, int], None] = lambda queries, hits: None
@@ -36,23 +50,57 @@ class Larder:
 
     def find(self, name: bytes) -> tuple[bytes, Processed] | None:
         """The key of an item and what was made of it: without arrays, if those are on the far side."""
-        if not self._kept.max_bytes:
-            return None
-        found = self._kept.get(name)
-        if found is not None and self._far is not None and found[0] not in self._far:
+        found = self._kept.get(name) if self._kept.max_bytes else None
+        if found is not None and self._far is not None and found.key not in self._far:
             found = None
-        self.count(1, found is not None)
-        return found
+        processed = None if found is None else self._at_hand(found)
+        if self._kept.max_bytes:
+            self.count(1, processed is not None)
+        return None if found is None or processed is None else (found.key, processed)
 
-    def keep(self, name: bytes, key: bytes, processed: Processed) -> None:
+    def keep(self, name: bytes, key: bytes, processed: Processed) -> Processed:
+        """As it is used from now on."""
         num_bytes = size_of(processed.arrays or {}) + _ID_BYTES * len(processed.token_ids)
-        kept = processed if self._far is None else replace(processed, arrays=None)
-        if not self._kept.put(name, (key, kept), num_bytes) and self._kept.max_bytes:
-            log.warning(
-                "An item of %.1f MiB is larger than mm_processor_cache_gb (%.3f GiB), and is not kept",
-                num_bytes / 2**20,
-                self._kept.max_bytes / 2**30,
-            )
+        kept = _Kept(key, processed if self._far is None else replace(processed, arrays=None))
+        if self._arena is not None:
+            parcel = self._stored(self._arena, processed.arrays or {})
+            if parcel is None:
+                return processed
+            kept = _Kept(key, replace(processed, arrays=None), parcel)
+            processed = self._at_hand(kept) or processed
+        if not self._kept.put(name, kept, num_bytes):
+            self._on_drop(kept)
+            if self._kept.max_bytes:
+                _warn(num_bytes, "mm_processor_cache_gb", self._kept.max_bytes)
+        return processed
+
+    # ---- shared memory
+
+    def _stored(self, arena: Arena, arrays: Arrays) -> Parcel | None:
+        """In the place of as many that nobody needs now as it takes, oldest first. None: it cannot be."""
+        if (size := size_of(arrays)) > arena.max_parcel_bytes:
+            _warn(size, "mm_shm_cache_max_object_size_mb", arena.max_parcel_bytes)
+            return None
+        data = pack(arrays)
+        if (parcel := arena.put(data)) is not None:
+            return parcel
+        for name, kept in self._kept.oldest():
+            if kept.parcel is not None and arena.is_idle(kept.parcel):
+                self._kept.drop(name)
+                if (parcel := arena.put(data)) is not None:
+                    return parcel
+        return None
+
+    def _at_hand(self, kept: _Kept) -> Processed | None:
+        """None: another has just taken its place."""
+        if self._arena is None or kept.parcel is None:
+            return kept.processed
+        stored = self._arena.share(kept.parcel)
+        return None if stored is None else replace(kept.processed, stored=stored)
+
+    def _on_drop(self, kept: _Kept) -> None:
+        if self._arena is not None and kept.parcel is not None:
+            self._arena.drop(kept.parcel)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -66,15 +114,26 @@ class Larder:
         if self._far is not None:
             self._far.clear()
 
+    def lose_far(self) -> None:
+        """It is dead; the next one may read what is shared."""
+        self.forget_far()
+        if self._arena is not None:
+            self._arena.lose_far()
+            self._is_shared = True
+
     def lacks(self, media: Media) -> bool:
         """Whether there is an item that neither is here nor there."""
-        return any(item.arrays is None and not self._is_far(item.key) for item in media.items)
+        return any(
+            item.arrays is None and item.stored is None and not self._is_far(item.key) for item in media.items
+        )
 
     def _is_far(self, key: bytes) -> bool:
         return self._far is not None and key in self._far
 
     def outgoing(self, media: Media, *, whole: bool = False) -> Media:
         """As it is sent to the core: without arrays that it has, unless it is to have the `whole`."""
+        if self._arena is not None:
+            return self._referred(self._arena, media, whole)
         if self._far is None:
             return media
         brought: dict[bytes, Arrays] = {}
@@ -93,3 +152,27 @@ class Larder:
         for key, arrays in brought.items():
             self._far.put(key, None, size_of(arrays))
         return Media(sent, media.positions)
+
+    def _referred(self, arena: Arena, media: Media, whole: bool) -> Media:
+        """To shared memory, unless the core cannot read it: a second time nobody tries."""
+        if whole and self._is_shared:
+            log.warning("The engine cannot open the shared memory of media: they are sent to it")
+            self._is_shared = False
+        sent: list[Item] = []
+        for item in media.items:
+            if item.stored is not None and self._is_shared:
+                arena.send(item.stored)
+            elif item.stored is not None:
+                arrays = unpack(arena.read(item.stored))
+                item = msgspec.structs.replace(item, arrays=arrays, stored=None)
+            sent.append(item)
+        return Media(sent, media.positions)
+
+
+def _warn(num_bytes: int, setting: str, limit: int) -> None:
+    log.warning(
+        "An item of %.1f MiB is larger than %s (%.1f MiB), and is not kept",
+        num_bytes / 2**20,
+        setting,
+        limit / 2**20,
+    )

@@ -133,6 +133,7 @@ def _item(offset: int, each: Prepared, cut: int = 0) -> Item:
         length=len(processed.token_ids) - cut,
         runs=[(first - cut, count) for first, count in processed.runs],
         arrays=processed.arrays,
+        stored=processed.stored,
     )
 
 

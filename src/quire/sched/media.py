@@ -40,16 +40,17 @@ class Shelf:
 
     def filled(self, item: Item) -> Item:
         """With its arrays, if they are here."""
-        return item if item.arrays is not None else _with(item, self._arrays.get(item.key))
-
-
-def _with(item: Item, arrays: Arrays | None) -> Item:
-    return msgspec.structs.replace(item, arrays=arrays)
+        if item.arrays is not None or item.stored is not None:
+            return item
+        return msgspec.structs.replace(item, arrays=self._arrays.get(item.key))
 
 
 def stripped(media: Media | None) -> Media | None:
     """Without arrays, as rows know it."""
-    return media and Media([_with(item, None) for item in media.items], media.positions)
+    if media is None:
+        return None
+    bare = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
+    return Media(bare, media.positions)
 
 
 @dataclass(slots=True)

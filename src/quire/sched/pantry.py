@@ -1,17 +1,22 @@
 """Pantry: the arrays of items that were sent to a core, for the next request with the same."""
 
+from collections.abc import Callable
+
 from quire.data.lru import Lru
-from quire.data.media import Array, Arrays, Media, size_of
+from quire.data.media import Array, Arrays, Media, Stored, size_of
 
 _SPARE = 1.25
 """A message may be as many times as large as the item that is kept in it."""
 
 
 class Pantry:
-    """The far side of an API process's larder: what it is sent it keeps, and loses in the same order."""
+    """The far side of an API process's larder: what it is sent it keeps, and loses in the same order. What
+    is in shared memory stays there."""
 
-    def __init__(self, max_bytes: int = 0) -> None:
+    def __init__(self, max_bytes: int = 0, take: Callable[[Stored], bool] = lambda stored: False) -> None:
+        """`take` keeps what is there as it is until nobody refers to it; False: it cannot be had."""
         self._kept: Lru[Arrays] = Lru(max_bytes)
+        self._take = take
         self.num_resets = 0
 
     def __len__(self) -> int:
@@ -28,7 +33,10 @@ class Pantry:
             return True
         brought = {item.key: item.arrays for item in media.items if item.arrays is not None}
         for item in media.items:
-            if item.arrays is None:
+            if item.stored is not None:
+                if not self._take(item.stored):
+                    return False
+            elif item.arrays is None:
                 item.arrays = brought.get(item.key) or self._kept.get(item.key)
                 if item.arrays is None:
                     return False

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from quire.capacity import max_vectors
 from quire.comm.group import ALONE, Group
 from quire.config.engine import EngineConfig
-from quire.data.media import TABLE, Array, Arrays, Item
+from quire.data.media import TABLE, Array, Arrays, Item, unpack
 from quire.data.plan import StepPlan
+from quire.dist.arena import Window
 from quire.errors import EngineError
 from quire.layers.crossing import Crossing
 from quire.models.towers import Tower, is_divided
@@ -50,6 +52,7 @@ class Encoder:
         self.device = device
         self.group = group
         self.kept: dict[bytes, Tensor] = {}
+        self._window = Window()
 
     # ---- steps
 
@@ -67,6 +70,8 @@ class Encoder:
         made: dict[bytes, Tensor] = {}
         seen: dict[str, list[Item]] = {}
         for item in items:
+            if item.stored is not None:
+                item = structs.replace(item, arrays=unpack(self._window.read(item.stored)))
             if item.arrays is None:
                 raise EngineError(f"nobody has brought the {item.modality} {item.key.hex()[:16]}")
             if _EMBEDS in item.arrays:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from quire.config.facts import MediaFacts
-from quire.data.media import Array, Arrays, Item
+from quire.data.media import Array, Arrays, Item, Stored
 from quire.registry import LazyTable
 from quire.text.tokenizer import Tokenizer
 
@@ -58,6 +58,8 @@ class Processed:
     facts: dict[str, Any] = field(default_factory=dict)
     """Small things that `positions` needs, such as the grid; kept beside the key where arrays are not."""
     arrays: Arrays | None = None
+    stored: Stored | None = None
+    """Where the arrays are, if not here."""
 
 
 class Processor(Protocol):

@@ -1,0 +1,101 @@
+"""A server whose images lie in memory that its two ranks share: kept, never sent, gone with whoever dies."""
+
+import os
+import signal
+from base64 import b64encode
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from serve_process import ServeProcess, eventually
+from tiny_qwen import made
+
+TEMPLATE = """{% for message in messages %}{% for part in message.content %}
+{%- if part.type == "text" %}{{ part.text }}{% else %}<begin><image><end>{% endif %}
+{%- endfor %}{% endfor %}"""
+FLAGS = (
+    *("-tp", "2", "--mm-processor-cache-type", "shm", "--mm-processor-cache-gb", "0.0005"),
+    *(
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+        "--num-gpu-blocks-override",
+        "64",
+    ),
+    *("--served-model-name", "tiny", "--no-enable-prefix-caching"),
+)
+"""Room for some of the images."""
+
+
+def url_of(seed: int) -> str:
+    pixels, file = np.random.default_rng(seed).integers(0, 256, (24 + seed, 32, 3), np.uint8), BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+
+
+URLS = [url_of(seed) for seed in range(12)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    path, _ = made("Qwen2_5_VL", tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("shared_media")
+    (folder / "template").write_text(TEMPLATE)
+    flags = (*FLAGS, "--chat-template", str(folder / "template"))
+    with ServeProcess(str(path), *flags, log=folder / "log") as started:
+        started.until_healthy()
+        yield started
+        started.end_cleanly()
+
+
+def said(server: ServeProcess, *seeds: int) -> str:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": URLS[seed]}} for seed in seeds]
+    parts.append({"type": "text", "text": "What is this?"})
+    asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+    reply = server.client.post("/v1/chat/completions", json={"model": "tiny", "ignore_eos": True} | asked)
+    assert reply.status_code == 200, reply.text
+    found: str = reply.json()["choices"][0]["message"]["content"]
+    return found
+
+
+def all_said(server: ServeProcess) -> list[str]:
+    """Several conversations at once, each with a repeated image."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda seed: said(server, seed, seed % 5), range(12)))
+
+
+def memories(pid: int) -> int:
+    """Those that a process has mapped."""
+    with open(f"/proc/{pid}/maps") as maps:
+        return sum("quire-media" in line for line in maps)
+
+
+def test_images_in_shared_memory_outlive_whoever_is_killed(server: ServeProcess) -> None:
+    before = {name for name in os.listdir("/dev/shm") if "quire" in name}
+    first = all_said(server)
+    assert len(set(first)) > 1 and all_said(server) == first
+    counted = server.metrics()
+    assert counted["mm_cache_hits_total"] > 0 and counted["mm_cache_queries_total"] == 48
+    processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
+    assert [memories(pid) for pid in processes] == [1] * 4
+    for role in ("EngineCore", "APIServer"):
+        (victim,) = server.with_role(role)
+        os.kill(victim, signal.SIGKILL)
+        eventually("another is there", lambda gone=victim, role=role: _is_replaced(server, role, gone))
+        assert all_said(server) == first
+    processes = [server.core, *server.with_role("APIServer"), *server.with_role("Worker_TP")]
+    eventually("the memory of the dead is gone", lambda: [memories(pid) for pid in processes] == [1] * 4)
+    assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
+    eventually("nothing runs", lambda: server.metrics()["num_requests_running"] == 0)
+
+
+def _is_replaced(server: ServeProcess, role: str, gone: int) -> bool:
+    found = server.with_role(role)
+    return len(found) == 1 and found[0] != gone and server.health() == 200
