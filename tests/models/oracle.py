@@ -66,8 +66,8 @@ def load_tiny(
     for layer in caching_layers(model.modules()):
         keeps = layer.keeps
         shape = (64 * BLOCK_SIZE * keeps.planes * keeps.numbers,)
-        if keeps.kind == "state":
-            shape = (MAX_ROWS + 1, keeps.bytes_per_row // 4)
+        if not keeps.is_paged:
+            shape = (MAX_ROWS + 1, keeps.row_bytes(4) // 4)
         memory = torch.full(shape, torch.nan).view(torch.uint8)
         layer.bind_memory(memory, block_size=BLOCK_SIZE, kept_as=torch.float32, group=0)
     return model

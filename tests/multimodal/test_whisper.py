@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
+from oracle import load_tiny, run_paged
 from seeing import close
+from threads import run_threads, tp_worlds
 
 from quire import LLM, SamplingParams
+from quire.comm.world import World
 from quire.config import weights
 from quire.config.model import read_checkpoint
 from quire.errors import ConfigError, RequestError
@@ -207,3 +210,21 @@ def test_what_cannot_be_written_down_is_said(twin: Twin, llm: LLM) -> None:
             engine(twin, **settings)
     (output,) = llm.generate([heard], PARAMS, use_tqdm=False)
     check(twin, output, STARTS, SOUNDS[1])
+
+
+def test_devices_share_its_layers(twin: Twin) -> None:
+    """Heads of another device, a bias that counts twice."""
+    worlds, ids = tp_worlds(2), twin.ids(STARTS + TEXTS[1])[0].tolist()
+    models = [load_tiny(twin.path, world=world, tower_group=world.tp, max_model_len=64) for world in worlds]
+    mel = torch.nn.functional.pad(twin.features(SOUNDS[1].samples)[0].T, (0, 0, 0, 1))
+
+    @torch.inference_mode()
+    def run(world: World) -> torch.Tensor:
+        model: Any = models[world.tp.rank]
+        model.crossing.keep(model.tower.encode("audio", [{"mel": mel}])[0], 1)
+        model.crossing.assign([0], [1])
+        (logits,) = run_paged(model, [ids], [[len(ids) - 3], [1], [2]])
+        return logits.log_softmax(-1)
+
+    for found in run_threads(2, run, worlds=lambda _: worlds):
+        torch.testing.assert_close(found, twin.logprobs(ids, SOUNDS[1]), atol=1e-3, rtol=0)

@@ -176,3 +176,52 @@ def test_only_those_end_whose_items_cannot_be_encoded(traffic: list[Arrival], li
     bad = {str(n) for n, each in enumerate(traffic) if any(name == 0 for _, name, _ in each.parts)}
     assert {id for id, reason in engine.reasons.items() if reason == "error"} == bad
     check_answers(engine, traffic, frozenset(bad))
+
+
+class Crossed(Watched):
+    """With items that no tokens stand for: whoever computes a token needs its own."""
+
+    def check(self, plan: StepPlan) -> None:
+        super().check(plan)
+        for row in plan.rows.tolist():
+            (item,) = items_of(self.scheduler.running.request(row))
+            assert item.key in self.kept, "its item is not there"
+        assert len(plan.encodes) <= max(self.scheduler.media.most_made, 1)
+
+
+def crossed_of(arrival: Arrival) -> tuple[list[int], Media]:
+    """To the symbolic model the first token is the item: all that follows depends on it."""
+    (text, name, _), *_ = arrival.parts
+    item = Item(
+        modality="audio", key=bytes([name, 1, 2, 3]), offset=0, length=0, runs=[(0, 1)], arrays=PIXELS
+    )
+    return [(5 * i) % 97 for i in range(text + 1)], Media([item])
+
+
+@settings(max_examples=60)
+@given(TRAFFIC, LIMITS, st.integers(1, 3), st.data())
+def test_items_that_no_tokens_stand_for_stay_as_long_as_their_rows(
+    traffic: list[Arrival], limits: dict[str, Any], most_made: int, data: st.DataObject
+) -> None:
+    """An item that goes when its row has computed some tokens, or has come back; a prefix under another
+    item; more items than there are rows."""
+    engine = Crossed(**limits | {"whole": False, "size": limits["max_num_seqs"]})
+    engine.scheduler.media.most_made = most_made
+    aborted = set[str]()
+    for number, arrival in enumerate(traffic):
+        tokens, media = crossed_of(arrival)
+        engine.add(str(number), tokens, arrival.count, media=media, tenant=arrival.family)
+        assert media.marks(tokens)[1:] == tokens
+    while engine.core.has_work:
+        match data.draw(st.integers(0, 7)):
+            case 0:
+                victim = str(data.draw(st.integers(0, len(traffic) - 1)))
+                aborted |= {victim} if engine.abort(victim) else set()
+            case 1 if not engine.scheduler.in_flight:
+                engine.scheduler.send_back()
+        engine.step()
+    for number, arrival in enumerate(traffic):
+        expected, said = continuation(meant(*crossed_of(arrival)), arrival.count), engine.outputs[str(number)]
+        assert said == (expected[: len(said)] if str(number) in aborted else expected)
+    engine.check_empty()
+    assert engine.scheduler.media.reset()
