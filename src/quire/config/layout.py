@@ -11,6 +11,8 @@ from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 _MAX_WASTE = 1.25
 """Groups may be as large as the largest kind of layers if it has fewer than so many times the smallest's."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+OF_ROWS = ("state", "crossed")
+"""Kinds of which a row has a fixed size."""
 CROSSED_BLOCK = 16
 """Vectors of an item that no tokens stand for, where they are kept."""
 
@@ -32,7 +34,7 @@ class CacheSpec:
 
     @property
     def is_paged(self) -> bool:
-        return self.kind not in ("state", "crossed")
+        return self.kind not in OF_ROWS
 
     def row_bytes(self, bytes_per_number: int) -> int:
         """What a row has of its own, where each has."""

@@ -99,7 +99,8 @@ def _read_directory(
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise generation.wrong(key, "a number")
     if media is not None and media.transcribes:
-        sampling |= {key: [*(generation.token_ids(key) or keys.token_ids(key))] for key in _UNSAID_KEYS}
+        said = {key: generation if key in generation.values else keys for key in _UNSAID_KEYS}
+        sampling |= {key: [*source.token_ids(key)] for key, source in said.items()}
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
     pooling = read_pooling(path, keys, named)
     return Checkpoint(

@@ -4,6 +4,7 @@ import shlex
 from typing import Any
 
 from quire.capacity import human
+from quire.config.layout import OF_ROWS
 from quire.config.model import Checkpoint
 from quire.config.weights import count
 from quire.plan.devices import Device
@@ -23,16 +24,19 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
     """What the model is, whatever it runs on."""
     weights = count(checkpoint.facts)
     kept = kv_bytes_per_token(checkpoint, dtype)
+    paged = [sizes for kind, sizes in kept.items() if kind not in OF_ROWS]
     return {
         "architecture": checkpoint.facts.architecture,
         "parameters": weights.total,
         "active_parameters": weights.active,
         "weight_bytes": {name: weight_bytes(checkpoint, name) for name in precisions},
         "kv_bytes": {
-            kind: {"layers": layers, "per_row" if kind == "state" else "per_token": each}
+            kind: {"layers": layers, "per_row" if kind in OF_ROWS else "per_token": each}
             for kind, (layers, each) in kept.items()
         },
-        "kv_bytes_per_token": sum(layers * each for kind, (layers, each) in kept.items() if kind != "state"),
+        "kv_bytes_per_token": sum(
+            layers * each for kind, (layers, each) in kept.items() if kind not in OF_ROWS
+        ),
     }
 
 
