@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ from hostile import IMAGE, free_port, hostile_server
 
 from quire.config.env import Env, MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable
-from quire.multimodal.fetch import Fetcher
+from quire.multimodal.fetch import Fetcher, Lookups
+from quire.multimodal.room import Room, Share
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,8 @@ def fetch(
     limits = {"media_max_mb": 1.0, "media_fetch_max_retries": 0, "image_fetch_timeout": 60.0, **env}
     with ThreadPoolExecutor(2) as threads:
         fetcher = Fetcher(MediaEnv(**limits), threads, allowed_domains=domains, allowed_path=path)
-        return asyncio.run(fetcher.fetch(url, modality)).parts[0]
+        with Room(1 << 30).hold(Share(1 << 30)) as hold:
+            return asyncio.run(fetcher.fetch(url, modality, hold)).parts[0]
 
 
 @pytest.mark.parametrize("path", ["/image.png", "/near", "/chunked"])
@@ -115,6 +118,57 @@ def test_a_name_is_resolved_once_and_all_of_its_addresses_count(
     monkeypatch.setattr(socket, "getaddrinfo", mixed)
     with pytest.raises(Unreachable, match="private, local or otherwise special"):
         fetch("http://images.example/x", domains=())
+
+
+def test_names_that_nobody_answers_for_hold_up_no_others(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, port = threading.Event(), server.server_address[1]
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        assert host == "quick.example" or over.wait(60)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    async def go() -> None:
+        limits = {"image_fetch_timeout": 0.2, "audio_fetch_timeout": 60.0}
+        hosts = [f"{number}.example" for number in range(40)]
+        with ThreadPoolExecutor(2) as threads, Room(1 << 30).hold(Share(1 << 30)) as hold:
+            fetcher = Fetcher(MediaEnv(**limits), threads, allowed_domains=[*hosts, "quick.example"])
+            urls = [f"http://{host}:{port}/image.png" for host in hosts]
+            lost = await asyncio.gather(
+                *(fetcher.fetch(url, "image", hold) for url in urls), return_exceptions=True
+            )
+            assert all(isinstance(each, Unreachable) and "after 0.2 s" in str(each) for each in lost)
+            found = await fetcher.fetch(f"http://quick.example:{port}/image.png", "audio", hold)
+            assert found.parts == (IMAGE,)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        asyncio.run(go())
+    finally:
+        over.set()
+
+
+def test_only_so_many_names_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, asked = threading.Event(), []
+
+    def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        assert over.wait(60)
+        return [host]
+
+    monkeypatch.setattr("quire.multimodal.fetch._resolve", resolve)
+
+    async def go() -> None:
+        lookups = Lookups(2)
+        same = [asyncio.create_task(lookups.find(host, 1)) for host in ("a", "b", "a")]
+        await asyncio.sleep(0)
+        with pytest.raises(OSError, match="2 names are looked up already"):
+            await lookups.find("c", 1)
+        over.set()
+        assert await asyncio.gather(*same) == [["a"], ["b"], ["a"]] and sorted(asked) == ["a", "b"]
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,25 @@
 import asyncio
 import base64
 import binascii
+import contextlib
+import errno
 import ipaddress
 import os
 import socket
 import ssl
 import stat
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from quire.config.env import MediaEnv
 from quire.errors import ConfigError, RequestError, Unreachable
-from quire.multimodal.http import Answer, get
+from quire.multimodal.http import Answer, Take, get
+from quire.multimodal.room import Hold
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_HOPS = 5
@@ -26,7 +30,7 @@ _FIRST_PAUSE_S = 0.1
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429)
 """Statuses below 500 that may be other ones next time."""
-_RESOLVERS = 16
+_MAX_LOOKUPS = 256
 """Threads that ask for addresses: names that nobody answers for hold up no other work."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _URL_SAFE = "/?&=%:@!$'()*+,;~[]|"
@@ -86,23 +90,26 @@ class Fetcher:
             "video": env.video_fetch_timeout,
             "audio": env.audio_fetch_timeout,
         }
-        self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve")
+        self._lookups = Lookups(_MAX_LOOKUPS)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    async def fetch(self, url: str, modality: str) -> Blob:
-        """An Unreachable says why it cannot be had, a RequestError what is wrong with a data: url."""
+    async def fetch(self, url: str, modality: str, hold: Hold) -> Blob:
+        """An Unreachable says why it cannot be had, a RequestError what is wrong with a data: url. What comes
+        is held in `hold`; to wait for room takes none of its time."""
         scheme = url[: url.find(":")].lower()
         if (read := {"data": self._decode_url, "file": self._read_file}.get(scheme)) is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, read, url)
+            await hold.take(sum(map(len, found.parts)))
+            return found
         if scheme not in _PORTS:
             raise Unreachable(f"{url!r:.{_SHOWN}} is no url that starts with http:, https:, data: or file:")
         seconds = self._seconds[modality]
         try:
-            async with asyncio.timeout(seconds):
-                return await self._try(url)
+            async with asyncio.timeout(seconds) as timer:
+                return await self._try(url, partial(_take, hold, timer), hold)
         except TimeoutError:
             raise Unreachable(f"{_shown(url)} was not there in full after {seconds:g} s") from None
 
@@ -160,22 +167,23 @@ class Fetcher:
 
     # ---- http(s)
 
-    async def _try(self, url: str) -> Blob:
+    async def _try(self, url: str, take: Take, hold: Hold) -> Blob:
         """As often as it may help."""
         for attempt in range(self._num_tries):
             try:
-                return await self._follow(url)
+                return await self._follow(url, take)
             except _Transient as error:
+                hold.give(hold.num_bytes)
                 if attempt + 1 == self._num_tries:
                     raise Unreachable(f"{_shown(url)} cannot be fetched: {error}") from None
             await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError
 
-    async def _follow(self, url: str) -> Blob:
+    async def _follow(self, url: str, take: Take) -> Blob:
         """From hop to hop; each is looked at as if it were the first."""
         target = _target(url)
         for _ in range(self._num_hops + 1):
-            answer = await self._get(target)
+            answer = await self._get(target, take)
             if answer.status == 200:
                 return Blob((answer.body,), answer.headers.get("content-type", "").partition(";")[0].strip())
             location = answer.headers.get("location") if answer.status in _REDIRECTS else None
@@ -189,7 +197,7 @@ class Fetcher:
             raise Unreachable(f"{_shown(url)} is a redirect, and VLLM_MEDIA_URL_ALLOW_REDIRECTS is off")
         raise Unreachable(f"{_shown(url)} leads through more than {_MAX_HOPS} redirects")
 
-    async def _get(self, target: _Target) -> Answer:
+    async def _get(self, target: _Target, take: Take) -> Answer:
         """From the first of its addresses that answers."""
         why = ""
         for address in await self._addresses(target):
@@ -202,6 +210,7 @@ class Fetcher:
                     path=target.path,
                     tls=self._tls if target.parts.scheme == "https" else None,
                     max_bytes=self._max_bytes,
+                    take=take,
                 )
             except ssl.SSLCertVerificationError as error:
                 raise Unreachable(f"{target.host} has no valid certificate: {error.verify_message}") from None
@@ -217,9 +226,8 @@ class Fetcher:
         named = target.host in self._domains
         if self._domains and not named:
             raise Unreachable(f"{target.host} is not one of the hosts of --allowed-media-domains")
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._resolvers, _resolve, target.host, target.port)
+            found = await self._lookups.find(target.host, target.port)
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or "it is no name"
             raise _Transient(f"{target.host} has no address: {why}") from None
@@ -229,6 +237,56 @@ class Fetcher:
                 "--allowed-media-domains can allow it"
             )
         return found
+
+
+async def _take(hold: Hold, timer: asyncio.Timeout, num_bytes: int) -> None:
+    """The clock stands still meanwhile."""
+    loop, end = asyncio.get_running_loop(), timer.when()
+    assert end is not None
+    left = end - loop.time()
+    timer.reschedule(None)
+    await hold.take(num_bytes)
+    timer.reschedule(loop.time() + left)
+
+
+class Lookups:
+    """Asks for the addresses of hosts, each in a thread of its own, which nobody has to wait for: the system
+    may take minutes to say that there is no answer."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._asked: dict[tuple[str, int], Future[list[str]]] = {}
+
+    async def find(self, host: str, port: int) -> list[str]:
+        """An OSError if there is none, or too many are asked for."""
+        with self._lock:
+            found = self._asked.get((host, port))
+            if found is None:
+                if len(self._asked) >= self._most:
+                    raise OSError(errno.EAGAIN, f"{self._most} names are looked up already")
+                found = self._asked[host, port] = Future()
+                threading.Thread(target=self._ask, args=(host, port, found), daemon=True).start()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop of one that gave up may be over
+                loop.call_soon_threadsafe(done.set)
+
+        found.add_done_callback(tell)
+        await done.wait()
+        return found.result()
+
+    def _ask(self, host: str, port: int, found: Future[list[str]]) -> None:
+        try:
+            addresses = _resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+        else:
+            found.set_result(addresses)
+        finally:
+            with self._lock:
+                del self._asked[host, port]
 
 
 def _reason(error: OSError) -> str:

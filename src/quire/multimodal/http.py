@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import httptools
@@ -10,6 +11,10 @@ from quire.version import __version__
 
 _PIECE_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 16
+
+
+Take = Callable[[int], Awaitable[None]]
+"""Waits until there is room for so many bytes."""
 
 
 class Answer(NamedTuple):
@@ -31,9 +36,11 @@ async def get(
     path: str,
     tls: ssl.SSLContext | None,
     max_bytes: int,
+    take: Take,
 ) -> Answer:
     """What `address` answers, which is called `host` to it. An OverflowError if the body is larger than
-    `max_bytes`, which is found out before it has come; an OSError if there is none, or it breaks off."""
+    `max_bytes`, which is found out before it has come; an OSError if there is none, or it breaks off. Room is
+    taken for each piece of it."""
     reader, writer = await asyncio.open_connection(
         address, port, ssl=tls, server_hostname=host if tls is not None else None
     )
@@ -45,6 +52,7 @@ async def get(
         while not answer.is_complete:
             piece = await reader.read(_PIECE_BYTES)
             if piece:
+                await take(len(piece))
                 answer.feed(piece)
             else:
                 answer.end()

@@ -18,6 +18,7 @@ from quire.multimodal.given import Base64, Given, Keys, Link
 from quire.multimodal.image_files import allow_pixels
 from quire.multimodal.larder import Larder
 from quire.multimodal.mel import Samples, resampled
+from quire.multimodal.room import Hold, Room, Share
 from quire.multimodal.sound import decode_sound
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ Options = Mapping[str, Any]
 
 _AT_ONCE = 16
 """Items of one prompt that are on their way at the same time."""
+_REQUESTS = 4
+"""That may have as many bytes of media on their way as there may be; others wait."""
 
 
 @dataclass(slots=True)
@@ -71,7 +74,8 @@ class Kitchen:
         )
         self._keys = Keys(section.mm_hasher_algorithm)
         self._reading, self._arguments = section.media_io_kwargs, section.mm_processor_kwargs
-        self._max_pixels = env.max_image_pixels
+        self._max_pixels, self._max_bytes = env.max_image_pixels, int(env.media_max_mb * 2**20)
+        self._room = Room(_REQUESTS * self._max_bytes)
         allow_pixels(self._max_pixels)
 
     def prepare_now(
@@ -87,12 +91,13 @@ class Kitchen:
         """In the order of `given`. `arguments` are mm_processor_kwargs, `reading` are media_io_kwargs, each
         beside those of the server. An error of one item, which it names, ends the work on all."""
         told = {**self._arguments, **(arguments or {})}
-        places, num_tokens = asyncio.Semaphore(_AT_ONCE), 0
+        places, num_tokens, share = asyncio.Semaphore(_AT_ONCE), 0, Share(self._max_bytes)
 
         async def one(item: Given) -> Prepared:
             nonlocal num_tokens
             async with places:
-                ready = await self._one(item, told, self._options(item.modality, reading))
+                with self._room.hold(share) as hold:
+                    ready = await self._one(item, told, self._options(item.modality, reading), hold)
             num_tokens += len(ready.processed.token_ids)
             if self._max_tokens is not None and num_tokens > self._max_tokens:
                 raise RequestError(
@@ -116,35 +121,38 @@ class Kitchen:
             raise RequestError(f"media_io_kwargs: {modality} must be an object", param="media_io_kwargs")
         return {**(self._reading.get(modality) or {}), **asked}
 
-    async def _one(self, item: Given, arguments: Options, options: Options) -> Prepared:
+    async def _one(self, item: Given, arguments: Options, options: Options, hold: Hold) -> Prepared:
         try:
             if item.uuid is None:
-                item = await self._brought(item)
+                item = await self._brought(item, hold)
             name = await self._in_thread(self._keys.of, item, arguments, options)
             raw = Raw(item, arguments, options)
             if (found := self.larder.find(name)) is not None:
                 key, processed = found
                 is_here = processed.arrays is not None or processed.stored is not None
                 return Prepared(item.modality, key, processed, None if is_here else raw)
-            key, processed = await self._made(name, raw)
+            key, processed = await self._made(name, raw, hold)
         except RequestError as error:
             raise item.wrong(error) from None
         processed = await self._in_thread(self.larder.keep, name, key, processed)
         return Prepared(item.modality, key, processed)
 
-    async def _made(self, name: bytes, raw: Raw) -> tuple[bytes, Processed]:
+    async def _made(self, name: bytes, raw: Raw, hold: Hold) -> tuple[bytes, Processed]:
         """With the key of the item, out of what it is looked up by."""
-        item = await self._brought(raw.item)
+        item = await self._brought(raw.item, hold)
         processed = await self._in_thread(self._processed, item, raw.arguments, raw.options)
         return (name if item.uuid is None else self._keys.fitted(name, processed)), processed
 
     async def make_again(self, prepared: Sequence[Prepared]) -> dict[bytes, Arrays]:
         """The arrays by key, of those whose arrays were elsewhere."""
 
+        share = Share(self._max_bytes)
+
         async def one(wanted: bytes, raw: Raw) -> Arrays | None:
             try:
                 name = await self._in_thread(self._keys.of, *raw)
-                key, processed = await self._made(name, raw)
+                with self._room.hold(share) as hold:
+                    key, processed = await self._made(name, raw, hold)
                 if key != wanted:
                     raise RequestError(
                         f"what came with the uuid {raw.item.uuid!r:.80} is not what it stood for"
@@ -171,12 +179,13 @@ class Kitchen:
 
         return await self._in_thread(heard)
 
-    async def _brought(self, item: Given) -> Given:
-        """The item with its content at hand."""
+    async def _brought(self, item: Given, hold: Hold) -> Given:
+        """The item with its content at hand, for which it takes room."""
         source = item.source
         if isinstance(source, Link):
-            source = await self._fetcher.fetch(source.url, item.modality)
+            source = await self._fetcher.fetch(source.url, item.modality, hold)
         elif isinstance(source, Base64):
+            await hold.take(len(source.text) // 4 * 3)
             source = Blob((await self._in_thread(self._fetcher.decode_base64, source.text),))
         return replace(item, source=source)
 
