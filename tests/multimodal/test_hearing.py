@@ -19,7 +19,7 @@ from quire.errors import RequestError
 from quire.loader import load_model
 from quire.models.towers import TOWERS
 from quire.multimodal.families import PROCESSORS, Sound
-from quire.multimodal.mel import log_mel, resampled
+from quire.multimodal.mel import _filtered, log_mel, resampled
 from quire.text.tokenizer import load_tokenizer
 
 COUNT = 5
@@ -250,3 +250,17 @@ def test_long_sounds_are_heard_in_pieces(tmp_path: Path) -> None:
     asked = [{"prompt": "so <sound>?", "multi_modal_data": {"audio": tuple(each)}} for each in sounds]
     for output, whole in zip(engine(twin).generate(asked, PARAMS, use_tqdm=False), said, strict=True):
         assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == whole[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("step", "num_taps", "count"), [(48, 6469, 20000), (3, 7, 1), (5, 5, 40), (1, 9, 30)]
+)
+def test_windows_that_overlap_are_summed_as_one_by_one(step: int, num_taps: int, count: int) -> None:
+    draw = np.random.default_rng(step)
+    samples = draw.normal(size=(count - 1) * step + num_taps).astype(np.float32)
+    taps = draw.normal(size=num_taps).astype(np.float32)
+    found = _filtered(samples, taps, step, count)
+    some = [0, count // 2, count - 1]
+    expected = [samples[k * step : k * step + num_taps].astype(np.float64) @ taps for k in some]
+    assert found.shape == (count,)
+    np.testing.assert_allclose(found[some], expected, rtol=1e-3, atol=1e-3)

@@ -22,6 +22,8 @@ _POINTS = 2048
 """Of the filter's table, from one zero to the next."""
 _PHASES = 1000
 """Filters at most: rates that need more are taken for their neighbours, some millionths away."""
+_AT_ONCE = 1 << 14
+"""Samples that are made of so many windows."""
 _LEAST_HZ = 1000
 _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0
 """Mels count pitches evenly up to there, and by their logarithms above."""
@@ -42,7 +44,6 @@ def resampled(sound: Sound, rate: int, most: int) -> Samples:
     reach = math.ceil(_CROSSINGS / cutoff)
     used = samples[: count * down // up + reach + 1]
     padded = np.pad(used, (reach, reach + down // up + 1))
-    around = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
     distances = cutoff * np.arange(-reach, reach + 1)
     places, filter = _filter()
     out = np.empty(count, np.float32)
@@ -51,7 +52,29 @@ def resampled(sound: Sound, rate: int, most: int) -> Samples:
         first, behind = divmod(phase * down, up)
         taps = np.interp(np.abs(distances - cutoff * behind / up), places, filter, right=0)
         rows = out[phase::up]
-        rows[:] = around[first::down][: len(rows)] @ (cutoff * taps).astype(np.float32)
+        rows[:] = _filtered(padded[first:], (cutoff * taps).astype(np.float32), down, len(rows))
+    return out
+
+
+def _filtered(samples: Samples, taps: Samples, step: int, count: int) -> Samples:
+    """The sums of `count` windows of samples, each `step` behind the one before, times the taps."""
+    wide = -(-len(taps) // step)
+    if step == 1 or wide == 1:
+        around = np.lib.stride_tricks.sliding_window_view(samples, len(taps))
+        windows: Samples = around[::step][:count] @ taps
+        return windows
+    # Windows overlap, and rows of `step` samples do not: these times each row of taps is one fast product,
+    # whose diagonals are summed.
+    weights = np.pad(taps, (0, wide * step - len(taps))).reshape(wide, step).T
+    out = np.empty(count, np.float32)
+    for start in range(0, count, _AT_ONCE):
+        num = min(_AT_ONCE, count - start)
+        used = samples[start * step : (start + num + wide - 1) * step]
+        rows = np.pad(used, (0, (num + wide - 1) * step - len(used))).reshape(-1, step)
+        products = rows @ weights
+        down, right = products.strides
+        diagonals = np.lib.stride_tricks.as_strided(products, (num, wide), (down, down + right))
+        out[start : start + num] = diagonals.sum(axis=1)
     return out
 
 
