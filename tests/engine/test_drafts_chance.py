@@ -1,0 +1,132 @@
+"""Tokens that are sampled with drafts come as often as the model says they should, whatever was drafted."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from oracle import make_tiny
+
+from quire import LLM, SamplingParams
+from quire.worker import host
+
+VOCAB, LENGTH = 5, 4
+PROMPT = [1, 3, 2, 4]
+DRAFTS = [3, 0, 3]
+"""Always these."""
+Counts = NDArray[np.float64]
+
+
+class Stubborn:
+    """A proposer of these."""
+
+    is_sure = False
+
+    def admit(self, row: int, tokens: Any) -> None: ...
+
+    def extend(self, row: int, tokens: Any) -> None: ...
+
+    def release(self, row: int, tokens: Any) -> None: ...
+
+    def propose(self, row: int, most: int) -> Any:
+        return np.array(DRAFTS[:most], np.int32)
+
+
+class Always:
+    """As many drafts as there are."""
+
+    num_held = num_drafts = 0
+
+    def admit(self, row: int) -> None: ...
+
+    def lengths(self, rows: Any, available: Any, budget: int) -> Any:
+        return available
+
+    def learn(self, rows: Any, num_drafts: Any, num_accepted: Any) -> None:
+        self.num_drafts += int(num_drafts.sum())
+        self.num_held += int(num_accepted.sum())
+
+    def timed(self, *numbers: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path, hf = make_tiny("llama", tmp_path_factory.mktemp("chance"), vocab_size=VOCAB)
+    return path, hf
+
+
+def expected(hf: Any) -> Counts:
+    """[VOCAB] * LENGTH: the chance of each answer."""
+    answers = torch.tensor(list(product(range(VOCAB), repeat=LENGTH)))
+    with torch.inference_mode():
+        whole = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], 1)
+        logprobs = hf(whole).logits.double().log_softmax(-1)[:, len(PROMPT) - 1 : -1]
+    chances: Counts = logprobs.gather(2, answers[:, :, None]).sum((1, 2)).exp().numpy()
+    return chances.reshape([VOCAB] * LENGTH)
+
+
+def drawn(path: Path, num_draws: int) -> tuple[Counts, Always]:
+    """How often each answer was drawn, every time by another seed; and what became of drafts."""
+    llm = LLM(
+        str(path),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=100,
+        max_model_len=16,
+        use_tqdm_on_load=False,
+        speculative_config={"method": "ngram", "num_speculative_tokens": len(DRAFTS)},
+    )
+    drafting, pace = llm.llm_engine.core.scheduler.admitter.drafting, Always()
+    assert drafting is not None
+    drafting._pace, drafting._proposer = pace, Stubborn()
+    asked = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+        for seed in range(num_draws)
+    ]
+    prompts = [{"prompt_token_ids": PROMPT}] * num_draws
+    counts = np.zeros([VOCAB] * LENGTH)
+    for output in llm.generate(prompts, asked, use_tqdm=False):
+        counts[tuple(output.outputs[0].token_ids)] += 1
+    return counts, pace
+
+
+def distance(counts: Counts, chances: Counts) -> float:
+    """Chi-square over each token but the first together with the one before, the worst of all, in deviations
+    from what it is on average. Pairs of which there should be few count as one."""
+    found, num_draws = [], counts.sum()
+    for place in range(1, LENGTH):
+        others = tuple(at for at in range(LENGTH) if at not in (place - 1, place))
+        seen, wanted = counts.sum(others).ravel(), num_draws * chances.sum(others).ravel()
+        few = wanted < 10
+        seen, wanted = (np.append(each[~few], each[few].sum()) for each in (seen, wanted))
+        degrees = len(wanted) - 1
+        assert degrees > 5
+        found.append((((seen - wanted) ** 2 / wanted).sum() - degrees) / math.sqrt(2 * degrees))
+    return float(max(found))
+
+
+def test_answers_come_as_often_as_without_drafts(model: tuple[Path, Any]) -> None:
+    """By another rule of acceptance drafts would be said more often than they are likely, or less."""
+    path, hf = model
+    counts, pace = drawn(path, 4000)
+    assert 0.1 < pace.num_held / pace.num_drafts < 0.5
+    assert distance(counts, expected(hf)) < 4
+
+
+def test_another_rule_would_be_seen(model: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that is taken for held now and then although something else was drawn."""
+    path, hf = model
+    true = host.hold
+
+    def lenient(tokens: Any, drafts: Any, num_drafts: Any) -> Any:
+        firsts = np.cumsum(1 + num_drafts) - 1 - num_drafts
+        some = firsts[(tokens[firsts] == 1) & (num_drafts > 0)]
+        tokens[some] = DRAFTS[0]
+        return true(tokens, drafts, num_drafts)
+
+    monkeypatch.setattr(host, "hold", lenient)
+    assert distance(drawn(path, 1000)[0], expected(hf)) > 20
