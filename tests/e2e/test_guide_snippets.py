@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guide_models import DENSE, GGUF, GREEDY, IMAGES, PROMPTS, SEEING, described, shelf, texts
+from guide_models import (
+    DENSE,
+    EXPERTS,
+    GGUF,
+    GREEDY,
+    IMAGES,
+    PACKED,
+    PROMPTS,
+    SEEING,
+    described,
+    shelf,
+    texts,
+)
 from openai import OpenAI
 from PIL import Image
 from serve_process import ServeProcess
@@ -161,7 +173,7 @@ def model_of(snippet: str) -> str:
     text = (SNIPPETS / snippet).read_text()
     if "gguf-file" in text:
         return GGUF
-    return next(word.strip('",') for word in text.replace("=", " ").split() if "/" in word and "." in word)
+    return next(name for name in (*DENSE, EXPERTS, *SEEING, *PACKED) if name in text)
 
 
 # ---- scripts

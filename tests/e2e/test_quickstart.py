@@ -1,0 +1,54 @@
+"""What a newcomer reads in docs/quickstart.md and README.md is typed as it stands there."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serve_process import ServeProcess
+from tiny_text import TextModel
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("docs/quickstart.md", "README.md")
+_FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(kind: str, words: str) -> list[tuple[str, str]]:
+    """(page, code) of that kind with these words in them."""
+    found = [
+        (page, code)
+        for page in PAGES
+        for language, code in _FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
+        if language == kind and words in code
+    ]
+    assert found, words
+    return found
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize(("page", "code"), blocks("console", "$ curl"))
+def test_a_command_is_answered(page: str, code: str, server: ServeProcess) -> None:
+    typed = code.replace("\\\n", " ").replace("localhost:8000", server.url.removeprefix("http://"))
+    for line in typed.splitlines():
+        if not line.startswith("$ "):
+            continue
+        done = subprocess.run(["sh", "-c", line[2:]], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout, done.stderr
+        if '"stream": true' in line:
+            assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
+        elif "/v1/" in line:
+            assert json.loads(done.stdout)["choices"][0]["message"]["content"] is not None
+        elif "/health" in line:
+            assert done.stdout == "200\n"
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python", "import"))
+def test_a_script_runs(page: str, code: str, server: ServeProcess, tiny: TextModel) -> None:
+    """With the tiny model in place of those that are named."""
+    code = code.replace("http://localhost:8000", server.url).replace("path/to/Qwen3-0.6B", str(tiny.path))
+    code = code.replace("LLM()", f"LLM({str(tiny.path)!r})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
