@@ -1,7 +1,7 @@
 """Towers: images, videos and sounds become vectors that stand among those of tokens. One line a family."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,18 @@ class Tower(Protocol):
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
         """What an item takes, by the shapes of its arrays: items are spread over devices by it."""
+
+
+@runtime_checkable
+class Repeats(Protocol):
+    """A tower that does the same to all items of the same shapes: what depends on these alone is made once,
+    and the rest can be played again."""
+
+    def lay_out(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> Any:
+        """All that depends on shapes, on the device; the numbers of the items are not read."""
+
+    def compute(self, modality: str, items: Sequence[Mapping[str, Tensor]], layout: Any) -> list[Tensor]:
+        """As `encode` does. Nothing comes from the host, and nobody waits for the device."""
 
 
 TOWERS = LazyTable(

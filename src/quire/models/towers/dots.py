@@ -1,17 +1,16 @@
 """dots.ocr's tower: Qwen2-VL's, with gates, and norms without a mean."""
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts
 from quire.config.media.dots import DotsFacts
 from quire.config.media.qwen import GridFacts
+from quire.kernels.encoder import Spans
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import VisionAttention, VisionMLP
+from quire.layers.vision import Angles, VisionAttention, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import Grid, GridTower
+from quire.models.towers.grid import GridTower
 
 _EPS = 1e-6
 
@@ -58,9 +57,9 @@ class DotsOCR(GridTower):
         merger = scope / "merger"
         self.merger = qwen2_vl.Merger(tower, LayerNorm(tower.hidden, _EPS, merger / "ln_q"), merger)
 
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
-        images, angles = self.images(grids), self.angles(self.places(grids))
+        images, angles = layout
         x = self.first_norm.alone(x)
         for layer in self.layers:
             x = layer(x, images, angles)

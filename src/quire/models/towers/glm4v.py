@@ -11,7 +11,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, PatchEmbedding, VisionAttention, VisionMLP
 from quire.models.towers import qwen2_5_vl
-from quire.models.towers.grid import Grid, GridTower
+from quire.models.towers.grid import Grid, GridTower, Placed
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -67,22 +67,26 @@ class Glm4v(GridTower):
         self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
         self.merger = Merger(tower, scope / "merger")
 
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def layout(self, grids: Sequence[Grid]) -> Placed:
+        places = self.places(grids)
+        return Placed(self.images(grids), self.angles(places), self.positions(places, grids))
+
+    def forward(self, x: Tensor, layout: Placed) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
-        images, places = self.images(grids), self.places(grids)
-        x, angles = self.placed(self.first_norm.alone(x), places, grids), self.angles(places)
+        images, angles, positions = layout
+        x = self.first_norm.alone(x) + positions
         for layer in self.layers:
             x = layer(x, images, angles)
         x = self.last_norm.alone(x).view(-1, self.facts.merge**2, self.facts.hidden)
         out: Tensor = self.merger(self.squares(x.transpose(1, 2).flatten(1)))
         return out
 
-    def placed(self, x: Tensor, places: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Each patch with the learned position where its middle falls on their square; bicubic."""
+    def positions(self, places: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Of each patch the learned position where its middle falls on their square; bicubic."""
         side = self.facts.positions
         at = (places + 0.5) / self.sizes(grids) * 2 - 1
         table = self.learned.vectors.float().view(1, side, side, -1).permute(0, 3, 1, 2)
         found = F.grid_sample(
             table, at.flip(1)[None, :, None], mode="bicubic", padding_mode="border", align_corners=False
         )
-        return x + found[0, :, :, 0].t().to(x.dtype)
+        return found[0, :, :, 0].t().to(self.learned.vectors.dtype)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,19 @@ def places_of(grid: Grid, merge: int) -> NDArray[np.int64]:
     return np.tile(np.stack(squares, 1), (grid.steps, 1))
 
 
+def _grids_of(items: Sequence[Mapping[str, Tensor]]) -> list[Grid]:
+    return [Grid(*item["pixels"].shape[:3]) for item in items]
+
+
+class Placed(NamedTuple):
+    """Patches with learned positions."""
+
+    images: Spans
+    angles: Angles
+    positions: Tensor
+    """[T, hidden], which are added to them."""
+
+
 class GridTower(nn.Module):
     """Patches become vectors; `merge` x `merge` of them one for the decoder. Each step of a video is seen for
     itself. `root` and `embed` are the names of checkpoints; `is_flat`: a patch has no time there."""
@@ -63,10 +76,18 @@ class GridTower(nn.Module):
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        pixels = [item["pixels"] for item in items]
-        grids = [Grid(*each.shape[:3]) for each in pixels]
-        vectors = self(self.patches(torch.cat([self._flat(each) for each in pixels])), grids)
-        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in grids]))
+        return self.compute(modality, items, self.lay_out(modality, items))
+
+    def lay_out(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> Any:
+        return self.layout(_grids_of(items))
+
+    def compute(self, modality: str, items: Sequence[Mapping[str, Tensor]], layout: Any) -> list[Tensor]:
+        vectors = self(self.patches(torch.cat([self._flat(item["pixels"]) for item in items])), layout)
+        return list(vectors.split([math.prod(grid) // self.facts.merge**2 for grid in _grids_of(items)]))
+
+    def layout(self, grids: Sequence[Grid]) -> Any:
+        """All that `forward` needs beside patches: of most towers, who sees whom, and how far each turns."""
+        return self.images(grids), self.angles(self.places(grids))
 
     def _flat(self, pixels: Tensor) -> Tensor:
         """[steps, height, width, numbers of a patch, in some axes] -> [patches, numbers of a patch]; what has

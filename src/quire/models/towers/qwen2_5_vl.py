@@ -1,6 +1,7 @@
 """Qwen2.5-VL's tower: most layers look within windows, which lie one after the other."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts
 from quire.config.media.qwen import GridFacts
-from quire.kernels.encoder import spans_of
+from quire.kernels.encoder import Spans, spans_of
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.scope import Scope
-from quire.layers.vision import VisionMLP
+from quire.layers.vision import Angles, VisionMLP
 from quire.models.towers import qwen2_vl
 from quire.models.towers.grid import Grid, GridTower
 from quire.models.towers.qwen2_vl import Merger
@@ -39,6 +40,18 @@ def windows_of(grid: Grid, merge: int, side: int) -> tuple[NDArray[np.int64], ND
     return np.argsort(window, kind="stable"), np.bincount(window)
 
 
+class Windows(NamedTuple):
+    """Patches in the order of windows."""
+
+    order: Tensor
+    """The square that stands at each place;"""
+    near: Spans
+    """who sees whom within windows,"""
+    far: Spans
+    """and within images."""
+    angles: Angles
+
+
 class Qwen2_5VL(GridTower):
     """The tower."""
 
@@ -50,17 +63,20 @@ class Qwen2_5VL(GridTower):
         merger = scope / "merger"
         self.merger = Merger(tower, RMSNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+    def layout(self, grids: Sequence[Grid]) -> Windows:
         square = self.facts.merge**2
         parts = [windows_of(grid, self.facts.merge, self.side) for grid in grids]
         starts = np.cumsum([0, *(len(order) for order, _ in parts[:-1])])
         by_window = np.concatenate([order + start for (order, _), start in zip(parts, starts, strict=True)])
         order = torch.from_numpy(by_window).to(self.device)
         near = spans_of(np.concatenate([lens for _, lens in parts]).astype(np.int32) * square, self.device)
-        far = self.images(grids)
         angles = self.angles(self.places(grids).view(-1, square, 2)[order].view(-1, 2))
-        x = x.view(-1, square, x.shape[1])[order].view(x.shape)
+        return Windows(order, near, self.images(grids), angles)
+
+    def forward(self, x: Tensor, layout: Windows) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        order, near, far, angles = layout
+        x = x.view(-1, self.facts.merge**2, x.shape[1])[order].view(x.shape)
         for number, layer in enumerate(self.layers):
             x = layer(x, far if number in self.facts.far else near, angles)
         vectors = self.merger(x)

@@ -1,7 +1,5 @@
 """Qwen2-VL's tower: patches that turn by row and column, and see all others of their image."""
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from quire.config.facts import ArchFacts
@@ -10,7 +8,7 @@ from quire.kernels.encoder import Spans
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.scope import Scope
 from quire.layers.vision import Angles, VisionAttention, VisionMLP
-from quire.models.towers.grid import Grid, GridTower
+from quire.models.towers.grid import GridTower
 
 
 class Layer(nn.Module):
@@ -62,9 +60,9 @@ class Qwen2VL(GridTower):
         merger = scope / "merger"
         self.merger = Merger(tower, LayerNorm(tower.hidden, tower.norm_eps, merger / "ln_q"), merger)
 
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, x: Tensor, layout: tuple[Spans, Angles]) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
-        images, angles = self.images(grids), self.angles(self.places(grids))
+        images, angles = layout
         for layer in self.layers:
             x = layer(x, images, angles)
         out: Tensor = self.merger(x)

@@ -11,7 +11,7 @@ from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import Grid, GridTower
+from quire.models.towers.grid import Grid, GridTower, Placed
 
 _MLP = ("linear_fc1", "linear_fc2")
 
@@ -52,29 +52,32 @@ class Qwen3VL(GridTower):
             Merger(tower, scope / "deepstack_merger_list" / i, squares=True) for i in taps
         )
 
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def layout(self, grids: Sequence[Grid]) -> Placed:
+        places = self.places(grids)
+        return Placed(self.images(grids), self.angles(places), self.positions(places, grids))
+
+    def forward(self, x: Tensor, layout: Placed) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out * (1 + taps)]."""
-        images, places = self.images(grids), self.places(grids)
-        x, angles = self.placed(x, places, grids), self.angles(places)
-        deep = []
+        images, angles, positions = layout
+        x, deep = x + positions, []
         for number, layer in enumerate(self.layers):
             x = layer(x, images, angles)
             deep += [self.deep[i](x) for i, tap in enumerate(self.facts.taps) if tap == number]
         return torch.cat([self.merger(x), *deep], 1)
 
-    def placed(self, x: Tensor, places: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Each patch with the mean of the four learned positions around its own, weighed by nearness: corners
+    def positions(self, places: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Of each patch the mean of the four learned positions around its own, weighed by nearness: corners
         of the grid are those of the square."""
         side = self.facts.positions
         at = places.float() * (side - 1) / (self.sizes(grids) - 1).clamp(min=1)
         first = at.floor()
         part = at - first
         first = first.long()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=self.device)
+        out = torch.zeros(len(places), self.facts.hidden, dtype=torch.float32, device=self.device)
         for down in (0, 1):
             for across in (0, 1):
                 near = (first + first.new_tensor([down, across])).clamp(max=side - 1)
                 row, column = (part if step else 1 - part for step in (down, across))
                 weights = row[:, :1] * column[:, 1:]
                 out += self.learned.vectors[near[:, 0] * side + near[:, 1]] * weights
-        return x + out.to(x.dtype)
+        return out.to(self.learned.vectors.dtype)
