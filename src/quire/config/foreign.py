@@ -76,8 +76,11 @@ SHORT = {
 
 
 def _from_compilation_config(value: Any) -> dict[str, Any]:
-    mode = value.get("cudagraph_mode") if isinstance(value, dict) else None
-    return {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
+    if not isinstance(value, dict):
+        return {}
+    mode = value.get("cudagraph_mode")
+    found = {"enforce_eager": True} if isinstance(mode, str) and mode.upper() == "NONE" else {}
+    return found | {name: value[name] for name in ("cudagraph_mm_encoder",) if name in value}
 
 
 def _from_attention_config(value: Any) -> dict[str, Any]:

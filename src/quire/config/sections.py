@@ -327,6 +327,8 @@ class MultimodalSection:
     """By what items are told apart; `blake3` where it is installed, else sha256."""
     mm_encoder_tp_mode: Literal["weights", "data"] = "weights"
     """How devices share the work of a tower: each has a part of its weights, or some of the items."""
+    cudagraph_mm_encoder: bool = False
+    """On a GPU, capture small batches of a tower whose shapes come again as CUDA graphs."""
     mm_encoder_attn_backend: str = "AUTO"
     """Attention of towers. Default: by the device."""
     interleave_mm_strings: bool = False

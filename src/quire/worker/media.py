@@ -18,10 +18,11 @@ from quire.data.plan import StepPlan
 from quire.dist.arena import Window
 from quire.errors import EngineError
 from quire.layers.crossing import Crossing
-from quire.models.towers import Tower, is_divided
+from quire.models.towers import Repeats, Tower, is_divided
 from quire.sampling.transfer import to_device
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
+from quire.worker.tower_graphs import MOST_VECTORS, TowerGraphs
 
 _EMBEDS = "embeds"
 """What arrays are called that are vectors already."""
@@ -29,6 +30,9 @@ _PLACES_PER_VECTOR = 4
 """Towers work on patches, or on frames, of which about so many become a vector;"""
 _COPIES = 4
 """as many as this of their widest layer are there at once. For where nothing can be measured."""
+_GRAPH_COPIES = 4
+"""All graphs of a tower share their memory, and may take so many times what the largest takes: each has what
+goes in and comes out to itself."""
 
 
 class Encoder:
@@ -43,6 +47,7 @@ class Encoder:
         dtype: torch.dtype,
         device: torch.device,
         group: Group = ALONE,
+        graphs: TowerGraphs | None = None,
     ) -> None:
         """Vectors have `hidden` numbers, and as many more for each of the layers that are given some. Each of
         a `group` encodes some of the items."""
@@ -53,6 +58,7 @@ class Encoder:
         self.group = group
         self.kept: dict[bytes, Tensor] = {}
         self._window = Window()
+        self._graphs = graphs
 
     # ---- steps
 
@@ -86,7 +92,11 @@ class Encoder:
 
     def _run(self, modality: str, items: Sequence[Item]) -> list[Tensor]:
         given = [self._given(item.arrays or {}) for item in items]
-        made = zip(items, self.tower.encode(modality, given), strict=True)
+        if self._graphs is None:
+            vectors = self.tower.encode(modality, given)
+        else:
+            vectors = self._graphs.encode(modality, given, sum(item.num_vectors for item in items))
+        made = zip(items, vectors, strict=True)
         return [self._checked(item, part.to(self.dtype)) for item, part in made]
 
     def _given(self, arrays: Arrays) -> dict[str, Tensor]:
@@ -144,6 +154,8 @@ class Encoder:
 
     def clear(self) -> None:
         self.kept.clear()
+        if self._graphs is not None:
+            self._graphs.forget()
 
     # ---- over devices
 
@@ -182,7 +194,13 @@ class Encoder:
         row_bytes = self.width * self.dtype.itemsize
         copied = config.scheduler.max_num_batched_tokens * row_bytes
         vectors, activations = most * row_bytes, needs.activations + copied
-        return replace(needs, vectors=vectors, activations=activations).beside(peak)
+        needs = replace(needs, vectors=vectors, activations=activations).beside(peak)
+        if self._graphs is not None:
+            some = min(most, MOST_VECTORS)
+            peaks = (self._peak(modality, min(each, some), some) for modality, each in largest.items())
+            self._graphs.max_bytes = _GRAPH_COPIES * max(peaks, default=0)
+            needs = replace(needs, graphs=needs.graphs + self._graphs.max_bytes)
+        return needs
 
     def _peak(self, modality: str, largest: int, num_vectors: int) -> int:
         """Bytes of so many vectors, the most of one item being the `largest`. On a GPU it is tried, else
@@ -254,6 +272,11 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
     media, tower = config.checkpoint.facts.media, getattr(model, "tower", None)
     if media is None or tower is None:
         return None
+    graphs = None
+    if config.multimodal.cudagraph_mm_encoder and device.type == "cuda" and not config.model.enforce_eager:
+        # Devices that share a tower would have to capture the same, and each finds room by itself.
+        is_whole = tower_group(config, group).size == 1
+        graphs = TowerGraphs(tower) if is_whole and isinstance(tower, Repeats) else None
     kind: Callable[..., Encoder] = partial(CrossEncoder, model.crossing) if media.crossed else Encoder
     return kind(
         tower,
@@ -262,6 +285,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
         dtype=getattr(torch, config.model.dtype),
         device=device,
         group=ALONE if tower_group(config, group) is group else group,
+        graphs=graphs,
     )
 
 

@@ -23,6 +23,7 @@ from quire.kernels.triton.encoder import Shape
 from quire.kernels.triton.launch import compiling
 from quire.layers.scope import Loads, Scope
 from quire.models.towers.qwen2_5_vl import Qwen2_5VL
+from quire.worker.tower_graphs import MOST_VECTORS, TIMES, TowerGraphs
 
 HEADS, DIM = 16, 80
 PEAK, BANDWIDTH = 989e12, 4.8e12
@@ -106,7 +107,8 @@ def chosen() -> None:
 
 @torch.inference_mode()
 def tower() -> None:
-    """Images of 1 to 16 thousand patches through all of it, with random weights."""
+    """Images of 336 pixels a side to 16 thousand patches through all of it, with random weights; small ones
+    as graphs, too."""
     vision = {"out_hidden_size": 2048, "hidden_size": 1280, "num_heads": 16, "depth": 32}
     vision |= {"intermediate_size": 3420, "patch_size": 14, "in_chans": 3}
     text = {"hidden_size": 2048, "num_attention_heads": 16, "vision_config": vision}
@@ -120,7 +122,9 @@ def tower() -> None:
     for layer in made.modules():
         if isinstance(layer, Loads):
             layer.finish()
-    for side in (32, 64, 96, 128):
+    graphs = TowerGraphs(made)
+    graphs.max_bytes = 8 << 30
+    for side in (24, 48, 74, 96, 128):
         num = side * side
         item = {"pixels": torch.randn(1, side, side, made.patches.weight.shape[1], device=device)}
         time_s = seconds(lambda: made.encode("image", [item]), 3)  # noqa: B023
@@ -128,7 +132,15 @@ def tower() -> None:
         mixed = 4 * 1280 * num * (4 * num + 28 * 64)
         bound = (per_patch * num + mixed) / PEAK
         share = bound / time_s
-        print(f"tower {num:6} patches {time_s * 1e3:8.2f} ms, floor {bound * 1e3:6.2f} ms: {share:4.0%}")
+        played = ""
+        if num // 4 <= MOST_VECTORS:
+            found = [graphs.encode("image", [item], num // 4)[0] for _ in range(TIMES)]
+            assert len(graphs) and torch.equal(found[-1], made.encode("image", [item])[0])
+            time_g = seconds(lambda: graphs.encode("image", [item], num // 4), 3)  # noqa: B023
+            played = f"; as a graph {time_g * 1e3:6.2f} ms, {graphs._num_bytes / 2**20:.0f} MiB by now"
+        print(
+            f"tower {num:6} patches {time_s * 1e3:8.2f} ms, floor {bound * 1e3:6.2f} ms: {share:4.0%}{played}"
+        )
 
 
 if __name__ == "__main__":
