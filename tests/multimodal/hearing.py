@@ -110,6 +110,29 @@ class Heard(NamedTuple):
     tokenizer: Any
 
 
+def save_voxtral(path: Path) -> tuple[Any, Any]:
+    """The model, and what makes its features: the whole processor needs mistral-common."""
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["[BEGIN_AUDIO]", "[AUDIO]"])
+    features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    config = hf.VoxtralConfig(
+        audio_config={
+            "model_type": "voxtral_encoder",
+            "num_mel_bins": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "hidden_size": 32,
+            "max_source_positions": SECONDS * 50,
+        },
+        text_config=hf.LlamaConfig(**TEXT, head_dim=8).to_dict(),
+        audio_token_id=tokenizer.convert_tokens_to_ids("[AUDIO]"),
+    )
+    tokenizer.save_pretrained(path)
+    return _saved(path, "VoxtralForConditionalGeneration", config, features), (features, tokenizer)
+
+
 def _saved(path: Path, architecture: str, config: Any, processor: Any) -> Any:
     model = save_tiny(path, architecture, config, processor)
     # The names of the checkpoints that there are; transformers 5.22 writes one part of them twice.

@@ -3,13 +3,14 @@
 import base64
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_inputs import data_url, wav
-from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, sound
+from hearing import MARK, RATE, SECONDS, noise, save_flamingo, save_qwen_audio, save_voxtral, sound
 from seeing import close
 
 from quire import LLM, SamplingParams
@@ -264,3 +265,52 @@ def test_windows_that_overlap_are_summed_as_one_by_one(step: int, num_taps: int,
     expected = [samples[k * step : k * step + num_taps].astype(np.float64) @ taps for k in some]
     assert found.shape == (count,)
     np.testing.assert_allclose(found[some], expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
+    """A part of one, exactly one, several with silence behind the last, in one batch; what is said of one,
+    of several with text between, and again when their beginnings are kept."""
+    from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+    twin = Twin(tmp_path, save_voxtral)
+    extractor, tokenizer = twin.processor
+    sounds = [sound(count, seed) for seed, count in enumerate((900, SECONDS * RATE, 80000))]
+    whole = {"pad_to_multiple_of": SECONDS * RATE, "padding": True, "truncation": False}
+    options = {"sampling_rate": RATE, "return_tensors": "pt", **whole}
+
+    def heard(sounds: list[Sound]) -> torch.Tensor:
+        own = SimpleNamespace(feature_extractor=extractor)
+        samples = [each.samples for each in sounds]
+        return VoxtralProcessor._retrieve_input_features(own, samples, SECONDS * 100, **options)
+
+    items = [twin.ours.process("audio", each, {}) for each in sounds]
+    tower = twin.tower()
+    mels = [item.arrays["mel"].numbers().copy() for item in items]
+    vectors = tower.encode("audio", [{"mel": torch.from_numpy(mel)} for mel in mels])
+    for item, mel, own, given in zip(items, mels, vectors, sounds, strict=True):
+        features = heard([given])
+        pieces = np.pad(features.transpose(1, 2).numpy(), ((0, 0), (0, 1), (0, 0)))
+        close(mel, pieces.reshape(-1, 20), 1e-4)
+        theirs = twin.model.model.get_audio_features(features).pooler_output
+        torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
+        assert len(item.token_ids) == len(own)
+    (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
+    assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
+    llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"
+    contents = [(f"so {mark}?", sounds[2:]), (f"{mark} one {mark}two", sounds[:2]), ("words", [])]
+    asked = [
+        {"prompt": text, "multi_modal_data": {"audio": [tuple(each) for each in given]}} if given else text
+        for text, given in contents
+    ]
+    first = llm.generate(asked, PARAMS, use_tqdm=False)
+    for output, (text, given) in zip(first, contents, strict=True):
+        spans = ["[AUDIO]" * (25 * -(-len(each.samples) // (SECONDS * RATE))) for each in given]
+        parts = [each for pair in zip(text.split("[AUDIO]"), [*spans, ""], strict=True) for each in pair]
+        inputs = tokenizer("".join(parts), return_tensors="pt", return_token_type_ids=False)
+        features = {"input_features": heard(given)} if given else {}
+        said = twin.model.generate(**inputs, **features, max_new_tokens=COUNT, do_sample=False)
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == said[0].tolist()
+    again = llm.generate(asked[:2], PARAMS, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in again] == [each.outputs[0].token_ids for each in first[:2]]
+    assert all(each.num_cached_tokens > 0.5 * len(each.prompt_token_ids) for each in again)

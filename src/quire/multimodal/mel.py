@@ -29,6 +29,8 @@ _LINEAR_HZ, _LINEAR_MELS = 1000.0, 15.0
 """Mels count pitches evenly up to there, and by their logarithms above."""
 _MELS_PER_LOG = 27 / math.log(6.4)
 _QUIETEST = 1e-10
+_FRAMES = 4096
+"""Whose spectra are in memory at once."""
 
 
 def resampled(sound: Sound, rate: int, most: int) -> Samples:
@@ -110,9 +112,10 @@ def log_mel(
     heard[: len(samples)] = samples[: len(heard)]
     around = np.lib.stride_tricks.sliding_window_view(np.pad(heard, fft // 2, mode="reflect"), fft)[::hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(fft) / fft)
-    power = np.abs(np.fft.rfft(around[:frames] * window)) ** 2
-    found = np.log10(np.maximum(power @ mel_filters(mels, fft, rate), _QUIETEST))
     out: Samples = np.full((frames, mels), np.log10(_QUIETEST), np.float32)
-    out[: len(found)] = found
+    for first in range(0, min(frames, len(around)), _FRAMES):
+        power = np.abs(np.fft.rfft(around[first : min(first + _FRAMES, frames)] * window)) ** 2
+        found = np.log10(np.maximum(power @ mel_filters(mels, fft, rate), _QUIETEST))
+        out[first : first + len(found)] = found
     out = (np.maximum(out, out.max() - 8) + 4) / 4
     return out

@@ -48,6 +48,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names

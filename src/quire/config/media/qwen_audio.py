@@ -1,4 +1,4 @@
-"""Qwen2-Audio and Audio Flamingo 3: Whisper's encoder in front of a decoder of Qwen2's kind."""
+"""Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder in front of a decoder."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,12 @@ from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.parts import part, text_part, token_id
 from quire.config.media.whisper import WhisperFacts, encoder_of
+from quire.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class QwenAudioFacts:
-    """An encoder, of whose states two become a vector."""
+    """An encoder, of whose states some become a vector."""
 
     encoder: WhisperFacts
     size_out: int
@@ -20,6 +21,8 @@ class QwenAudioFacts:
     activation: str = ""
     """Between the two products of the projector; empty: it is a single one."""
     bias: bool = True
+    stack: int = 0
+    """So many states lie side by side in what becomes a vector; 0: the mean of two."""
 
     @property
     def moments(self) -> int:
@@ -29,7 +32,12 @@ class QwenAudioFacts:
     @property
     def tokens(self) -> int:
         """Vectors of that."""
-        return self.encoder.positions // 2
+        return self.encoder.positions // self.states
+
+    @property
+    def states(self) -> int:
+        """Of a vector."""
+        return self.stack or 2
 
 
 def qwen2_audio(keys: Keys) -> tuple[Keys, MediaFacts]:
@@ -52,3 +60,22 @@ def audio_flamingo3(keys: Keys) -> tuple[Keys, MediaFacts]:
         bias=keys.flag("projector_bias", True),
     )
     return text, MediaFacts("audio_flamingo3", ("audio",), tower)
+
+
+def voxtral(keys: Keys) -> tuple[Keys, MediaFacts]:
+    text = text_part(keys)
+    encoder = encoder_of(part(keys, "audio_config"))
+    tower = QwenAudioFacts(
+        encoder=encoder,
+        size_out=text.size("hidden_size"),
+        audio_id=token_id(keys, "audio_token_id", default=24),
+        activation=keys.get("projector_hidden_act") or "gelu",
+        bias=False,
+        stack=encoder.intermediate // encoder.hidden,
+    )
+    if encoder.intermediate % encoder.hidden or encoder.positions % tower.states:
+        raise ConfigError(
+            f"{keys.source}: states of {encoder.hidden}, {encoder.positions} of them, do not make up vectors "
+            f"of {encoder.intermediate}"
+        )
+    return text, MediaFacts("voxtral", ("audio",), tower)

@@ -1,4 +1,4 @@
-"""The tower of Qwen2-Audio and Audio Flamingo 3: Whisper's encoder, states averaged by two, and products."""
+"""The tower of Qwen2-Audio, Audio Flamingo 3 and Voxtral: Whisper's encoder, and products of some states."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,14 +37,21 @@ class QwenAudio(nn.Module):
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         sounds = [item["mel"].split(self.facts.moments + 1) for item in items]
         states = self.encoder([piece for pieces in sounds for piece in pieces])
-        means = [each[: len(each) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for each in states]
-        vectors: Tensor = self.projector(self.norm.alone(torch.cat(means)))
-        counts = iter([len(each) for each in means])
+        count = self.facts.states
+        groups = [each[: len(each) // count * count].unflatten(0, (-1, count)) for each in states]
+        vectors: Tensor = self.projector(self.gathered(torch.cat(groups)))
+        counts = iter([len(each) for each in groups])
         return list(vectors.split([sum(next(counts) for _ in pieces) for pieces in sounds]))
+
+    def gathered(self, groups: Tensor) -> Tensor:
+        """[vectors, states, hidden]: their mean, or all side by side."""
+        if self.facts.stack:
+            return self.norm.alone(groups.flatten(0, 1)).view(len(groups), -1)
+        return self.norm.alone(groups.mean(1))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         whole, rest = divmod(num_vectors, self.facts.tokens)
-        moments = whole * (self.facts.moments + 1) + (4 * rest + 1 if rest else 0)
+        moments = whole * (self.facts.moments + 1) + (2 * self.facts.states * rest + 1 if rest else 0)
         return {"mel": torch.zeros(moments, self.facts.encoder.mels, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
@@ -53,7 +60,7 @@ class QwenAudio(nn.Module):
 
 
 def _projector(facts: QwenAudioFacts, scope: Scope) -> nn.Module:
-    hidden, size_out = facts.encoder.hidden, facts.size_out
+    hidden, size_out = facts.encoder.hidden * (facts.stack or 1), facts.size_out
     if not facts.activation:
         return WholeLinear(hidden, size_out, scope / "linear", bias=facts.bias)
     names = ("linear_1", "linear_2")

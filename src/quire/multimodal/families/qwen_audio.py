@@ -1,4 +1,4 @@
-"""Sounds of Qwen2-Audio and Audio Flamingo 3: how loud each pitch is, hundred times a second."""
+"""Sounds of Qwen2-Audio, Audio Flamingo 3 and Voxtral: how loud each pitch is, hundred times a second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +18,8 @@ from quire.multimodal.mel import Samples
 from quire.text.tokenizer import Tokenizer
 
 _MARKED = "Audio {}: <|audio_bos|>{}<|audio_eos|>"
+_MOST_SECONDS = 2400
+"""Of a sound of Voxtral's."""
 _LEAST = 3
 """Moments of a sound of one vector."""
 
@@ -49,6 +51,9 @@ class QwenAudioProcessor(Pictures):
                 f"the sound is too short: it has {len(samples)} samples at {self.ear.rate} Hz, and "
                 f"{(_LEAST - 1) * self.ear.hop + 1} are the fewest"
             )
+        return self._made(samples)
+
+    def _made(self, samples: Samples) -> Processed:
         at_once = self.ear.at_once
         pieces = [self._heard(samples[at : at + at_once]) for at in range(0, len(samples), at_once)]
         pieces = [each for each in pieces if len(each) > _LEAST]
@@ -76,3 +81,18 @@ class AudioFlamingoProcessor(QwenAudioProcessor):
 
     def text(self, modality: str, number: int) -> str:
         return Pictures.text(self, modality, number)
+
+
+class VoxtralProcessor(QwenAudioProcessor):
+    """In pieces of one length, the last with silence behind it; all are as loud as the loudest of them."""
+
+    def num_pieces(self, path: Path) -> int:
+        return max(1, _MOST_SECONDS * self.ear.rate // self.ear.at_once)
+
+    def text(self, modality: str, number: int) -> str:
+        return f"[BEGIN_AUDIO]{Pictures.text(self, modality, number)}"
+
+    def _made(self, samples: Samples) -> Processed:
+        count = -(-len(samples) // self.ear.at_once)
+        token_ids = [self.image_id] * (count * self.facts.tokens)
+        return Processed(token_ids, arrays={"mel": Array.of(self.ear.heard(samples, count))})

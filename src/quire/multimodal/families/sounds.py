@@ -44,9 +44,10 @@ class Ear:
             )
         return resampled(sound, self.rate, longest)
 
-    def heard(self, samples: Samples) -> Samples:
-        """[moments + 1, mels] of as many samples as are heard at once, with silence behind them. The
-        convolutions look at the moment behind the last, where nothing is."""
+    def heard(self, samples: Samples, pieces: int = 1) -> Samples:
+        """[pieces * (moments + 1), mels] of at most so many times the samples that are heard at once, with
+        silence behind them. The convolutions look at the moment behind a piece's last, where nothing is."""
         sizes = {"rate": self.rate, "fft": self.fft, "hop": self.hop}
-        mel = log_mel(samples, self.facts.moments, mels=self.facts.mels, **sizes)
-        return np.pad(mel, ((0, 1), (0, 0)))
+        mel = log_mel(samples, pieces * self.facts.moments, mels=self.facts.mels, **sizes)
+        divided = np.pad(mel.reshape(pieces, -1, self.facts.mels), ((0, 0), (0, 1), (0, 0)))
+        return divided.reshape(-1, self.facts.mels)
