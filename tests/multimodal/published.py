@@ -33,9 +33,7 @@ class OlderMiniCPM(torch.nn.Module):
             setattr(self.resampler, name, torch.nn.LayerNorm(size, eps=1e-6))
 
     def save_pretrained(self, path: Path) -> None:
-        (path / "config.json").write_text(json.dumps(self.config))
-        tensors = {name: each.clone() for name, each in self.state_dict().items()}
-        save_file(tensors, path / "model.safetensors")
+        _save(self, self.config, path)
 
     def seen(self, square: torch.Tensor) -> torch.Tensor:
         """[3, height, width] -> [queries, size]"""
@@ -144,12 +142,9 @@ def dots(config: dict[str, Any]) -> Any:
         def __init__(self) -> None:
             super().__init__(hf.Qwen2Config(**TEXT, rms_norm_eps=1e-6, tie_word_embeddings=False))
             self.vision_tower = Tower()
-            self.said = config
 
         def save_pretrained(self, path: Path) -> None:
-            (path / "config.json").write_text(json.dumps(self.said))
-            tensors = {name: each.clone() for name, each in self.state_dict().items()}
-            save_file(tensors, path / "model.safetensors")
+            _save(self, config, path)
 
         def seen(self, inputs: Any) -> torch.Tensor:
             grids = inputs["image_grid_thw"].tolist()
@@ -168,3 +163,87 @@ def dots(config: dict[str, Any]) -> Any:
             return out
 
     return Dots()
+
+
+def step(config: dict[str, Any]) -> Any:
+    """Step3-VL-10B as published: a tower of 32 numbers and 2 heads, over patches of 7 pixels."""
+    import transformers as hf
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1, self.ln_2 = torch.nn.LayerNorm(32, eps=1e-5), torch.nn.LayerNorm(32, eps=1e-5)
+            self.attn, self.mlp = torch.nn.MultiheadAttention(32, 2), torch.nn.Module()
+            self.mlp.c_fc, self.mlp.c_proj = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+            for name in ("ls_1", "ls_2"):
+                setattr(self, name, torch.nn.Module())
+                getattr(self, name).gamma = torch.nn.Parameter(torch.rand(32))
+
+        def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+            qkv = self.ln_1(x) @ self.attn.in_proj_weight.T + self.attn.in_proj_bias
+            q, k, v = qkv.view(-1, 3, 2, 16).permute(1, 2, 0, 3)
+            q, k = (self.turned(each, turns) for each in (q, k))
+            mixed = torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v
+            x = x + self.ls_1.gamma * self.attn.out_proj(mixed.transpose(0, 1).flatten(1))
+            inner = self.mlp.c_fc(self.ln_2(x))
+            return x + self.ls_2.gamma * self.mlp.c_proj(inner * torch.sigmoid(1.702 * inner))
+
+        def turned(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+            """Neighbours turn together."""
+            numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(numbers * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1 = torch.nn.Conv2d(3, 32, 7, 7, bias=False)
+            self.positional_embedding = torch.nn.Parameter(torch.randn(64, 32))
+            self.ln_pre = torch.nn.LayerNorm(32, eps=1e-5)
+            self.transformer = torch.nn.Module()
+            self.transformer.resblocks = torch.nn.ModuleList(Layer() for _ in range(3))
+            self.vit_downsampler1 = torch.nn.Conv2d(32, 64, 3, 2, 1)
+            self.vit_downsampler2 = torch.nn.Conv2d(64, 128, 3, 2, 1)
+
+        def forward(self, square: torch.Tensor) -> torch.Tensor:
+            """[3, side, side] -> [vectors, 128]"""
+            patches = self.conv1(square[None])
+            table = self.positional_embedding.T.reshape(1, 32, 8, 8)
+            places = torch.nn.functional.interpolate(table, patches.shape[2:], mode="bilinear")
+            x = self.ln_pre((patches + places)[0].flatten(1).T)
+            side, speeds = patches.shape[2], 1 / 10000 ** (torch.arange(0, 8, 2) / 8)
+            turns = [
+                torch.cat((column * speeds, row * speeds)) for row in range(side) for column in range(side)
+            ]
+            for block in self.transformer.resblocks:
+                x = block(x, torch.stack(turns))
+            x = self.vit_downsampler2(self.vit_downsampler1(x.T.reshape(1, 32, side, side)))
+            return x[0].flatten(1).T
+
+    class Step(hf.Qwen3ForCausalLM):
+        def __init__(self) -> None:
+            super().__init__(
+                hf.Qwen3Config(**TEXT, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False)
+            )
+            self.vision_model = Tower()
+            self.vit_large_projector = torch.nn.Linear(128, 32, bias=False)
+
+        def save_pretrained(self, path: Path) -> None:
+            _save(self, config, path)
+
+        def seen(self, squares: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([self.vit_large_projector(self.vision_model(each)) for each in squares])
+
+        def generate(self, input_ids: torch.Tensor, squares: Any = (), **options: Any) -> Any:
+            embeds = self.get_input_embeddings()(input_ids)
+            if squares:
+                embeds[input_ids == config["image_token_id"]] = self.seen(squares)
+            out = super().generate(inputs_embeds=embeds, **options)
+            out.sequences = torch.cat((input_ids, out.sequences), 1)
+            return out
+
+    return Step()
+
+
+def _save(model: torch.nn.Module, config: dict[str, Any], path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: each.clone() for name, each in model.state_dict().items()}, path / "model.safetensors")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from published import OlderMiniCPM, dots
+from published import OlderMiniCPM, dots, step
 from safetensors.torch import save_file
 from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
 
@@ -319,10 +319,107 @@ def _dots_ocr() -> tuple[Any, Any, Any, str]:
     return dots, config, DotsStand(tokenizer), "<|imgpad|>"
 
 
+class StepStand(Stand):
+    """Squares of 56 pixels, windows of 42, images of at most 100 a side."""
+
+    settings = {"patch_size": 42, "max_image_size": 100}
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        windows, whole = self.cut(image)
+        own = {"pixels": self.sized(whole, 56)}
+        rows = [each for row in windows for each in row]
+        return own | ({"windows": np.stack([self.sized(each, 42) for each in rows])} if rows else {})
+
+    def sized(self, image: Image.Image, side: int) -> NDArray[Any]:
+        """As torchvision does it with tensors: after all else."""
+        mean, std = (torch.tensor(each).double()[:, None, None] for each in (_CLIP_MEAN, _CLIP_STD))
+        numbers = torch.from_numpy(np.array(image)).permute(2, 0, 1).double() / 255
+        normal = ((numbers - mean) / std)[None]
+        size = {"size": (side, side), "mode": "bilinear", "antialias": True}
+        return torch.nn.functional.interpolate(normal, **size)[0].float().numpy()
+
+    def cut(self, image: Image.Image) -> tuple[list[list[Image.Image]], Image.Image]:
+        """Rows of windows, and the whole."""
+        width, height = image.size
+        if min(image.size) < 32 and (width / height > 4 or width / height < 1 / 4):
+            square = Image.new("RGB", (max(image.size), max(image.size)), 0)
+            square.paste(image, (0, 0))
+            image = square
+            width, height = image.size
+        if max(image.size) > 100:
+            scale = 100 / max(image.size)
+            width, height = int(width * scale), int(height * scale)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        long, short = max(width, height), min(width, height)
+        if long <= 56:
+            side = short if long / short > 1.5 else 0
+        else:
+            side = min(short, 42) if long / short > 4 else 42
+        if not side:
+            return [], image
+
+        def rounded(length: int) -> int:
+            ratio = length / side
+            if ratio < 1:
+                return length
+            return side * (int(ratio) + 1 if ratio - length // side > 0.2 else int(ratio))
+
+        large = image.resize((rounded(width), rounded(height)), Image.Resampling.BILINEAR)
+        columns, rows = (max(1, rounded(length) // side) for length in (width, height))
+        return [
+            [large.crop((x * side, y * side, x * side + side, y * side + side)) for x in range(columns)]
+            for y in range(rows)
+        ], image
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.as_tensor(model.seen(inputs["squares"]))
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        squares, parts = [], text.split("<im_patch>")
+        out = parts[0]
+        for image, part in zip(images, parts[1:], strict=True):
+            windows, whole = self.cut(image)
+            squares += [torch.from_numpy(self.sized(each, 42)) for row in windows for each in row]
+            squares.append(torch.from_numpy(self.sized(whole, 56)))
+            place = "<im_patch>" * 4
+            rows = [f"<patch_start>{place}<patch_end>" * len(row) for row in windows]
+            out += "<patch_newline>".join(rows) + f"<im_start>{place}<im_end>" + part
+        inputs = self.tokenizer(out, return_tensors="pt", return_token_type_ids=False)
+        return inputs | {"squares": squares}
+
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def _step_vl() -> tuple[Any, Any, Any, str]:
+    marks = ["<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>", "<im_patch>"]
+    tokenizer = make_tokenizer(marks)
+    config = {
+        "architectures": ["StepVLForConditionalGeneration"],
+        "model_type": "step_robotics",
+        "image_token_id": tokenizer.convert_tokens_to_ids("<im_patch>"),
+        "projector_bias": False,
+        "text_config": TEXT
+        | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        "vision_config": {
+            "width": 32,
+            "layers": 3,
+            "heads": 2,
+            "mlp_ratio": 2.0,
+            "image_size": 56,
+            "patch_size": 7,
+            "use_ln_post": False,
+            "ls_init_value": 0.1,
+        },
+    }
+    return step, config, StepStand(tokenizer), "<im_patch>"
+
+
 MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
     "dots_ocr": _dots_ocr,
     "kimi_k25": _kimi_k25,
     "minicpm_v26": _minicpm_v(2.6),
     "minicpm_v45": _minicpm_v(4.5),
     "minicpm_v46": _minicpm_v46,
+    "step_vl": _step_vl,
 }

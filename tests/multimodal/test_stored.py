@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 from finished import finished
 from safetensors.torch import load_file, save_file
 from seeing import Twin, picture
+from seeing_more import MORE
 
+from quire.attention.torch_sdpa import TorchSDPA
 from quire.config.keys import Keys
 from quire.config.media import MEDIA_FAMILIES
 from quire.config.model import read_checkpoint
 from quire.data.media import Array
 from quire.errors import RequestError
+from quire.loader import load_model
 from quire.multimodal.families import Video
 
 Tensors = dict[str, torch.Tensor]
@@ -261,6 +265,9 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("minicpm_v46", {"scale_resolution": 10**400}, (30, 30)),
         ("minicpm_v46", {}, (1, 5000)),
         ("dots_ocr", {"max_pixels": 10**9}, (30, 30)),
+        ("step_vl", {"rescale_factor": 10**400}, (30, 30)),
+        ("step_vl", {"patch_size": 1}, (30, 30)),
+        ("step_vl", {}, (32, 5000)),
     ],
 )
 def test_no_request_takes_gigabytes(
@@ -274,6 +281,18 @@ def test_no_request_takes_gigabytes(
 
 
 _TWINS: dict[str, Twin] = {}
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_decoder_is_loaded_without_its_tower(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """language_model_only: the weights that are left over are those of towers, by all names."""
+    if family not in _TWINS:
+        _TWINS[family] = Twin(tmp_path_factory.mktemp(family), family)
+    checkpoint = _TWINS[family].checkpoint
+    alone = replace(checkpoint, facts=replace(checkpoint.facts, media=None))
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "backend": TorchSDPA()}
+    model = load_model(alone, max_model_len=64, show_progress=False, **options)
+    assert not hasattr(model, "tower")
 
 
 @torch.no_grad()

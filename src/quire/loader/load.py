@@ -49,10 +49,16 @@ _NUM_NAMED = 5
 _ALONE = World()
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+\.")
 """The number of one."""
-_BEFORE = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+_BEFORE = {
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+    "in_proj.weight": "in_proj_weight",
+    "in_proj.bias": "in_proj_bias",
+}
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
-    r"|^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|mlp1)\."
+    r"|^(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
+    r"|^(model\.)?(multi_modal_projector|mm_projector|vit_large_projector)\."
     r"|^(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|input_zero_point|weight_format|g_idx|weight_shape)$"
 )
@@ -241,7 +247,8 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
-    have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta."""
+    have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta; torch has
+    queries, keys and values in one, whose name ends in another way."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")

@@ -14,6 +14,7 @@ import quire.config.media.minicpm as minicpm
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
+import quire.config.media.step as step
 import quire.config.media.whisper as whisper
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
@@ -48,6 +49,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "StepVLForConditionalGeneration": step.step_vl,
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,
 }

@@ -62,6 +62,7 @@ TOWERS = LazyTable(
         "llava_onevision": "quire.models.towers.anyres:Anyres",
         "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
+        "step_vl": "quire.models.towers.step:StepVL",
         "voxtral": "quire.models.towers.qwen_audio:QwenAudio",
         "whisper": "quire.models.towers.whisper:Whisper",
     },

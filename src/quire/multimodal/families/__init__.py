@@ -144,6 +144,7 @@ PROCESSORS: LazyTable = LazyTable(
         "llava_onevision": "quire.multimodal.families.anyres:AnyresProcessor",
         "minicpm_v": "quire.multimodal.families.minicpm:MiniCPMVProcessor",
         "pixtral": "quire.multimodal.families.pixtral:PixtralProcessor",
+        "step_vl": "quire.multimodal.families.step:StepVLProcessor",
         "voxtral": "quire.multimodal.families.qwen_audio:VoxtralProcessor",
         "whisper": "quire.multimodal.families.whisper:WhisperProcessor",
     },
