@@ -260,6 +260,8 @@ def test_a_video_is_frames_of_half_the_patches(tmp_path: Path) -> None:
         ("idefics3", {"do_resize": False}, (5000, 2)),
         ("kimi_k25", {"max_patches": 10**9}, (30, 30)),
         ("kimi_k25", {"in_token_limit": "many"}, (30, 30)),
+        ("kimi_k25", {"size": {"height": 28, "width": 28}}, (30, 30)),
+        ("minicpm_v46", {"size": {"height": 28, "width": 28}}, (30, 30)),
         ("kimi_k25", {"patch_limit_on_one_side": 10**400}, (30, 30)),
         ("minicpm_v46", {"max_slice_nums": 10**9}, (30, 30)),
         ("minicpm_v46", {"scale_resolution": 10**400}, (30, 30)),

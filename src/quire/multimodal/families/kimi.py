@@ -35,7 +35,7 @@ _SAME = {
     "patch_limit_on_one_side": "max_side",
 }
 """What its makers call settings that transformers calls otherwise."""
-_KNOWN = (*IMAGE_ARGUMENTS, *_SAME, *_SAME.values(), "pad_input")
+_KNOWN = (*_SAME, *_SAME.values(), "pad_input", *(set(IMAGE_ARGUMENTS) - {"size"}))
 _MOST_PATCHES = 2**16
 """That a request may ask for."""
 

@@ -34,7 +34,9 @@ _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
 _WRITTEN = "(<image>./</image>)"
 """The mark in templates of 2.6 to 4.5; no token."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
-_KNOWN = (*IMAGE_ARGUMENTS, "max_slice_nums", "scale_resolution", "slice_mode")
+_ALWAYS = ("size", "do_resize")
+"""What nobody may say: sides follow from the image."""
+_KNOWN = ("max_slice_nums", "scale_resolution", "slice_mode", *(set(IMAGE_ARGUMENTS) - set(_ALWAYS)))
 _LONGEST = 2048
 """Pixels of a square's side that a request may ask for."""
 _LARGEST = 2
