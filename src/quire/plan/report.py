@@ -24,7 +24,6 @@ def facts_of(checkpoint: Checkpoint, precisions: tuple[str, ...], dtype: str) ->
     """What the model is, whatever it runs on."""
     weights = count(checkpoint.facts)
     kept = kv_bytes_per_token(checkpoint, dtype)
-    paged = [sizes for kind, sizes in kept.items() if kind not in OF_ROWS]
     return {
         "architecture": checkpoint.facts.architecture,
         "parameters": weights.total,
