@@ -198,14 +198,12 @@ def _ttft(outputs: Sequence[RequestOutput]) -> float:
 
 
 def _decode(llm: LLM, prompts: Sequence[list[int]], length: int) -> Seen:
-    """The steps alone: what all tokens take longer than the first ones do, with prompts that are known."""
+    """The steps behind the first tokens, of prompts that are known by then."""
     llm.generate(prompts, _asked(1), use_tqdm=False)
-    began = time.perf_counter()
-    first = _run(llm, prompts, 1)
-    between = time.perf_counter()
-    llm.generate(prompts, _asked(length), use_tqdm=False)
-    took = time.perf_counter() - between - (between - began)
-    return Seen(first.ttft_s, len(prompts) * (length - 1) / max(took, 1e-9))
+    outputs = llm.generate(prompts, _asked(length), use_tqdm=False)
+    times = [each.metrics for each in outputs if each.metrics is not None]
+    took = max(each.last_token_ts for each in times) - min(each.first_token_ts for each in times)
+    return Seen(_ttft(outputs), len(prompts) * (length - 1) / took)
 
 
 def _sharing(llm: LLM, sizes: Sizes, turn: int) -> Seen:
