@@ -14,6 +14,7 @@ import numpy as np
 from quire.bench.bars import Group, svg
 from quire.bench.sched import add_requests
 from quire.cli import main as quire
+from quire.config.placement import balanced, placed
 from quire.data.params import SamplingParams
 from quire.data.plan import StepResult
 from quire.data.request import Request
@@ -242,13 +243,35 @@ _WAY = (
 
 def way() -> str:
     """A request's way, top to bottom."""
+    return _lanes(_WAY)
+
+
+_ITEM = (
+    ("client", "API process", "an image: url or data"),
+    ("API process", "API process", "fetched, decoded, hashed; known ones are taken from the cache"),
+    ("API process", "core", "arrays, or only their hash"),
+    ("core", "core", "waits for room among the vectors that are kept"),
+    ("core", "worker", "plan: items for the tower"),
+    ("worker", "worker", "tower: pixels become vectors"),
+    ("worker", "worker", "they stand among those of tokens"),
+    ("worker", "core", "a token for each row"),
+)
+
+
+def media() -> str:
+    """An image's way."""
+    return _lanes(_ITEM)
+
+
+def _lanes(steps: Sequence[tuple[str, str, str]]) -> str:
+    """From whom to whom, and what."""
     lanes = {"client": 90, "API process": 320, "core": 560, "worker": 780}
-    bottom = 64 + 40 * len(_WAY)
+    bottom = 64 + 40 * len(steps)
     parts = []
     for name, x in lanes.items():
         parts.append(_box(x - 60, 16, 120, 28, COLOURS[0], name))
         parts.append(f'<path d="M{x} 44V{bottom}" stroke="#bbb" stroke-dasharray="3 4"/>')
-    for number, (start, end, words) in enumerate(_WAY):
+    for number, (start, end, words) in enumerate(steps):
         y, a, b = 84 + 40 * number, lanes[start], lanes[end]
         if start == end:
             anchor = "end" if a > 700 else "middle"
@@ -262,16 +285,61 @@ def way() -> str:
     return _frame(900, bottom + 12, parts)
 
 
+_LOADS = (90, 20, 15, 10, 60, 15, 10, 10, 25, 10, 10, 5, 20, 10, 5, 5)
+"""Tokens of 16 experts, some of them liked."""
+
+
+def experts() -> str:
+    """Experts over four devices: dealt in order, and after they were moved with four places more."""
+    parts, y = [], 36
+    for title, places in (
+        ("Neighbours together: all wait for device 0", placed(16, 4)),
+        ("Balanced, with a place more on each device", balanced(_LOADS, 4, 5)),
+    ):
+        copies = [len(each) for each in places.replicas(len(_LOADS))]
+        parts.append(f'<text x="12" y="{y - 12}" font-size="14" fill="{INK}">{title}</text>')
+        for rank, own in enumerate(places.by_rank):
+            x = 90.0
+            parts.append(f'<text x="12" y="{y + 16}" fill="{INK}">device {rank}</text>')
+            for expert in own:
+                load = _LOADS[expert] / copies[expert]
+                fill, said = COLOURS[2 if copies[expert] > 1 else 0], f"expert {expert}: {load:g} tokens"
+                parts.append(_box(x, y, 4.5 * load, 24, fill, str(expert) if load >= 5 else "", said))
+                x += 4.5 * load
+            y += 28
+        y += 44
+    legend = "Width: tokens of a step. A number is an expert; orange ones are on several devices."
+    parts.append(f'<text x="12" y="{y - 22}" fill="{INK}">{legend}</text>')
+    return _frame(820, y - 8, parts)
+
+
+def adapters() -> str:
+    """What adapters cost at 64 sequences."""
+    row = next(
+        row for row in _table("performance.md", "| | no adapter | one |") if row[0].startswith("batch 64")
+    )
+    values = [float(re.findall(r"\((\d+\.\d+)\)", cell)[0]) for cell in row[1:]]
+    names = ("no adapter", "one adapter", "eight in the batch")
+    groups = [
+        Group(name, {"ms a step": value}, {"ms a step": f"{value:g} ms"})
+        for name, value in zip(names, values, strict=True)
+    ]
+    return svg("Llama-3.1-8B on one H200, 64 sequences, rank 16", groups, mark=values[0])
+
+
 def _said(x: float, y: float, words: str, anchor: str = "middle") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{INK}">{escape(words)}</text>'
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "adapters.svg": adapters,
     "cache.svg": cache,
     "chunks.svg": chunks,
     "decode.svg": decode,
     "drafts.svg": drafts,
+    "experts.svg": experts,
     "formats.svg": formats,
+    "media.svg": media,
     "memory.svg": memory,
     "peers.svg": peers,
     "shares.svg": shares,

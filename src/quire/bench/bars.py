@@ -21,7 +21,8 @@ class Group(NamedTuple):
 def svg(title: str, groups: Sequence[Group], *, mark: float | None = None) -> str:
     """A bar for each value, all on one scale; `mark` is a dashed line across them."""
     series = list(dict.fromkeys(name for group in groups for name in group.values))
-    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(series)}
+    first = 1 if len(series) == 1 else 0
+    colours = {name: _COLOURS[(first + number) % len(_COLOURS)] for number, name in enumerate(series)}
     scale = (_WIDTH - _LEFT - _RIGHT) / max(value for group in groups for value in group.values.values())
     parts, y = [*_legend(colours)], _TOP
     for group in groups:
