@@ -58,6 +58,7 @@ def test_a_plan_holds_on_a_gpu(name: str, tmp_path: Path) -> None:
     """Weights and cache within 5 %, and so all that is taken in the end."""
     (tmp_path / "config.json").write_text(json.dumps(SHARED | SHAPES[name]))
     gc.collect()
+    torch.cuda.empty_cache()
     given = {"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True}
     config = configure(given | {"max_model_len": 8192})
     planned = memory_of(config, "bf16")
