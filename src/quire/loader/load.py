@@ -119,9 +119,7 @@ def load_model(
         adapters=adapters,
     )
     model = (build or MODELS[checkpoint.facts.architecture])(checkpoint.facts, scope)
-    if adapters is not None:
-        adapters.unused = checkpoint.facts.unused
-    _add_tower(model, checkpoint.facts, scope, tower_group)
+    _complete(model, checkpoint.facts, scope, tower_group)
     with torch.no_grad(), Progress(tell, disable=not show_progress or not sys.stderr.isatty()) as bar:
         if isinstance(source, ShardedSource):
             _restore(source, model, bar)
@@ -130,7 +128,10 @@ def load_model(
     return model.eval()
 
 
-def _add_tower(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
+def _complete(model: Any, facts: ArchFacts, scope: Scope, group: Group | None) -> None:
+    """Give it its tower, and adapters the names of what it has no layers for."""
+    if scope.adapters is not None:
+        scope.adapters.unused = facts.unused
     if facts.media is not None and group is not None and scope.stage.is_first:
         model.tower = TOWERS[facts.media.family](facts, replace(scope, adapters=None, group=group))
 
