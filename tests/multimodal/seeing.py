@@ -44,7 +44,7 @@ class Twin:
         if isinstance(self.processor, Stand):
             self.processor.ours = self.ours
 
-    def tower(self) -> Any:
+    def tower(self, **options: Any) -> Any:
         return load_model(
             self.checkpoint,
             dtype=torch.float32,
@@ -54,6 +54,7 @@ class Twin:
             show_progress=False,
             build=lambda facts, scope: TOWERS[self.media.family](facts, scope),
             partly=True,
+            **options,
         )
 
     def features(self, inputs: Any) -> torch.Tensor:
