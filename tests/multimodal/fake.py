@@ -38,6 +38,7 @@ MARK = 2
 class FakeFacts:
     patch: int
     width: int
+    num_weights: int = 0
 
 
 def read(keys: Keys) -> tuple[Keys, MediaFacts]:

@@ -15,6 +15,7 @@ from seeing import close
 
 from quire import LLM, SamplingParams
 from quire.attention.torch_sdpa import TorchSDPA
+from quire.config import weights
 from quire.config.model import read_checkpoint
 from quire.errors import RequestError
 from quire.loader import load_model
@@ -245,6 +246,8 @@ def test_long_sounds_are_heard_in_pieces(tmp_path: Path) -> None:
         features = given["input_features"], given["input_features_mask"]
         theirs = twin.model.model.get_audio_features(*features).pooler_output
         torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
+    numbers = sum(each.numel() for each in tower.parameters())
+    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and len(vectors[-1]) == twin.ours.most_vectors("audio") == 150
     said = [twin.model.generate(**each, max_new_tokens=COUNT, do_sample=False) for each in inputs]
@@ -295,6 +298,8 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
         theirs = twin.model.model.get_audio_features(features).pooler_output
         torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
         assert len(item.token_ids) == len(own)
+    numbers = sum(each.numel() for each in tower.parameters())
+    assert weights.count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("audio", [tower.blank("audio", 77)])
     assert len(blank) == 77 and twin.ours.most_vectors("audio") == 25 * 2400 // SECONDS
     llm, mark = engine(twin), "[BEGIN_AUDIO][AUDIO]"

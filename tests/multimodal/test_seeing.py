@@ -7,6 +7,8 @@ from finished import finished
 from seeing import FAMILIES, Twin, close, picture, sizes
 from tiny_seeing import Stand
 
+from quire.config.weights import count
+
 PAIRS = [(40, 20), (28, 28), (90, 61)]
 
 
@@ -62,5 +64,7 @@ def test_vectors_are_those_of_transformers(twin: Twin) -> None:
         assert len(each) == sum(count for _, count in item.runs or [(0, len(item.token_ids))])
     costs = [tower.cost("image", {name: tuple(each.shape) for name, each in item.items()}) for item in arrays]
     assert all(cost > 0 for cost in costs)
+    numbers = sum(each.numel() for each in tower.parameters())
+    assert count(twin.checkpoint.facts).tower == pytest.approx(numbers, rel=0.06)
     (blank,) = tower.encode("image", [tower.blank("image", twin.ours.most_vectors("image"))])
     assert len(blank) == pytest.approx(twin.ours.most_vectors("image"), rel=0.03)

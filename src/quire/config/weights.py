@@ -69,7 +69,7 @@ def count(facts: ArchFacts) -> Weights:
         positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
     layers = tuple(_layer(facts, layer) for layer in facts.layers)
-    tower = facts.media.tower.num_weights if _crosses(facts) and facts.media else 0
+    tower = facts.media.tower.num_weights if facts.media is not None else 0
     return Weights(table + positions, table if has_head else 0, layers, tower)
 
 

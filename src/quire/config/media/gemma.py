@@ -26,6 +26,11 @@ class GemmaFacts:
         """Vectors of an image."""
         return self.side**2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights() + self.vit.hidden * self.size_out
+
 
 def gemma3(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys, default="gemma3_text")

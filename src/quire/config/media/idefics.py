@@ -24,6 +24,11 @@ class IdeficsFacts:
         """Vectors of a tile."""
         return (self.vit.side // self.gather) ** 2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights() + self.gather**2 * self.vit.hidden * self.size_out
+
 
 def idefics3(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys)

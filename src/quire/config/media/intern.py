@@ -38,6 +38,13 @@ class InternFacts:
         """Vectors of a tile."""
         return (self.vit.side // self.gather) ** 2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights(self.depth) + self.size_out * (
+            self.gather**2 * self.vit.hidden + self.size_out
+        )
+
 
 def internvl(keys: Keys) -> tuple[Keys, MediaFacts]:
     """As transformers has it."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media.parts import part, side_of, text_part, token_id
+from quire.config.media.parts import part, side_of, stack_weights, text_part, token_id
 from quire.errors import ConfigError
 
 
@@ -32,6 +32,15 @@ class MoonFacts:
     """What checkpoints call it,"""
     products: tuple[str, str]
     """and its two products."""
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return (
+            stack_weights(self.layers, self.hidden, self.intermediate)
+            + self.hidden * (3 * self.patch**2 + self.rows * self.columns)
+            + self.merge**2 * self.hidden * (self.merge**2 * self.hidden + self.size_out)
+        )
 
 
 def kimi_vl(keys: Keys) -> tuple[Keys, MediaFacts]:

@@ -29,6 +29,13 @@ class Llama4Facts:
         """Vectors of a tile."""
         return (self.vit.side // self.gather) ** 2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights() + (
+            self.gather**2 * self.vit.hidden * self.inner + self.adapted * (self.inner + self.size_out)
+        )
+
 
 def llama4(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys, default="llama4_text")

@@ -29,6 +29,13 @@ class LlavaFacts:
         """Vectors of an image."""
         return self.vit.tokens - self.first
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights(max(self.depths)) + self.size_out * (
+            len(self.depths) * self.vit.hidden + self.size_out
+        )
+
 
 def llava(keys: Keys) -> tuple[Keys, MediaFacts]:
     if part(keys, "vision_config").get("model_type") == "pixtral":

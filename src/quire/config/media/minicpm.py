@@ -34,6 +34,21 @@ class MiniCPMFacts:
         """Patches of a side that come together in one vector."""
         return 1 if self.queries else 2 if self.merged is None else 4
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights(self.depth) + (self._sampled if self.queries else self._merged)
+
+    @property
+    def _sampled(self) -> int:
+        return self.size_out * (self.vit.hidden + self.queries + 5 * self.size_out)
+
+    @property
+    def _merged(self) -> int:
+        wide = 4 * self.vit.hidden
+        inner = 0 if self.merged is None else wide * (5 * self.vit.intermediate + self.vit.hidden)
+        return inner + wide * (wide + self.size_out)
+
 
 def minicpm_v(keys: Keys) -> tuple[Keys, MediaFacts]:
     """As its makers have 2.6, 4.0 and 4.5: what config.json says of the decoder is not a part of it."""

@@ -42,6 +42,11 @@ _OTHERWISE = {"kimi_k2": "deepseek_v3"}
 """Names that decoders of a family have as parts."""
 
 
+def stack_weights(layers: int, hidden: int, intermediate: int, matrices: int = 2) -> int:
+    """About how many numbers layers have whose feed-forward half has so many matrices."""
+    return layers * hidden * (4 * hidden + matrices * intermediate + 8)
+
+
 @dataclass(frozen=True, slots=True)
 class ViTFacts:
     """A stack of layers over the patches of square images."""
@@ -67,6 +72,11 @@ class ViTFacts:
     @property
     def tokens(self) -> int:
         return self.side**2 + self.has_class
+
+    def num_weights(self, depth: int = 0) -> int:
+        """About: of the first so many layers, or of all."""
+        first = self.hidden * (3 * self.patch**2 + self.tokens)
+        return first + stack_weights(depth or self.layers, self.hidden, self.intermediate)
 
 
 def part(keys: Keys, name: str) -> Keys:

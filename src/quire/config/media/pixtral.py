@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
-from quire.config.media.parts import part, side_of, text_part, token_id
+from quire.config.media.parts import part, side_of, stack_weights, text_part, token_id
 from quire.errors import ConfigError
 
 
@@ -34,6 +34,15 @@ class PixtralFacts:
     """The token in whose places an image's vectors stand."""
     projector_activation: str
     bias: bool
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return (
+            stack_weights(self.layers, self.hidden, self.intermediate, 3)
+            + self.hidden * (3 * self.patch**2 + self.is_merged * self.merge**2 * self.hidden)
+            + self.size_out * (self.hidden + self.size_out)
+        )
 
 
 def pixtral(keys: Keys) -> tuple[Keys, MediaFacts]:

@@ -7,6 +7,7 @@ from typing import Any
 from quire.config.facts import MediaFacts
 from quire.config.families.dense import with_defaults
 from quire.config.keys import Keys
+from quire.config.media.parts import stack_weights
 from quire.errors import ConfigError
 
 Read = Callable[[Keys], tuple[Keys, MediaFacts]]
@@ -55,6 +56,20 @@ class GridFacts:
     times: str = ""
     """How frames of a video are told apart: by their time `before` each, or `behind`, or by that with the
     word `seconds`; or not at all."""
+    is_wide: bool = False
+    """Whether layers are as wide within as the decoder, and `intermediate` is the merger's."""
+
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        first = self.hidden * (self.channels * self.frames * self.patch**2 + self.positions**2)
+        wide, size = self.merge**2 * self.hidden, self.size_out
+        if self.is_wide:
+            merger = size * (wide + size + 3 * self.intermediate)
+            return first + merger + stack_weights(self.depth, self.hidden, size, 3)
+        matrices = 3 if self.activation == "silu" else 2
+        mergers = (1 + len(self.taps)) * wide * (wide + size)
+        return first + mergers + stack_weights(self.depth, self.hidden, self.intermediate, matrices)
 
 
 def qwen2_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
@@ -126,6 +141,7 @@ def glm4v(keys: Keys, times: str = "behind") -> tuple[Keys, MediaFacts]:
         qkv_bias=vision.flag("attention_bias"),
         positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
         times=times,
+        is_wide=True,
     )
     return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
 

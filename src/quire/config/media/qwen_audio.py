@@ -39,6 +39,13 @@ class QwenAudioFacts:
         """Of a vector."""
         return self.stack or 2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.encoder.num_weights + self.size_out * (
+            max(1, self.stack) * self.encoder.hidden + (self.size_out if self.activation else 0)
+        )
+
 
 def qwen2_audio(keys: Keys) -> tuple[Keys, MediaFacts]:
     text = text_part(keys, default="qwen2")

@@ -31,6 +31,11 @@ class StepFacts:
         patches = side // self.vit.patch
         return (-(-patches // 4)) ** 2
 
+    @property
+    def num_weights(self) -> int:
+        """About."""
+        return self.vit.num_weights() + ((18 + 72) * self.vit.hidden**2 + 4 * self.vit.hidden * self.size_out)
+
 
 def step_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
     text, vision = text_part(keys, default="qwen3"), part(keys, "vision_config")
