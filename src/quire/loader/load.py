@@ -248,13 +248,13 @@ def _narrow(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 def _stored_name(name: str, stored: Mapping[str, tuple[int, ...]]) -> str:
     """Checkpoints of a body alone do not have its name in front of all others; those of models that also see
-    have one more there; those of the first BERTs call a norm's weight gamma, and its bias beta; torch has
-    queries, keys and values in one, whose name ends in another way."""
+    or hear have one more there, or two; those of the first BERTs call a norm's weight gamma, and its bias
+    beta; torch has queries, keys and values in one, whose name ends in another way."""
     if name in stored:
         return name
     body, _, rest = name.partition(".")
     inner = [f"{body}.{part}.{rest}" for part in ("language_model", "text_model")]
-    known = [name, rest, *inner, f"language_model.{name}", f"llm.{name}"]
+    known = [name, rest, *inner, f"language_model.{name}", f"language_model.{body}.{name}", f"llm.{name}"]
     for today, before in _BEFORE.items():
         known += [each.removesuffix(today) + before for each in known if each.endswith(today)]
     return next((each for each in known if each in stored), name)
