@@ -166,10 +166,31 @@ def test_spans_are_looked_for_token_by_token_and_soon() -> None:
     """Tokens whose bytes hold the span, but not in its place; and such that begin like it everywhere."""
     whole = Prepared("image", b"", Processed([1, 1]))
     ready = replace(whole, processed=Processed([256, 256]))
-    assert _spans_in([1, 1, 1, 7], [ready]) is None and _spans_in([1, 256, 256], [ready]) == [(1, ready)]
-    assert _spans_in([1, 1, 1, 1], [whole, whole]) == [(0, whole), (2, whole)]
+    assert _spans_in([1, 1, 1, 7], [ready]) is None and offsets([1, 256, 256], [ready]) == [(1, 2)]
+    assert offsets([1, 1, 1, 1], [whole, whole]) == [(0, 2), (2, 2)]
     long = replace(whole, processed=Processed([5] * 16000))
     assert _spans_in(([5] * 15999 + [6]) * 8, [long]) is None
+
+
+def offsets(token_ids: list[int], prepared: list[Prepared], *more: Any) -> list[tuple[int, int]] | None:
+    found = _spans_in(token_ids, prepared, *more)
+    return found and [(item.offset, item.length) for item in found]
+
+
+def test_spans_are_found_whose_edges_have_melted_into_others() -> None:
+    """Tokens up to 9 are so many newlines, as in Gemma: two stand around an image."""
+
+    def joined(before: int, after: int) -> int | None:
+        return before + after if before < 10 > after and before + after < 10 else None
+
+    item = Prepared("image", b"", Processed([2, 90, 91, 92, 2], [(2, 1)]))
+    core = [90, 91, 92]
+    assert offsets([50, 2, *core, 2, 50], [item], joined) == [(1, 5)]
+    assert offsets([50, 3, *core, 4, 50], [item], joined) == [(2, 4)]
+    assert offsets([2, *core, 4, *core, 3], [item, item], joined) == [(0, 5), (5, 4)]
+    assert offsets([2, *core, 2, 2, *core, 2], [item, item], joined) == [(0, 5), (5, 5)]
+    for wrong in ([*core, 2], [50, *core, 2], [2, *core], [2, *core, 50], [2, *core, 2]):
+        assert offsets(wrong, [item, item] if wrong[0] == wrong[-1] else [item], joined) is None
 
 
 def test_the_key_is_of_the_content_and_how_it_is_read() -> None:

@@ -26,11 +26,11 @@ def place(
     joined = processor.joined if isinstance(processor, Joins) else _apart
     found = _marks_in(token_ids, marks)
     if len(found) != len(prepared):
-        there = _spans_in(token_ids, prepared)
+        there = _spans_in(token_ids, prepared, joined)
         if there is None:
             raise _mismatch(prepared, len(found))
-        tokens, spans = list(token_ids), [_item(offset, each) for offset, each in there]
-        facts = [each.processed.facts for _, each in there]
+        tokens, spans = list(token_ids), there
+        facts = [each.processed.facts for each in prepared]
     else:
         matched = _matched(found, prepared, marks)
         tokens, spans = _replaced(token_ids, matched, marks, joined)
@@ -103,19 +103,34 @@ def _apart(before: int, after: int) -> int | None:
     return None
 
 
-def _spans_in(token_ids: Sequence[int], prepared: Sequence[Prepared]) -> list[tuple[int, Prepared]] | None:
-    """The spans as they stand in the prompt, one behind the other; None if one is not there."""
-    tokens, items, start = _bytes(token_ids), [], 0
+def _spans_in(
+    token_ids: Sequence[int], prepared: Sequence[Prepared], joined: Join = _apart
+) -> list[Item] | None:
+    """The spans as they stand in the prompt, one behind the other; None if one is not there. Their first and
+    last tokens may have become one with what is around them."""
+    tokens, items, end = _bytes(token_ids), list[Item](), 0
     for each in prepared:
-        span = _bytes(each.processed.token_ids)
-        start = tokens.find(span, start)
-        while start > 0 and start % _ID_BYTES:
-            start = tokens.find(span, start + 1)
-        if start < 0:
+        span = each.processed.token_ids
+        front, back = (int(joined(span[edge], span[edge]) is not None) for edge in (0, -1))
+        inner = span[front : len(span) - back]
+        place = _find(tokens, _bytes(inner), max(end, front))
+        if place is None:
             return None
-        items.append((start // _ID_BYTES, each))
-        start += len(span)
+        behind = place + len(inner)
+        around = [*token_ids[place - front : place], *token_ids[behind : behind + back]]
+        if len(around) < front + back or any(joined(id, span[0]) is None for id in around):
+            return None
+        is_own = not front or (token_ids[place - 1] == span[0] and place - 1 >= end)
+        items.append(_item(place - front if is_own else place, each, 0 if is_own else 1))
+        end = behind + back
     return items
+
+
+def _find(tokens: bytes, wanted: bytes, start: int) -> int | None:
+    place = tokens.find(wanted, start * _ID_BYTES)
+    while place > 0 and place % _ID_BYTES:
+        place = tokens.find(wanted, place + 1)
+    return None if place < 0 else place // _ID_BYTES
 
 
 def _bytes(token_ids: Sequence[int]) -> bytes:
