@@ -39,6 +39,8 @@ def test_wrong_ids_models_and_templates_are_refused() -> None:
     refused(ask("POST", "/detokenize", json={"tokens": [2**70]}))
     refused(ask("POST", "/tokenize", json={"prompt": "a", "model": "x"}), 404)
     refused(ask("POST", "/tokenize", json={}))
+    empty = [{"role": "user", "content": None}]
+    assert "content is null" in refused(ask("POST", "/tokenize", json={"messages": empty}))["message"]
     assert (
         refused(ask("POST", "/tokenize", json={"messages": MESSAGES, "chat_template": "x"}))["param"]
         == "chat_template"

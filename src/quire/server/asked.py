@@ -7,7 +7,7 @@ from quire.errors import RequestError
 from quire.logs import get_logger
 from quire.server.constraint import constraint_of
 from quire.server.engine import Facts
-from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, GenerateBody
+from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, Conversation, GenerateBody
 from quire.unbuilt import UNBUILT, refuse
 
 logger = get_logger(__name__)
@@ -67,13 +67,17 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
         raise RequestError(
             f"top_logprobs must be non-negative or -1, got {body.top_logprobs}.", param="top_logprobs"
         )
+    check_contents(body)
+    check_template(body.chat_template, trust_template)
+
+
+def check_contents(body: Conversation) -> None:
     for place, message in enumerate(body.messages):
         if message.role != "assistant" and message.content is None and "content" in message.model_fields_set:
             raise RequestError(
                 f"messages[{place}].content is null, which only an assistant's may be: send text or parts",
                 param="messages",
             )
-    check_template(body.chat_template, trust_template)
 
 
 def check_template(chat_template: str | None, trusted: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.asked import check_fields, check_template
+from quire.server.asked import check_contents, check_fields, check_template
 from quire.server.errors import json_response
 from quire.server.generate import Api
 from quire.server.prompts import off_loop
@@ -25,6 +25,7 @@ async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
     check_fields(body)
     tokenizer = _tokenizer(api)
     if isinstance(body, TokenizeChat):
+        check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
         ids = (await api.reader.count(body)).token_ids
     else:
