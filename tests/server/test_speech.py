@@ -209,6 +209,27 @@ def test_files_that_are_too_large_are_not_read() -> None:
     assert post(PATH, strict, files={"file": sound(0.2)}).status_code == 200
 
 
+def test_a_client_that_sends_too_much_hears_of_it() -> None:
+    """It sends all before it listens; of what is far too large nothing is read."""
+
+    async def go(length: int) -> tuple[int, int]:
+        pieces, sent = [b"x" * 1000] * 5, list[Any]()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+        async def sending(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"multipart/form-data; boundary=x"), (b"content-length", b"%d" % length)]
+        scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode()}
+        scope |= {"query_string": b"", "headers": headers, "root_path": "", "scheme": "http"}
+        await APPLICATION.asgi(scope, receive, sending)
+        return sent[0]["status"], len(pieces)
+
+    assert asyncio.run(go(30 << 20)) == (413, 0) and asyncio.run(go(1 << 40)) == (413, 5)
+
+
 def test_a_client_that_goes_ends_all_pieces() -> None:
     ENGINE.begin([97] * 400)
 

@@ -79,6 +79,8 @@ class Gate:
             length, chunked = headers.get(b"content-length", b"0"), b"transfer-encoding" in headers
             kind = self._form if _path(scope) in self._form_paths else self._json
             if not kind.fits(length):
+                if self._json.fits(length):
+                    await _passed_over(receive)
                 response = error_response(error_info(kind.too_large, 413, "Content Too Large"))
                 response.headers["connection"] = "close"
                 return await response(scope, receive, send)
@@ -188,6 +190,12 @@ def account_of(scope: Scope) -> Account | None:
 def without_account(scope: Scope) -> Scope:
     """The same, of a request that costs nobody anything."""
     return {**scope, _ACCOUNT: None}
+
+
+async def _passed_over(receive: Receive) -> None:
+    """A client that is still sending when the connection is closed does not hear why."""
+    while (await receive()).get("more_body"):
+        pass
 
 
 def _path(scope: Scope) -> str:
