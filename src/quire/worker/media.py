@@ -243,12 +243,12 @@ class CrossEncoder(Encoder):
             self._slots.pop(key, None)
         if plan.encodes:
             self._encode(plan.encodes)
-        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if self.kept else []
-        for key, vectors in self.kept.items():
+        made, self.kept = self.kept, {}
+        free = sorted({*range(self.crossing.num_slots)}.difference(self._slots.values())) if made else []
+        for key, vectors in made.items():
             if key not in self._slots:
                 self._slots[key] = free.pop()
             self.crossing.keep(vectors, self._slots[key])
-        self.kept.clear()
         if new := [row for row in plan.rows.tolist() if row in all_rows.items]:
             self.crossing.assign(new, [self._slots[all_rows.items.pop(row)[0].key] for row in new])
 
