@@ -9,6 +9,7 @@ from oracle import load_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from threads import run_threads, tp_worlds
 from tiny_qwen import FAMILIES, made
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.attention.torch_sdpa import TorchSDPA
 from quire.comm.world import World
@@ -82,6 +83,33 @@ def test_zeros_between_the_halves_of_a_layer_change_nothing(
     wider = tower_of(path)
     assert wider.layers[0].mlp.down.weight.weight.shape[1] % 56 == 0
     torch.testing.assert_close(torch.cat(wider.encode("image", items)), expected, atol=1e-5, rtol=1e-5)
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses what would come from the host, or wait for the device."""
+
+    REFUSED = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero"}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in self.REFUSED, func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_what_is_laid_out_leaves_nothing_to_the_host(
+    family: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the rest can be captured, and played to other numbers."""
+    with torch.inference_mode(), OnDevice(), pytest.raises(AssertionError, match="lift_fresh"):
+        torch.tensor([1])
+    tower = tower_of(made(family, base)[0])
+    first, second = ([{"pixels": torch.randn(*grid, 96)} for grid in GRIDS] for _ in range(2))
+    layout = tower.lay_out("image", first)
+    expected = tower.encode("image", second)
+    monkeypatch.delattr(torch, "from_numpy")
+    with torch.inference_mode(), OnDevice():
+        found = tower.compute("image", second, layout)
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
