@@ -7,6 +7,7 @@ from quire.config.engine import EngineConfig
 from quire.config.facts import ArchFacts
 from quire.config.layout import DTYPE_BYTES as DTYPE_BYTES
 from quire.config.layout import CacheLayout
+from quire.config.weights import count
 from quire.errors import ConfigError
 
 LOGITS_AT_ONCE = 1 << 24
@@ -18,6 +19,13 @@ _PAIRS_AT_ONCE = 8192
 """Tokens beside an expert that a CPU works on together."""
 MAX_DRAWS = 512
 """Of a step with drafts on a GPU: with more it computes longer for a draft than it would without."""
+GRAPH_BYTES = 8 << 20
+"""What the driver keeps for a captured graph, about."""
+_SHORT = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Tokens of the steps with prompts that are captured."""
+_MOST_SEQS = 128
+_LAUNCH_FLOPS = 7 * 10**12
+"""What a GPU computes while its host launches, one by one, what a step with prompts does."""
 MAX_TAPED = 64
 """Decodes of up to so many sequences are taped; larger ones have work enough to hide the calls."""
 _TAPED_TIMES = 2
@@ -41,6 +49,36 @@ def tape_bytes(config: EngineConfig, max_taped: int = MAX_TAPED) -> int:
     return _TAPED_TIMES * activation_bytes(
         config.own_facts, config.model.dtype, num_tokens=taped, num_seqs=taped
     )
+
+
+def ladder(largest: int) -> list[int]:
+    """The batch sizes whose decodes a GPU captures: close together where one sequence more costs. Up to 128
+    what is read takes longer than what is computed, and a tile of the products lacks no rows."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
+    return sorted({min(size, largest) for size in sizes})
+
+
+def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
+    """The steps with prompts that it captures, where none has more tokens: up to so many sequences, and fewer
+    tokens in all than that."""
+    return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
+
+
+def longest_short(config: EngineConfig) -> int:
+    """Tokens of the longest of them: it is done before the host would have launched it."""
+    flops = 2 * count(config.checkpoint.facts).active // config.parallel.tensor_parallel_size
+    return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
+
+
+def graph_bytes(config: EngineConfig) -> int:
+    """Of all that it captures, each of which keeps its results."""
+    facts, largest = config.checkpoint.facts, config.scheduler.max_num_seqs
+    largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
+    if not largest:
+        return 0
+    steps = [(size, size) for size in ladder(largest)] + short_shapes(largest, longest_short(config))
+    numbers = sum(seqs * facts.vocab + tokens * facts.hidden for seqs, tokens in steps)
+    return len(steps) * GRAPH_BYTES + numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:

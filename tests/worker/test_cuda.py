@@ -14,7 +14,7 @@ from staged import Engine
 from threads import groups, run_threads
 from torch import Tensor
 
-from quire.capacity import CacheSize
+from quire.capacity import GRAPH_BYTES, CacheSize, ladder
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.ranks import Rank
@@ -38,9 +38,9 @@ from quire.sampling.rows import (
     SamplingRows,
 )
 from quire.sampling.sampler import Sampled, Sampler
-from quire.worker.cuda import _GRAPH_BYTES, Cuda
+from quire.worker.cuda import Cuda
 from quire.worker.device import Model
-from quire.worker.graphs import Graph, ladder
+from quire.worker.graphs import Graph
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.runner import Runner
@@ -391,7 +391,7 @@ def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: p
     monkeypatch.setattr(Measured, "_captures", lambda *_: True)
     needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
     facts = worker.config.checkpoint.facts
-    assert needs.graphs == 3 * _GRAPH_BYTES + 600 + (1 + 2) * (facts.vocab + facts.hidden) * 4
+    assert needs.graphs == 3 * GRAPH_BYTES + 600 + (1 + 2) * (facts.vocab + facts.hidden) * 4
 
 
 def test_a_stage_before_the_last_measures_its_layers_alone(
@@ -408,7 +408,7 @@ def test_a_stage_before_the_last_measures_its_layers_alone(
     needs = engine.executor.workers[0]._needs
     facts, tokens = engine.config.checkpoint.facts, engine.config.scheduler.max_num_batched_tokens
     assert needs is not None and needs.activations == 600 + 2 * 3 * tokens * facts.hidden * 4
-    assert needs.graphs == 2 * _GRAPH_BYTES + 600 + 1 * 2 * facts.hidden * 4  # of 1 and 2, half of all
+    assert needs.graphs == 2 * GRAPH_BYTES + 600 + 1 * 2 * facts.hidden * 4  # of 1 and 2, half of all
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 100, 256, 1024])

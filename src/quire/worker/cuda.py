@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import MAX_DRAWS, rows_at_once
+from quire.capacity import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, rows_at_once, short_shapes
 from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs
 from quire.config.speculation import SpecFacts
-from quire.config.weights import count
 from quire.data.plan import Ints, Masks, Pending, StepPlan
 from quire.kernels.triton.launch import compiling
 from quire.kernels.triton.masks import apply_masks
@@ -32,7 +31,7 @@ from quire.worker.device import (
 from quire.worker.drafter import Drafter
 from quire.worker.draws import Draws
 from quire.worker.fronts import Fronts
-from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, ladder, pinned, short_shapes, wide_shapes
+from quire.worker.graphs import IN_FLIGHT, Graph, Graphs, pinned, wide_shapes
 from quire.worker.landing import Landing, Read
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows, Wide
@@ -41,11 +40,7 @@ from quire.worker.sheet import Page, asked_of, bytes_of, sizes_of, tensors
 from quire.worker.speculation import Followed, Speculation, read, take_back
 
 _EACH_ONE: Ints = np.empty(0, np.int32)
-_GRAPH_BYTES = 8 << 20
-"""What the driver keeps for a graph, about."""
 _CAPTURE_S = 30.0
-_LAUNCH_FLOPS = 7 * 10**12
-"""What the device computes while the host launches, one by one, what a step with prompts does."""
 _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
@@ -115,7 +110,7 @@ class Cuda:
             len(self._kinds),
             [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]],
         )
-        graphs = kinds * len(sizes) * _GRAPH_BYTES
+        graphs = kinds * len(sizes) * GRAPH_BYTES
         graphs += max((self._peak(*each) for each in most_of_all), default=0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
@@ -125,9 +120,9 @@ class Cuda:
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
         graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
         numbers = sum(seqs * facts.vocab + tokens * facts.hidden for seqs, tokens in short)
-        graphs += len(short) * _GRAPH_BYTES + numbers * item
+        graphs += len(short) * GRAPH_BYTES + numbers * item
         if self._fronts is not None and sizes:
-            graphs += len(wide) * _GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
+            graphs += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
@@ -153,8 +148,7 @@ class Cuda:
         can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
         if not can or (facts.media is not None and facts.media.crossed):
             return 0
-        flops = 2 * count(facts).active // config.parallel.tensor_parallel_size
-        return min(config.scheduler.max_num_batched_tokens, _LAUNCH_FLOPS // flops)
+        return longest_short(config)
 
     def _compile(self, config: EngineConfig) -> None:
         """Have the kernels of all steps compiled: those of sizes between powers of two are among them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import MAX_DRAWS
+from quire.capacity import MAX_DRAWS, ladder, short_shapes
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, Passed, batch_of
@@ -29,13 +29,6 @@ Room = Callable[[int], Tensor | None]
 """For what the stage before makes of so many tokens."""
 
 
-def ladder(largest: int) -> list[int]:
-    """The batch sizes that are captured: close together where one sequence more costs. Up to 128 what is read
-    takes longer than what is computed, and a tile of the products lacks no rows."""
-    sizes = [1, 2, 4, 8, 16, 32, 64, *range(128, 209, 16), *range(256, 513, 64), *range(640, 1025, 128)]
-    return sorted({min(size, largest) for size in sizes})
-
-
 def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Host memory that a CUDA device reads and writes by itself."""
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
@@ -47,17 +40,6 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
     sizes = [size for size in ladder(largest) if size & (size - 1) == 0 or size == largest]
     shapes = [(size, each) for each in query_lens if each > 1 for size in sizes if size * each <= MAX_DRAWS]
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
-
-
-_SHORT = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Tokens of the steps with prompts that are captured."""
-_MOST_SEQS = 128
-
-
-def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Those steps, where none has more than so many: up to so many sequences, and fewer tokens in all than
-    that."""
-    return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
 
 
 class Graphs:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quire.attention.backend import AttentionBackend, AttentionSpec, choose
-from quire.capacity import CacheSize, embeds_bytes, human, size_cache
+from quire.capacity import CacheSize, embeds_bytes, human, ladder, size_cache
 from quire.comm.dispatch import open_dispatch
 from quire.comm.world import World
 from quire.config.engine import EngineConfig
@@ -40,7 +40,6 @@ from quire.worker.adapters import Adapters, check_slots, slots_of
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
-from quire.worker.graphs import ladder
 from quire.worker.host import Host
 from quire.worker.host import draw as draw_on_host
 from quire.worker.media import Encoder, open_encoder, tower_group
