@@ -1,6 +1,6 @@
 """A server that sees: `python tests/multimodal/turns_speed.py URL MODEL SIDE [SIDE ...]`.
 
-Milliseconds to the first token of a turn with a new image of so many pixels a side, and of the turn behind it.
+Milliseconds to the first token of a turn with a new image of so many pixels a side, and of the next turn.
 """
 
 import base64
