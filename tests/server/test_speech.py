@@ -15,7 +15,7 @@ from fake_speech import BEFORE, DE, EN, START, TIME, TRANSCRIBE, TRANSLATE, UNTI
 from numpy.typing import NDArray
 
 from quire.config.env import Env
-from quire.frontend.speech import RATE, pieces_of
+from quire.frontend.speech import RATE, Speech, pieces_of
 from quire.server.app import Application
 from quire.server.settings import make_settings
 
@@ -78,6 +78,18 @@ def test_the_language_is_found_out() -> None:
     asked, told = ENGINE.seen
     assert asked[1].token_ids == [START] and asked[2].allowed_token_ids == [EN, DE]
     assert told[1].token_ids == [START, DE, TRANSCRIBE]
+
+
+def test_models_of_english_are_not_told_of_languages() -> None:
+    speech = Speech(ENGINE.tokenizer, max_len=448, at_once=30 * RATE, is_english=True)
+    assert [*speech.languages] == ["en"] and speech.prompt("transcribe", "en") == [START, UNTIMED]
+    usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
+    try:
+        assert send().status_code == 200
+        assert [prompt.token_ids for _, prompt, _, _ in ENGINE.seen] == [[START, UNTIMED]]
+        assert "Must be one of: en" in refused(send(language="de"))["message"]
+    finally:
+        ENGINE.inputs.media.speech = usual
 
 
 def test_other_rates_and_channels_are_heard() -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from quire.capacity import max_span
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.keys import read_json
 from quire.config.media.caches import CacheKind, max_bytes, max_object_bytes
 from quire.config.media.limits import limits_of
 from quire.data.media import MODALITIES, Media
@@ -180,8 +181,9 @@ def media_reader(
 
 
 def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Speech | None:
-    (at_once,) = processor.largest("audio")
-    return Speech.of(tokenizer, max_len=config.model.max_model_len, at_once=at_once)
+    (at_once,), said = processor.largest("audio"), config.checkpoint.path / "generation_config.json"
+    is_english = said.is_file() and read_json(said).get("is_multilingual") is False
+    return Speech.of(tokenizer, max_len=config.model.max_model_len, at_once=at_once, is_english=is_english)
 
 
 # ---- multi_modal_data

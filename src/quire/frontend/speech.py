@@ -65,28 +65,32 @@ class Segment:
 class Speech:
     """The tokens by which Whisper is told what to do: languages, tasks, and whether to tell the time."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_len: int, at_once: int) -> None:
-        """`max_len`: of a prompt and its answer; `at_once`: samples that are heard."""
+    def __init__(self, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool = False) -> None:
+        """`max_len`: of a prompt and its answer; `at_once`: samples that are heard. `is_english`: models that
+        know no other language are not told of it, nor of tasks."""
         self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once
+        self._is_english = is_english
         vocab = tokenizer.get_vocab()
         self._start, self._before, self._untimed = (vocab[name] for name in _MARKS)
         self._tasks = {task: vocab[f"<|{task}|>"] for task in TASKS}
         between = range(self._start + 1, min(self._tasks.values()))
         names = tokenizer.convert_ids_to_tokens(between)
         self.languages = {
-            name.strip("<|>"): id for name, id in zip(names, between, strict=True) if name is not None
+            name.strip("<|>"): id
+            for name, id in zip(names, between, strict=True)
+            if name is not None and (name == "<|en|>" or not is_english)
         }
         """By their codes, such as `en`: the tokens."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int) -> "Speech | None":
+    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool) -> "Speech | None":
         """None where there are no such tokens."""
         vocab = tokenizer.get_vocab()
         missing = [name for name in (*_MARKS, *(f"<|{task}|>" for task in TASKS)) if name not in vocab]
         if missing:
             log.warning("the tokenizer has no %s: there are no transcriptions", ", ".join(missing))
             return None
-        return cls(tokenizer, max_len=max_len, at_once=at_once)
+        return cls(tokenizer, max_len=max_len, at_once=at_once, is_english=is_english)
 
     def check_language(self, language: str) -> str:
         """Its code."""
@@ -102,7 +106,7 @@ class Speech:
         told = [*self._said_before(before), self._start]
         if language is None:
             return told
-        told += [self.languages[language], self._tasks[task]]
+        told += [] if self._is_english else [self.languages[language], self._tasks[task]]
         return told if timed else [*told, self._untimed]
 
     def _said_before(self, text: str) -> list[int]:

@@ -39,7 +39,10 @@ async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request)
     if speech is None:
         raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
     _check(form)
-    language = None if form.language is None else speech.check_language(form.language)
+    known = [*speech.languages]
+    language = known[0] if len(known) == 1 else None
+    if form.language is not None:
+        language = speech.check_language(form.language)
     wait = partial(api.answering.until_gone, request.receive)
     samples, pieces = await wait(_read(api, form, speech.at_once))
     if language is None:
