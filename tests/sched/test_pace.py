@@ -145,3 +145,16 @@ def test_the_first_steps_of_a_kind_do_not_say_what_it_costs() -> None:
         pace.learn(rows, np.array([last], np.int32), np.array([last], np.int32))
         pace.timed(1 + last, 1, last, (1 + 0.2 * last) * (6 if seen[last] < 3 else 1))
     assert last == 4
+
+
+def test_what_steps_of_other_rows_cost_is_taken_from_those_that_are_known() -> None:
+    """All drafts are right, and cost as much as they give: with fewer rows, too, they are hardly tried."""
+    pace, num_drafts = Pace(max_rows=8, most=MOST), []
+    for num_rows in [8] * 100 + [5] * 20:
+        rows = np.arange(num_rows, dtype=np.int32)
+        lengths = pace.lengths(rows)
+        pace.learn(rows, lengths, lengths)
+        size = num_rows + int(lengths.sum())
+        pace.timed(size, num_rows, int(lengths.sum()), size / num_rows)
+        num_drafts.append(int(lengths.sum()))
+    assert max(num_drafts[:20]) > 16 and sum(num_drafts[100:]) <= 16

@@ -233,7 +233,8 @@ class _Costs:
         """What steps cost beside a plain one, in plain ones."""
         self._num_extra = [0] * len(_RATIOS)
         if like is not None:
-            self._extra, self._num_extra = list(like._extra), [min(num, 1) for num in like._num_extra]
+            self._extra = list(like._extra)
+            self._num_extra = [NUM_FIRST if num >= NUM_FIRST else 0 for num in like._num_extra]
         self._fill()
 
     def is_due(self) -> bool:
