@@ -177,6 +177,8 @@ class Graph:
 
     before: Tensor | None = None
     """Where what the stage before sends is to lie."""
+    is_short = False
+    """Whether it is for steps with prompts."""
 
     def __init__(
         self,
