@@ -16,6 +16,7 @@ from tiny_text import TextModel
 from quire import LLM, SamplingParams
 from quire.config.env import warn_unknown
 from quire.errors import ConfigError, QuireError
+from quire.logs import warn_once
 from quire.multimodal.families.qwen import GridProcessor
 
 
@@ -37,7 +38,8 @@ def plain(model: str) -> list[str]:
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """The lines that Quire writes meanwhile."""
+    """The lines that Quire writes meanwhile, those of which it wrote once before among them."""
+    warn_once.cache_clear()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -121,9 +121,9 @@ REFUSED = {
 OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
 """Which need not say word for word what the model says as it is."""
 OFTEN = {
-    *("05_prefix_caching.sh", "11_api_processes_data.sh", "16_fp8.sh", "18_fp8_cache.sh", "20_adapters.sh"),
+    *("16_fp8.sh", "18_fp8_cache.sh", "20_adapters.sh"),
     *("14_flash_attn.sh", "14_flashinfer_variable.sh"),
-    *(file.name for file in SNIPPETS.glob("*.py") if file.name[:2] not in ("07", "08")),
+    *(file.name for file in SNIPPETS.glob("*.py") if file.name[:2] not in ("07", "08", "10", "21")),
     "08_experts.py",
 }
 """The others start servers or many ranks, and are slow."""
