@@ -183,7 +183,7 @@ class Cuda:
     def _forward_any(self, lens: Ints) -> None:
         batch, sheet = self._blank(lens)
         for group in batch.groups:
-            group.are_any, group.query_lens_host = True, lens * len(lens)
+            group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
         self._forward(batch, sheet, are_decodes=False)
 
     def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
