@@ -76,9 +76,18 @@ def graph_bytes(config: EngineConfig) -> int:
     largest = 0 if config.model.enforce_eager else -(-largest // config.parallel.pipeline_parallel_size)
     if not largest:
         return 0
-    steps = [(size, size) for size in ladder(largest)] + short_shapes(largest, longest_short(config))
-    numbers = sum(seqs * facts.vocab + tokens * facts.hidden for seqs, tokens in steps)
-    return len(steps) * GRAPH_BYTES + numbers * DTYPE_BYTES[config.model.dtype]
+    short = sum(short_bytes(config, *each) for each in short_shapes(largest, longest_short(config)))
+    sizes, item = ladder(largest), DTYPE_BYTES[config.model.dtype]
+    return short + len(sizes) * GRAPH_BYTES + sum(sizes) * (facts.vocab + facts.hidden) * item
+
+
+def short_bytes(config: EngineConfig, num_seqs: int, num_tokens: int) -> int:
+    """Of one with prompts: what it gives, and the vectors that tokens may stand for."""
+    facts, each = config.checkpoint.facts, config.checkpoint.facts.hidden
+    if facts.media is not None:
+        each += facts.hidden * (1 + facts.media.levels)
+    numbers = num_seqs * facts.vocab + num_tokens * each
+    return GRAPH_BYTES + numbers * DTYPE_BYTES[config.model.dtype]
 
 
 def embeds_bytes(facts: ArchFacts, dtype: str, *, num_tokens: int) -> int:

@@ -44,7 +44,7 @@ def main(path: str) -> None:
     }
     (graphs,) = (each for each in gc.get_objects() if isinstance(each, Graphs))
     short = graphs._short
-    for name, used in (("graphs", short), ("without", []), ("graphs", short)):
+    for name, used in (("graphs", short), ("without", {False: [], True: []}), ("graphs", short)):
         graphs._short = used
         firsts = {
             length: median(seconds(llm, [prompt], 1) for prompt in some) for length, some in prompts.items()

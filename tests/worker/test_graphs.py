@@ -14,6 +14,7 @@ from quire.sampling.rows import SamplingRows
 from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 from quire.worker.device import Computed, NewTokens
+from quire.worker.embeds import VectorRoom
 from quire.worker.graphs import IN_FLIGHT, Graph, Graphs
 from quire.worker.rows import Rows
 from quire.worker.sheet import Page, Sizes, asked_of, blank, bytes_of, tensors
@@ -174,3 +175,21 @@ def test_engines_in_step_choose_the_same_size() -> None:
         step.counts = counts
         assert graphs.find(step) == found
         assert graphs.size_for(max(counts)) == {"one": 1, "four": 4, "eight": 8, None: 9}[found]
+
+
+def test_vectors_of_a_step_do_not_stay_for_the_next() -> None:
+    """What is not given lies on the last token, which is padding."""
+    room = VectorRoom(6, 4, torch.float32, CPU)
+
+    def embedded() -> list[list[float]]:
+        x = torch.zeros(6, 4)
+        x.index_copy_(0, room.tokens, room.vectors)
+        return x[:-1].tolist()
+
+    nothing, one = [0.0] * 4, [1.0] * 4
+    room.load((torch.tensor([1, 3, 4]), torch.ones(3, 4)))
+    assert embedded() == [nothing, one, nothing, one, one]
+    room.load((torch.tensor([0]), torch.ones(1, 2)))
+    assert embedded() == [[1.0, 1.0, 0.0, 0.0], *[nothing] * 4]
+    room.load(None)
+    assert embedded() == [nothing] * 5

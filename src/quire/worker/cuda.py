@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import GRAPH_BYTES, MAX_DRAWS, ladder, longest_short, rows_at_once, short_shapes
+from quire.capacity import (
+    GRAPH_BYTES,
+    MAX_DRAWS,
+    ladder,
+    longest_short,
+    rows_at_once,
+    short_bytes,
+    short_shapes,
+)
 from quire.config.engine import EngineConfig
 from quire.config.layout import cache_specs
 from quire.config.speculation import SpecFacts
@@ -73,7 +81,8 @@ class Cuda:
         query_lens = [] if self.speculation is None else self.speculation.query_lens
         self.axes = int(all_rows.turns is not None)
         """Positions of a token by which heads turn that its place does not tell."""
-        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes)
+        vectors = None if model.encoder is None else model.encoder.room
+        self.graphs = Graphs(self.block_tables, model.room, in_flight, query_lens, self.axes, vectors)
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
         room, kind = max_rows, torch.int64
         if self.speculation is not None:
@@ -106,10 +115,8 @@ class Cuda:
         wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
         short = short_shapes(largest, self._longest_captured(config))
-        kinds, most_of_all = (
-            len(self._kinds),
-            [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]],
-        )
+        most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
+        kinds = len(self._kinds)
         graphs = kinds * len(sizes) * GRAPH_BYTES
         graphs += max((self._peak(*each) for each in most_of_all), default=0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
@@ -119,8 +126,7 @@ class Cuda:
         activations += max(more_draws, 0) * facts.vocab * item
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
         graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
-        numbers = sum(seqs * facts.vocab + tokens * facts.hidden for seqs, tokens in short)
-        graphs += len(short) * GRAPH_BYTES + numbers * item
+        graphs += kinds * sum(short_bytes(config, *each) for each in short)
         if self._fronts is not None and sizes:
             graphs += len(wide) * GRAPH_BYTES + max(wide, default=0) * facts.vocab * 4
         torch.cuda.empty_cache()
@@ -181,10 +187,11 @@ class Cuda:
 
     @torch.inference_mode()
     def _forward_any(self, lens: Ints) -> None:
-        batch, sheet = self._blank(lens)
-        for group in batch.groups:
-            group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
-        self._forward(batch, sheet, are_decodes=False)
+        for adapters in self._kinds:
+            batch, sheet = self._blank(lens, adapters)
+            for group in batch.groups:
+                group.are_any, group.query_lens_host = True, np.full_like(lens, lens.sum())
+            self._forward(batch, sheet, are_decodes=False)
 
     def _forward(self, batch: Batch, sheet: dict[str, Tensor], are_decodes: bool) -> None:
         for group in batch.groups:
@@ -303,13 +310,14 @@ class Cuda:
         if self._fronts is not None and self._in_front(self._fronts, plan, places, ids):
             places, ids = places[:0], ids[:0]
         adapts = self.model.adapts(plan, all_rows)
-        is_text = embeds is None and reach is None and all_rows.num_axes(plan) < 3
-        graph = self.graphs.find(plan, adapters=adapts) if is_text else None
+        graph = self.graphs.find(plan, adapters=adapts) if reach is None else None
+        if graph is not None and not graph.sees and (embeds is not None or all_rows.num_axes(plan) == 3):
+            graph = None
         if graph is None and not len(plan.rows):
             return self._idle(plan)
         if graph is None:
             return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
-        return self._replay(graph, plan, all_rows, places, ids)
+        return self._replay(graph, plan, all_rows, places, ids, embeds)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether what is sampled in passing would be held against drafts, and is not what rows ask for."""
@@ -327,11 +335,19 @@ class Cuda:
         fronts(plan)
         return True
 
-    def _replay(self, graph: Graph, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> Step:
+    def _replay(
+        self,
+        graph: Graph,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None,
+    ) -> Step:
         if len(ids) > graph.sizes.blocks:
             self._set_blocks(*(torch.from_numpy(part).to(self.device) for part in (places, ids)))
             places, ids = places[:0], ids[:0]
-        graph.load(plan, all_rows, places, ids)
+        graph.load(plan, all_rows, places, ids, embeds)
         count = len(plan.logit_rows)
 
         def run() -> Computed | Passed:

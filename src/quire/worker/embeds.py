@@ -1,4 +1,4 @@
-"""Prompts that came as vectors: those that a step computes."""
+"""Vectors in place of tokens: prompts that came as such, and the room that a graph has for them."""
 
 import numpy as np
 import torch
@@ -33,3 +33,24 @@ def take_embeds(plan: StepPlan, all_rows: Rows, device: torch.device) -> tuple[T
     if device.type == "cuda":
         found = found.pin_memory().to(device, non_blocking=True)
     return to_device(np.concatenate(tokens), device), found
+
+
+class VectorRoom:
+    """Where a graph reads the vectors of a step, as `Batch.embeds`. Its last token is padding: what no vector
+    lies for goes there."""
+
+    def __init__(self, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tokens = torch.full((num_tokens,), num_tokens - 1, device=device)
+        self.vectors = torch.zeros(num_tokens, width, dtype=dtype, device=device)
+        self._count = 0
+
+    def load(self, embeds: tuple[Tensor, Tensor] | None) -> None:
+        before, self._count = self._count, 0 if embeds is None else len(embeds[0])
+        if self._count < before:
+            self.tokens[self._count : before] = len(self.tokens) - 1
+        if embeds is not None:
+            tokens, vectors = embeds
+            self.tokens[: self._count] = tokens
+            room, width = self.vectors[: self._count], vectors.shape[1]
+            room[:, :width] = vectors
+            room[:, width:] = 0

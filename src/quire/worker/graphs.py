@@ -15,6 +15,7 @@ from quire.capacity import MAX_DRAWS, ladder, short_shapes
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, Passed, batch_of
+from quire.worker.embeds import VectorRoom
 from quire.worker.rows import Rows, Wide
 from quire.worker.sheet import Page, Sizes, blank, bytes_of, pad, tensors
 
@@ -27,6 +28,8 @@ Compute = Callable[[Batch, dict[str, Tensor]], Computed | Passed]
 Follow = Callable[[Computed], Tensor]
 Room = Callable[[int], Tensor | None]
 """For what the stage before makes of so many tokens."""
+Vectors = Callable[[int], VectorRoom]
+"""For those that stand for media among so many tokens."""
 
 
 def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -43,8 +46,8 @@ def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]
 
 
 class Graphs:
-    """One graph for each size of the ladder, and where rows may have adapters one more with them; some for
-    steps with prompts; all in one pool of memory."""
+    """One graph for each size of the ladder, some for steps with prompts, and where rows may have adapters
+    one more of each with them; all in one pool of memory."""
 
     def __init__(
         self,
@@ -53,20 +56,23 @@ class Graphs:
         in_flight: int = IN_FLIGHT,
         query_lens: Sequence[int] = (),
         axes: int = 0,
+        vectors: Vectors | None = None,
     ) -> None:
         """With `query_lens` the device derives inputs, and there are graphs for that many places of each
-        sequence. `axes` are those of `Sizes`."""
+        sequence. `axes` are those of `Sizes` where no token stands for media."""
         self.block_tables = block_tables
         self.room = room
         self.in_flight = in_flight
         self.query_lens = query_lens
         self.axes = axes
+        self.vectors = vectors
         self.pool: Any = None
         """The memory of all graphs, once there are some."""
         self._by_size: dict[tuple[int, bool], Graph] = {}
         self._sizes: list[int] = []
         self._wide: dict[tuple[int, int, bool], Graph] = {}
-        self._short: list[Graph] = []
+        self._short: dict[bool, list[Graph]] = {False: [], True: []}
+        """By whether rows have adapters, the smallest first."""
 
     def capture(
         self,
@@ -114,22 +120,24 @@ class Graphs:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
-        for size, tokens in reversed(short_shapes(largest, prompts)):
+        for (size, tokens), adapters in product(reversed(short_shapes(largest, prompts)), kinds):
             if time.monotonic() - started < seconds:
-                shape = Shape(size, axes=self.axes, tokens=tokens)
+                axes = 3 if self.axes and self.vectors is not None else self.axes
+                shape = Shape(size, adapters=adapters, axes=axes, tokens=tokens)
                 given = compute, self.block_tables, pool, None, self.in_flight
-                self._short.insert(0, Graph(shape, *given, redraw=redraw))
+                room = None if self.vectors is None else self.vectors(tokens)
+                self._short[adapters].insert(0, Graph(shape, *given, redraw=redraw, vectors=room))
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
-        self._by_size, self._sizes, self._wide, self._short = {}, [], {}, []
+        self._by_size, self._sizes, self._wide, self._short = {}, [], {}, {False: [], True: []}
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
         """The smallest graph for a plan, some of whose rows have adapters or none."""
         if len(plan.num_drafts) and not plan.is_decode:
             return self._find_wide(plan, adapters)
         if len(plan.rows) and not plan.is_decode:
-            return None if adapters or plan.counts else self._find_short(plan)
+            return None if plan.counts else self._find_short(plan, adapters)
         count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1]:
             return None
@@ -144,8 +152,8 @@ class Graphs:
         shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
         return None if shape is None else self._wide[shape]
 
-    def _find_short(self, plan: StepPlan) -> "Graph | None":
-        for graph in self._short:
+    def _find_short(self, plan: StepPlan, adapters: bool) -> "Graph | None":
+        for graph in self._short[adapters]:
             if plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs:
                 return graph
         return None
@@ -179,6 +187,7 @@ class Graph:
     """Where what the stage before sends is to lie."""
     is_short = False
     """Whether it is for steps with prompts."""
+    _vectors: VectorRoom | None = None
 
     def __init__(
         self,
@@ -190,6 +199,7 @@ class Graph:
         in_flight: int,
         follow: Follow | None = None,
         redraw: Follow | None = None,
+        vectors: VectorRoom | None = None,
     ) -> None:
         size, query_len, adapters, axes, tokens = shape
         num_groups, num_rows, width = block_tables.shape
@@ -214,6 +224,9 @@ class Graph:
         kind = {"are_decodes": not self.is_short, "are_any": self.is_short}
         batch = batch_of(self._sheet, block_tables, lens, lens, **kind)
         batch.before = self.before = before
+        self._vectors = vectors
+        if vectors is not None:
+            batch.embeds = vectors.tokens, vectors.vectors
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
@@ -233,7 +246,19 @@ class Graph:
             page.arrays["query_starts"][:] = 0
             pad(page.arrays, 0)
 
-    def load(self, plan: StepPlan, all_rows: Rows, places: Wide, ids: Ints) -> None:
+    @property
+    def sees(self) -> bool:
+        """Whether tokens may stand for media."""
+        return self._vectors is not None
+
+    def load(
+        self,
+        plan: StepPlan,
+        all_rows: Rows,
+        places: Wide,
+        ids: Ints,
+        embeds: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         page = next(self._pages)
         if not page.holds(plan, all_rows):
             self._blank(page, len(plan.rows))
@@ -242,6 +267,8 @@ class Graph:
             pad(page.arrays, len(plan.rows))
         page.arrays["block_places"][len(ids) :] = self._pad_place
         self._memory.copy_(page.memory, non_blocking=True)
+        if self._vectors is not None:
+            self._vectors.load(embeds)
 
     def replay(self, count: int) -> Computed | Passed:
         """What the first `count` draws gave; valid until the next replay of any graph."""

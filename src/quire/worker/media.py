@@ -20,6 +20,7 @@ from quire.errors import EngineError
 from quire.layers.crossing import Crossing
 from quire.models.towers import Repeats, Tower, is_divided
 from quire.sampling.transfer import to_device
+from quire.worker.embeds import VectorRoom
 from quire.worker.memory import Needs
 from quire.worker.rows import Rows
 from quire.worker.tower_graphs import MOST_VECTORS, TowerGraphs
@@ -151,6 +152,9 @@ class Encoder:
         if given is None or own is None:
             return given or own
         return torch.cat([given[0], own[0]]), torch.cat([self._widened(given[1]), own[1]])
+
+    def room(self, num_tokens: int) -> VectorRoom:
+        return VectorRoom(num_tokens, self.width, self.dtype, self.device)
 
     def clear(self) -> None:
         self.kept.clear()

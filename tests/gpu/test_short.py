@@ -1,0 +1,86 @@
+"""Short steps with prompts as graphs: with adapters, and with tokens that stand for images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from on_gpu import SETTINGS, opened
+from oracle import make_tiny
+from PIL import Image
+from tiny import prompts_of
+from tiny_adapter import write_adapter
+from tiny_qwen import made
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.worker.graphs import Graph
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SEES = "<begin><image><end>"
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Of each short step that a graph took: whether it is one with adapters, and its vectors."""
+    found: list[tuple[bool, int]] = []
+    load = Graph.load
+
+    def counted(self: Graph, *given: Any) -> None:
+        if self.is_short:
+            found.append((self.sizes.adapters, 0 if given[4] is None else len(given[4][0])))
+        load(self, *given)
+
+    monkeypatch.setattr(Graph, "load", counted)
+    return found
+
+
+def said(llm: LLM, prompts: list[Any], adapters: list[LoRARequest | None] | None = None) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    size = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return make_tiny("llama", tmp_path_factory.mktemp("short"), **size)[0]
+
+
+def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
+    model = json.loads((tiny / "config.json").read_text())
+    some = [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2)]
+    prompts = prompts_of(9, 14, 5, 22, 30, 3)
+    asked = [some[0], None, some[1], some[0], some[1], None]
+    more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    expected = said(opened(tiny, "float32", **more, enforce_eager=True), prompts, asked)
+    assert not loaded
+    llm = opened(tiny, "float32", **more)
+    assert said(llm, prompts, asked) == expected
+    assert (True, 0) in loaded
+    del loaded[:]
+    alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, asked, strict=True)]
+    assert alone == expected
+    assert [kind for kind, _ in loaded] == [adapter is not None for adapter in asked]
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
+def test_with_images(family: str, tmp_path: Path, loaded: list[tuple[bool, int]]) -> None:
+    """Images whole, cut by steps, beside text and again; text alone behind them."""
+    path, draw = made(family, tmp_path)[0], np.random.default_rng(3)
+    sizes = ((120, 90), (17, 19), (64, 24))
+    images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+    prompts = [
+        {"prompt": f"what is {SEES} this", "multi_modal_data": {"image": images[0]}},
+        {"prompt": "nothing to see here, only words"},
+        {"prompt": f"{SEES}one {SEES}and then", "multi_modal_data": {"image": images[1:]}},
+        {"prompt": f"{SEES} again, and a little more of it", "multi_modal_data": {"image": images[0]}},
+    ]
+    settings = SETTINGS | {"skip_tokenizer_init": False, "dtype": "float32", "max_model_len": 512}
+    settings |= {"use_tqdm_on_load": False, "enable_prefix_caching": True}
+    expected = said(LLM(str(path), **settings, enforce_eager=True), prompts)
+    assert not loaded
+    llm = LLM(str(path), **settings)
+    assert said(llm, prompts) == expected
+    assert any(count for _, count in loaded) and any(not count for _, count in loaded)
+    assert [said(llm, [prompt])[0] for prompt in prompts] == expected
