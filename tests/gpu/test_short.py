@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_gpu import SETTINGS, opened
+from on_gpu import SETTINGS
 from oracle import make_tiny
 from PIL import Image
-from tiny import prompts_of
+from tiny import open_tiny, prompts_of
 from tiny_adapter import write_adapter
 from tiny_qwen import made
 
@@ -52,10 +52,11 @@ def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
     some = [write_adapter(tiny.parent / f"adapter{seed}", model, seed) for seed in (1, 2)]
     prompts = prompts_of(9, 14, 5, 22, 30, 3)
     asked = [some[0], None, some[1], some[0], some[1], None]
-    more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    expected = said(opened(tiny, "float32", **more, enforce_eager=True), prompts, asked)
+    settings = SETTINGS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "dtype": "float32"}
+    settings |= {"max_num_batched_tokens": 128}
+    expected = said(open_tiny(tiny, **settings, enforce_eager=True), prompts, asked)
     assert not loaded
-    llm = opened(tiny, "float32", **more)
+    llm = open_tiny(tiny, **settings)
     assert said(llm, prompts, asked) == expected
     assert (True, 0) in loaded
     del loaded[:]
@@ -64,9 +65,10 @@ def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
     assert [kind for kind, _ in loaded] == [adapter is not None for adapter in asked]
 
 
+@pytest.mark.parametrize("budget", [48, 256])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"])
-def test_with_images(family: str, tmp_path: Path, loaded: list[tuple[bool, int]]) -> None:
-    """Images whole, cut by steps, beside text and again; text alone behind them."""
+def test_with_images(family: str, budget: int, tmp_path: Path, loaded: list[tuple[bool, int]]) -> None:
+    """Images cut by steps and whole, beside text and again; text alone behind them."""
     path, draw = made(family, tmp_path)[0], np.random.default_rng(3)
     sizes = ((120, 90), (17, 19), (64, 24))
     images = [Image.fromarray(draw.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
@@ -77,10 +79,10 @@ def test_with_images(family: str, tmp_path: Path, loaded: list[tuple[bool, int]]
         {"prompt": f"{SEES} again, and a little more of it", "multi_modal_data": {"image": images[0]}},
     ]
     settings = SETTINGS | {"skip_tokenizer_init": False, "dtype": "float32", "max_model_len": 512}
-    settings |= {"use_tqdm_on_load": False, "enable_prefix_caching": True}
+    settings |= {"use_tqdm_on_load": False, "enable_prefix_caching": True, "max_num_batched_tokens": budget}
     expected = said(LLM(str(path), **settings, enforce_eager=True), prompts)
     assert not loaded
     llm = LLM(str(path), **settings)
     assert said(llm, prompts) == expected
-    assert any(count for _, count in loaded) and any(not count for _, count in loaded)
     assert [said(llm, [prompt])[0] for prompt in prompts] == expected
+    assert any(count for _, count in loaded) and any(not count for _, count in loaded)
