@@ -229,6 +229,7 @@ class Graph:
             batch.embeds = vectors.tokens, vectors.vectors
         compute(batch, self._sheet)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
+        batch.angles.clear()  # what was made then is not made again in each replay
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._done = compute(batch, self._sheet)
