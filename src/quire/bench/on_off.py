@@ -323,7 +323,8 @@ def _plain_part(
 
 def _whole_prompts(bench: Bench) -> Part:
     sizes = bench.sizes
-    off = {"enable_chunked_prefill": False, "max_num_batched_tokens": sizes.longest}
+    # a prompt that is not cut needs room beside the streams, or waits until they are done
+    off = {"enable_chunked_prefill": False, "max_num_batched_tokens": sizes.longest + sizes.streams}
     text = (
         f"{sizes.streams} streams while {sizes.long_prompts} prompts of {sizes.longest - 16} tokens come;"
         f" chunks of {sizes.longest // 4}"
