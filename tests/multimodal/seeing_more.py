@@ -183,12 +183,13 @@ _SLICES = ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_
 def _minicpm_v46() -> tuple[str, Any, Any, str]:
     import transformers as hf
 
-    tokenizer = make_tokenizer([*_SLICES, "<|image_pad|>"])
+    tokenizer = make_tokenizer([*_SLICES, "<|image_pad|>", "<|video_pad|>"])
     config = hf.MiniCPMV4_6Config(
         vision_config=VISION | {"image_size": 70, "patch_size": 7},
         text_config=hf.Qwen3Config(**TEXT, head_dim=16),
         insert_layer_id=1,
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
     )
     return "MiniCPMV4_6ForConditionalGeneration", config, MiniCPMStand(tokenizer), "<|image_pad|>"
 

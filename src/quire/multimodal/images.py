@@ -59,6 +59,16 @@ def stored_settings(path: Path, part: str = "image_processor", **defaults: Any) 
     return Keys(str(source), {**defaults, **said})
 
 
+def film_settings(path: Path, otherwise: Keys) -> Keys:
+    """What it says of videos: a part of the newer file, or a file of its own; else they are as said."""
+    newer, own = path / "processor_config.json", path / "video_preprocessor_config.json"
+    if newer.is_file() and isinstance(read_json(newer).get("video_processor"), dict):
+        return stored_settings(path, "video_processor")
+    if own.is_file():
+        return Keys(str(own), {key: value for key, value in read_json(own).items() if value is not None})
+    return otherwise
+
+
 def whole_settings(path: Path) -> Keys:
     """What it says of images and text together."""
     file = path / "processor_config.json"

@@ -1,6 +1,6 @@
 """Kimi-VL and Kimi-K2.5: MoonViT in front of a decoder of DeepSeek-V3's kind."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
@@ -32,6 +32,8 @@ class MoonFacts:
     """What checkpoints call it,"""
     products: tuple[str, str]
     """and its two products."""
+    frames: int = 1
+    """Of a video that are seen together, and become one."""
 
     @property
     def num_weights(self) -> int:
@@ -50,9 +52,10 @@ def kimi_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
 
 
 def kimi_k25(keys: Keys) -> tuple[Keys, MediaFacts]:
-    """Its videos are not read yet."""
-    text = text_part(keys, default="deepseek_v3")
-    return text, MediaFacts("kimi_vl", ("image",), _facts(keys, text, "mm_projector", ("proj.0", "proj.2")))
+    text, vision = text_part(keys, default="deepseek_v3"), part(keys, "vision_config")
+    facts = _facts(keys, text, "mm_projector", ("proj.0", "proj.2"))
+    facts = replace(facts, frames=_size(vision, 4, "init_pos_emb_time", "pos_emb_time"))
+    return text, MediaFacts("kimi_vl", ("image", "video"), facts)
 
 
 def _facts(keys: Keys, text: Keys, projector: str, products: tuple[str, str]) -> MoonFacts:

@@ -22,6 +22,8 @@ class MiniCPMFacts:
     size_out: int
     image_id: int | None
     """The token in whose places an image's vectors stand; None: the tokenizer's unknown one."""
+    video_id: int | None = None
+    """The same of a video's; None: an image's."""
     queries: int = 0
     """Vectors of a slice, each out of all of its patches; 0: one is made of each square of them;"""
     merged: int | None = None
@@ -65,11 +67,11 @@ def minicpm_v(keys: Keys) -> tuple[Keys, MediaFacts]:
         queries=keys.size("query_num", 64),
         is_valued=version >= 4.5,
     )
-    return text, MediaFacts("minicpm_v", ("image",), facts)
+    return text, MediaFacts("minicpm_v", ("image", "video"), facts)
 
 
 def minicpm_v46(keys: Keys) -> tuple[Keys, MediaFacts]:
-    """As transformers has 4.6; its videos are not read yet."""
+    """As transformers has 4.6."""
     text = text_part(keys, default="qwen3_5_text")
     vit = _vit(part(keys, "vision_config"))
     layer = keys.get("insert_layer_id")
@@ -83,9 +85,10 @@ def minicpm_v46(keys: Keys) -> tuple[Keys, MediaFacts]:
         depth=vit.layers,
         size_out=text.size("hidden_size"),
         image_id=token_id(keys, "image_token_id"),
+        video_id=token_id(keys, "video_token_id", "image_token_id"),
         merged=None if keys.get("downsample_mode") == "4x" else layer,
     )
-    return text, MediaFacts("minicpm_v", ("image",), facts)
+    return text, MediaFacts("minicpm_v", ("image", "video"), facts)
 
 
 def _vit(vision: Keys) -> ViTFacts:

@@ -1,6 +1,9 @@
-"""MoonViT, the tower of Kimi-VL and Kimi-K2.5: images of any size, whose patches turn by column and row."""
+"""MoonViT, the tower of Kimi-VL and Kimi-K2.5: images of any size, whose patches turn by column and row, and
+some frames of a video at once, which become one."""
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ _EPS = 1e-5
 _THETA = 10000.0
 Grid = tuple[int, int]
 """Rows and columns of patches."""
+Clip = tuple[int, int, int]
+"""Frames, rows and columns."""
 
 
 class Layer(nn.Module):
@@ -60,15 +65,27 @@ class MoonViT(nn.Module):
         self.steps = _THETA**-powers
         """How far each column turns a pair, and each row the pair behind it."""
 
-    def forward(self, images: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
-        """[3, height, width] each -> [patches of all, hidden]"""
-        flat = torch.cat([patches_of(each[None], self.facts.patch)[0] for each in images])
-        x = self.patches(flat) + torch.cat([self.placed(grid) for grid in grids])
-        spans = spans_of(np.array([rows * columns for rows, columns in grids], np.int32), x.device)
-        turns = torch.cat([self.turns(grid) for grid in grids])
+    def forward(self, images: Sequence[Tensor], clips: Sequence[Clip]) -> Tensor:
+        """[frames, 3, height, width] each -> [patches of all, hidden]; those of a clip see each other."""
+        flat = torch.cat([patches_of(each, self.facts.patch).flatten(0, 1) for each in images])
+        x = self.patches(flat) + torch.cat([self.placed_in_time(clip) for clip in clips])
+        spans = spans_of(np.array([math.prod(clip) for clip in clips], np.int32), x.device)
+        turns = torch.cat([self.turns((rows, columns)).repeat(frames, 1) for frames, rows, columns in clips])
         for layer in self.layers:
             x = layer(x, spans, (turns.cos(), turns.sin()))
         return self.last_norm.alone(x)
+
+    def placed_in_time(self, clip: Clip) -> Tensor:
+        """[frames * patches, hidden]: where each patch is, and when, if there is more than one frame."""
+        frames, *grid = clip
+        where = self.placed((grid[0], grid[1]))
+        if frames == 1:
+            return where
+        half = self.facts.hidden // 2
+        speeds = _THETA ** -(torch.arange(half, device=where.device, dtype=torch.float32) / half)
+        angles = torch.arange(frames, device=where.device)[:, None] * speeds
+        when = torch.cat((angles.sin(), angles.cos()), 1).to(where.dtype)
+        return (where + when[:, None]).flatten(0, 1)
 
     def placed(self, grid: Grid) -> Tensor:
         """The table of places, stretched over a grid: [patches, hidden]"""
@@ -86,7 +103,7 @@ class MoonViT(nn.Module):
 
 
 class KimiVL(nn.Module):
-    """One image of any size an item."""
+    """One image of any size an item, [3, height, width], or one video, with its frames in front."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -107,17 +124,22 @@ class KimiVL(nn.Module):
         return bool(media.tower.heads % count == 0)
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        images, patch, merge = [item["pixels"] for item in items], self.facts.patch, self.facts.merge
-        grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
-        counts = [rows * columns for rows, columns in grids]
-        states = self.norm.alone(self.vit(images, grids)).split(counts)
+        patch, merge = self.facts.patch, self.facts.merge
+        films = [each if each.ndim == 4 else each[None] for each in (item["pixels"] for item in items)]
+        parts = [film.split(self.facts.frames) for film in films]
+        images = [each for film in parts for each in film]
+        clips = [(len(each), each.shape[2] // patch, each.shape[3] // patch) for each in images]
+        states = self.vit(images, clips).split([math.prod(clip) for clip in clips])
         squares = [
-            each.view(rows // merge, merge, columns // merge, merge, -1)
+            each.view(frames, rows // merge, merge, columns // merge, merge, -1)
+            .mean(0)
             .transpose(1, 2)
-            .reshape(-1, self.size)
-            for each, (rows, columns) in zip(states, grids, strict=True)
+            .flatten(0, 1)
+            for each, (frames, rows, columns) in zip(states, clips, strict=True)
         ]
-        return list(self.projector(torch.cat(squares)).split([count // merge**2 for count in counts]))
+        counts = iter([rows * columns // merge**2 for _, rows, columns in clips])
+        flat = self.norm.alone(torch.cat(squares).flatten(0, -2)).view(-1, self.size)
+        return list(self.projector(flat).split([sum(islice(counts, len(film))) for film in parts]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         side = self.facts.patch * self.facts.merge
@@ -126,6 +148,6 @@ class KimiVL(nn.Module):
         return {"pixels": torch.zeros(3, rows * side, columns * side, device=self.device)}
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        _, height, width = item["pixels"]
-        patches = height * width // self.facts.patch**2
-        return patches * (6 * self.facts.hidden + patches)
+        *many, _, height, width = item["pixels"]
+        frames, patches = math.prod(many), height * width // self.facts.patch**2
+        return frames * patches * (6 * self.facts.hidden + min(frames, self.facts.frames) * patches)

@@ -171,7 +171,8 @@ class Resampler(nn.Module):
 
 
 class MiniCPMV(nn.Module):
-    """`pixels` of an item are [3, height, width]; `slices`, if there are any, [slices, 3, height, width]."""
+    """`pixels` of an image are [3, height, width]; `slices`, if there are any, [slices, 3, height, width].
+    Those of a video have its frames in front."""
 
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class MiniCPMV(nn.Module):
 
     def encode(self, modality: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         patch = self.facts.vit.patch
-        stacks = [[item["pixels"][None], *([item["slices"]] if "slices" in item else [])] for item in items]
+        stacks = [stacks_of(item) for item in items]
         flat = [patches_of(each, patch).flatten(0, 1) for stack in stacks for each in stack]
         grids = [
             [(each.shape[2] // patch, each.shape[3] // patch) for each in stack for _ in range(len(each))]
@@ -218,6 +219,18 @@ class MiniCPMV(nn.Module):
         return {"pixels": whole} | ({"slices": slices} if count else {})
 
     def cost(self, modality: str, item: Mapping[str, tuple[int, ...]]) -> int:
-        squares = [item["pixels"], *([item["slices"][1:]] * item["slices"][0] if "slices" in item else [])]
-        counts = [height * width // self.facts.vit.patch**2 for _, height, width in squares]
-        return sum(count * (6 * self.facts.vit.hidden + count) for count in counts)
+        cost = 0
+        for *many, _, height, width in (item[name] for name in ("pixels", "slices") if name in item):
+            count = height * width // self.facts.vit.patch**2
+            cost += math.prod(many) * count * (6 * self.facts.vit.hidden + count)
+        return cost
+
+
+def stacks_of(item: Mapping[str, Tensor]) -> list[Tensor]:
+    """[squares of one shape, 3, height, width] each: a frame as a whole, then in slices, then the next."""
+    wholes, slices = item["pixels"], item.get("slices")
+    if wholes.ndim == 3:
+        wholes, slices = wholes[None], None if slices is None else slices[None]
+    if slices is None:
+        return [wholes]
+    return [each for whole, parts in zip(wholes, slices, strict=True) for each in (whole[None], parts)]

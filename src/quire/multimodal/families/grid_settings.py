@@ -9,10 +9,18 @@ from typing import Any
 from PIL import Image
 
 from quire.config.facts import MediaFacts
-from quire.config.keys import Keys, read_json
+from quire.config.keys import Keys
 from quire.config.media.qwen import GridFacts
 from quire.errors import RequestError, nearest
-from quire.multimodal.images import CLIP_MEAN, CLIP_STD, HALF, Finish, resample_of, stored_settings
+from quire.multimodal.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    HALF,
+    Finish,
+    film_settings,
+    resample_of,
+    stored_settings,
+)
 
 _MOST_UNEQUAL = 200
 """How many times longer than the other a side may be."""
@@ -190,10 +198,7 @@ _PIXELS = {
 def read_settings(path: Path, facts: MediaFacts) -> dict[str, GridSettings]:
     """By modality: processor_config.json, or preprocessor_config.json and that of videos."""
     images = stored_settings(path)
-    videos = stored_settings(path, "video_processor")
-    file = path / "video_preprocessor_config.json"
-    if file.is_file() and not Path(videos.source).name.startswith("processor"):
-        videos = Keys(str(file), read_json(file))
+    videos = film_settings(path, stored_settings(path, "video_processor"))
     return {
         "image": replace(_read(images, facts, "image"), samples=False, max_frames=1),
         "video": _read(videos, facts, "video"),

@@ -1,27 +1,33 @@
-"""MiniCPM-V: an image as a whole, and if it is large in slices, row by row; each has a number."""
+"""MiniCPM-V: an image as a whole, and if it is large in slices, row by row; each has a number. A video is its
+frames, each like an image."""
 
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.minicpm import MiniCPMFacts
 from quire.errors import ConfigError, RequestError
-from quire.multimodal.families import Content, Processed
+from quire.multimodal.families import Content, Processed, Video
 from quire.multimodal.families.pictures import Pictures, token_of
 from quire.multimodal.images import (
     HALF,
     IMAGE_ARGUMENTS,
+    MOST_FRAMES,
     Finish,
+    Pixels,
     Size,
     asked,
+    check_frames,
     count_of,
+    film_settings,
     resample_of,
     resized,
     stored_settings,
@@ -31,8 +37,10 @@ from quire.multimodal.images import (
 from quire.text.tokenizer import Tokenizer
 
 _BEGIN, _END, _SLICE, _SLICED = "<image>", "</image>", "<slice>", "</slice>"
-_WRITTEN = "(<image>./</image>)"
-"""The mark in templates of 2.6 to 4.5; no token."""
+_WRITTEN, _FILMED = "(<image>./</image>)", "(<video>./</video>)"
+"""The marks in templates of 2.6 to 4.5; no tokens."""
+_OF_A_FRAME = 1
+"""Slices that it may have, if nothing else is said."""
 _OLDER = {"norm_mean": "image_mean", "norm_std": "image_std"}
 _ALWAYS = ("size", "do_resize")
 """What nobody may say: sides follow from the image."""
@@ -44,57 +52,100 @@ _LARGEST = 2
 more."""
 
 
+class Cut(NamedTuple):
+    """How an image is seen."""
+
+    whole: Size
+    """What it is resized to,"""
+    each: Size
+    """and each of its slices, which are so many"""
+    rows: int
+    columns: int
+
+
 class MiniCPMVProcessor(Pictures):
-    """The mark is the token of a single place."""
+    """The mark is the token of a single place; of a video of 2.6 to 4.5 a slice of one."""
 
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
         self.facts: MiniCPMFacts = facts.tower
+        self.modalities = facts.modalities
         image_id = self.facts.image_id
         image_id = token_of(tokenizer, "<unk>") if image_id is None else image_id
         super().__init__(image_id, image_id, self.facts.size_out, tokenizer)
+        self.video_id = image_id if self.facts.video_id is None else self.facts.video_id
         stored = stored_settings(path)
         older = {new: stored.get(old) for old, new in _OLDER.items() if stored.get(old) is not None}
         self.settings = stored.but(**older)
+        self.film = film_settings(path, self.settings.but(max_slice_nums=_OF_A_FRAME))
         self.is_numbered = stored.flag("use_image_id", self.facts.image_id is not None)
-        place = re.escape(super().text("image", 1))
-        self.marked = re.compile(f"(?:<image>|<slice>)(?:{place})+|{place}")
-        """The places of a span, or a mark."""
+        self.places = {
+            "image": tokenizer.backend.id_to_token(image_id) or "",
+            "video": tokenizer.backend.id_to_token(self.video_id) or "",
+        }
+        """The text of a single place."""
+
+    def marks(self, modality: str) -> list[int]:
+        if modality == "image" or self.video_id != self.image_id:
+            return [self.video_id if modality == "video" else self.mark]
+        return self.tokenizer.encode(self._film_mark, add_special_tokens=False)
+
+    @property
+    def _film_mark(self) -> str:
+        place = self.places["video"]
+        return place if self.video_id != self.image_id else f"{_SLICE}{place}{_SLICED}"
 
     def text(self, modality: str, number: int) -> str:
-        return _WRITTEN if self.facts.image_id is None else super().text(modality, number)
+        if self.facts.image_id is None:
+            return _FILMED if modality == "video" else _WRITTEN
+        return self._film_mark if modality == "video" else self.places[modality]
 
     def spelled(self, text: str) -> str:
         """Marks become tokens, with their numbers in front."""
-        place = super().text("image", 1)
-        text = text.replace(_WRITTEN, place)
-        numbers = itertools.count()
-
-        def numbered(mark: re.Match[str]) -> str:
-            if mark.group() != place or text.endswith("</image_id>", 0, mark.start()):
-                return mark.group()
-            return f"<image_id>{next(numbers)}</image_id>{place}"
-
-        return self.marked.sub(numbered, text) if self.is_numbered else text
+        text = text.replace(_WRITTEN, self.places["image"]).replace(_FILMED, self._film_mark)
+        if self.is_numbered:
+            for place in {*self.places.values()}:
+                text = _numbered(text, place)
+        return text
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
-        assert isinstance(content, Image.Image)
         try:
-            keys = asked(self.settings, arguments, _KNOWN)
-            finish = Finish.read(keys, HALF, HALF)
-            resample, side = resample_of(keys, Image.Resampling.BICUBIC), _side(keys)
-            size, most = content.size[::-1], count_of(keys, "max_slice_nums", 9)
-            rows, columns = grid_of(size, side, most) if keys.flag("slice_mode", True) else (0, 0)
-            whole = self._fitted(size, side, grows=not rows)
-            span = self._span(self._count(whole, keys), 0, (0, 0))
-            pixels, slices = resized(content, whole, resample), {}
-            if rows:
-                each = self._fitted(_shared(size, (rows, columns)), side, grows=True)
-                large = resized(content, (each[0] * rows, each[1] * columns), resample)
-                slices["slices"] = tiled(large, each)
-                span = self._span(self._count(whole, keys), self._count(each, keys), (rows, columns))
+            keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
+            finish, resample = Finish.read(keys, HALF, HALF), resample_of(keys, Image.Resampling.BICUBIC)
+            if isinstance(content, Video):
+                return self._filmed(content, keys, finish, resample)
+            assert isinstance(content, Image.Image)
+            cut = self._cut(content.size[::-1], keys)
+            arrays = finish(**_squares(content, cut, resample))
         except ConfigError as error:
             raise wrong_argument(error) from error
-        return self.spread(span, arrays=finish(pixels, **slices))
+        return self.spread(self._span(cut, keys), arrays=arrays)
+
+    def _filmed(self, video: Video, keys: Keys, finish: Finish, resample: Image.Resampling) -> Processed:
+        """Its frames one behind the other, none of which has a number."""
+        check_frames(len(video.frames))
+        cut = self._cut(video.frames.shape[1:3], keys)
+        seen = [_squares(Image.fromarray(frame), cut, resample) for frame in video.frames]
+        span = self._span(cut, keys, "video") * len(seen)
+        arrays = finish(**{name: np.stack([each[name] for each in seen]) for name in seen[0]})
+        return self.spread(span, place=self.video_id, arrays=arrays)
+
+    def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
+        check_frames(len(video.frames))
+        try:
+            keys = asked(self.film, arguments, _KNOWN)
+            cut = self._cut(video.frames.shape[1:3], keys)
+        except ConfigError as error:
+            raise wrong_argument(error) from error
+        of_slices = cut.rows * cut.columns * self._count(cut.each, keys) if cut.rows else 0
+        return len(video.frames) * (self._count(cut.whole, keys) + of_slices)
+
+    def _cut(self, size: Sequence[int], keys: Keys) -> Cut:
+        image, side, most = (size[0], size[1]), _side(keys), count_of(keys, "max_slice_nums", 9)
+        rows, columns = grid_of(image, side, most) if keys.flag("slice_mode", True) else (0, 0)
+        whole = each = self._fitted(image, side, grows=not rows)
+        if rows:
+            each = self._fitted(_shared(image, (rows, columns)), side, grows=True)
+        return Cut(whole, each, rows, columns)
 
     def _fitted(self, size: tuple[float, float], side: int, *, grows: bool) -> Size:
         """About as many pixels as a square of this side, in units."""
@@ -121,23 +172,55 @@ class MiniCPMVProcessor(Pictures):
         unit = self.facts.vit.patch * self.facts.unit
         return self.facts.queries or _LARGEST * max(1, round(_side(keys) / unit)) ** 2
 
-    def _span(self, count: int, each: int, grid: Size) -> list[int]:
-        place = super().text("image", 1)
+    def _span(self, cut: Cut, keys: Keys, modality: str = "image") -> list[int]:
+        count = self._count(cut.whole, keys)
+        return self._spelled_out(
+            count, self._count(cut.each, keys) if cut.rows else 0, (cut.rows, cut.columns), modality
+        )
+
+    def _spelled_out(self, count: int, each: int, grid: Size, modality: str = "image") -> list[int]:
+        place, place_id = self.places[modality], self.video_id if modality == "video" else self.image_id
         slices = "\n".join([f"{_SLICE}{place}{_SLICED}" * grid[1]] * grid[0])
         token_ids = self.tokenizer.encode(f"{_BEGIN}{place}{_END}{slices}", add_special_tokens=False)
         counts = iter([count, *[each] * (grid[0] * grid[1])])
-        return [i for i in token_ids for _ in range(next(counts) if i == self.image_id else 1)]
+        return [i for i in token_ids for _ in range(next(counts) if i == place_id else 1)]
 
     def brought(self, num_vectors: int) -> list[int]:
-        return self._span(num_vectors, 0, (0, 0))
+        return self._spelled_out(num_vectors, 0, (0, 0))
 
     def most_vectors(self, modality: str) -> int:
-        most = count_of(self.settings, "max_slice_nums", 9) if self.settings.flag("slice_mode", True) else 0
-        return self._most(self.settings) * (1 + (most if most > 1 else 0))
+        keys = self.film if modality == "video" else self.settings
+        most = count_of(keys, "max_slice_nums", 9) if keys.flag("slice_mode", True) else 0
+        return (
+            self._most(keys) * (1 + (most if most > 1 else 0)) * (MOST_FRAMES if modality == "video" else 1)
+        )
 
-    def largest(self, modality: str) -> tuple[int, int]:
-        side = _side(self.settings)
-        return side * count_of(self.settings, "max_slice_nums", 9), side
+    def largest(self, modality: str) -> tuple[int, ...]:
+        keys = self.film if modality == "video" else self.settings
+        side = _side(keys)
+        size = side * count_of(keys, "max_slice_nums", 9), side
+        return (MOST_FRAMES, *size) if modality == "video" else size
+
+
+def _numbered(text: str, place: str) -> str:
+    """With a number in front of every mark that is this; those of a span are none."""
+    numbers, one = itertools.count(), re.escape(place)
+
+    def numbered(mark: re.Match[str]) -> str:
+        if mark.group() != place or text.endswith("</image_id>", 0, mark.start()):
+            return mark.group()
+        return f"<image_id>{next(numbers)}</image_id>{place}"
+
+    return re.sub(f"(?:<image>|<slice>)(?:{one})+|{one}", numbered, text)
+
+
+def _squares(image: Image.Image, cut: Cut, resample: Image.Resampling) -> dict[str, Pixels]:
+    """As a whole, and in slices."""
+    whole = {"pixels": resized(image, cut.whole, resample)}
+    if not cut.rows:
+        return whole
+    large = resized(image, (cut.each[0] * cut.rows, cut.each[1] * cut.columns), resample)
+    return whole | {"slices": tiled(large, cut.each)}
 
 
 def _side(keys: Keys) -> int:

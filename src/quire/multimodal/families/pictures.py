@@ -35,9 +35,9 @@ class Pictures:
     def text(self, modality: str, number: int) -> str:
         return self.tokenizer.backend.id_to_token(self.mark) or ""
 
-    def spread(self, token_ids: list[int], **more: Any) -> Processed:
-        """A span, with vectors in the places of its image tokens."""
-        places = np.asarray(token_ids) == self.image_id
+    def spread(self, token_ids: list[int], place: int | None = None, **more: Any) -> Processed:
+        """A span, with vectors in the places of its image tokens, or of these."""
+        places = np.asarray(token_ids) == (self.image_id if place is None else place)
         edges = np.flatnonzero(np.diff(places, prepend=False, append=False)).reshape(-1, 2)
         runs = [(int(first), int(end - first)) for first, end in edges]
         return Processed(token_ids, [] if places.all() else runs, **more)
