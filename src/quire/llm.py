@@ -24,7 +24,7 @@ from quire.data.pooled_outputs import (
 )
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
-from quire.frontend.beam import BeamSearch, round_params, start_of
+from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.chat import chat_prompt, pair_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
@@ -332,19 +332,20 @@ class LLM:
         width = concurrency_limit or max(len(searches), 1)
         starts = range(0, len(searches), width)
         for start in with_bar(list(starts), "Beam search", use_tqdm):
-            group = searches[start : start + width]
-            while live := [search for search in group if not search.finished]:
+            group = [*zip(parsed, searches, strict=True)][start : start + width]
+            while live := [each for each in group if not each[1].finished]:
                 self._advance(live, params)
         return [BeamSearchOutput(self._decoded(search)) for search in searches]
 
-    def _advance(self, searches: list[BeamSearch], params: BeamSearchParams) -> None:
+    def _advance(self, searches: list[tuple[Prompt, BeamSearch]], params: BeamSearchParams) -> None:
         """One more token for every live beam of every search, in one batch."""
-        live = [beam for search in searches for beam in search.live]
-        beams, loras = [Prompt(beam.tokens) for beam in live], [beam.lora_request for beam in live]
+        live = [(prompt, beam) for prompt, search in searches for beam in search.live]
+        beams = [continued(prompt, beam.tokens) for prompt, beam in live]
+        loras = [beam.lora_request for _, beam in live]
         vocab = self.config.checkpoint.facts.vocab
         ids = self._queue(beams, round_params(params), None, max_logprobs=vocab, loras=loras)
         outputs = iter(cast(list[RequestOutput], self._run(ids, use_tqdm=False)))
-        for search in searches:
+        for _, search in searches:
             found = [next(outputs).outputs[0].logprobs for _ in search.live]
             search.advance([cast(Any, logprobs)[0] for logprobs in found])
 

@@ -108,6 +108,20 @@ def test_a_hit_is_neither_decoded_nor_processed(monkeypatch: pytest.MonkeyPatch)
     assert seen_by(reader) == 4
 
 
+@pytest.mark.parametrize(("max_bytes", "hits"), [(1 << 20, 2), (0, 0)])
+def test_the_same_image_twice_in_a_prompt_is_processed_once(max_bytes: int, hits: int) -> None:
+    """Whether it is kept for others or not; each is asked for by itself."""
+    counted: list[tuple[int, int]] = []
+    larder = Larder(max_bytes)
+    larder.count = lambda queries, found: counted.append((queries, found))
+    reader = media(larder=larder)
+    prompt = see(reader, image_of(0), image_of(1), image_of(0), image_of(0))
+    assert seen_by(reader) == 2 and prompt.media is not None
+    first, other, *same = [item.key for item in prompt.media.items]
+    assert same == [first, first] and other != first
+    assert (len(counted), sum(found for _, found in counted)) == ((4, hits) if max_bytes else (0, 0))
+
+
 def test_who_has_a_uuid_need_not_send_its_content_again() -> None:
     reader = media(larder=Larder(1 << 20))
     empty = {"type": "image_url", "image_url": None, "uuid": "cat"}

@@ -296,6 +296,10 @@ def test_a_video_that_no_prompt_can_hold_is_not_decoded() -> None:
 def test_models_that_know_only_text_say_so() -> None:
     for reader, words in (
         (MediaReader("org/llama"), "org/llama is not a multimodal model"),
+        (
+            MediaReader("org/vl", lacks_tokenizer=True),
+            "only with its tokenizer, and skip_tokenizer_init is set",
+        ),
         (MediaReader("org/vl", limits={"image": 0}), r"At most 0 image\(s\) may be provided in one prompt"),
     ):
         with pytest.raises(RequestError, match=words):

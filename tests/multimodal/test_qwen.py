@@ -13,6 +13,7 @@ from tiny_qwen import FAMILIES, made
 
 from quire import LLM, SamplingParams
 from quire.config.model import read_checkpoint
+from quire.data.params import BeamSearchParams
 from quire.multimodal.families import PROCESSORS, Video
 from quire.text.tokenizer import load_tokenizer
 
@@ -180,3 +181,23 @@ def test_an_image_is_known_by_its_content_and_other_ways_to_bring_it_say_the_sam
     contents = [one, other, prompts(is_glm=False)[3]]
     outputs = generate_preempted(llm, [asked(content) for content in contents], COUNT, at=(1, 3, 4))
     assert [output.outputs[0].token_ids for output in outputs] == [twin.says(content) for content in contents]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["Qwen2_5_VL"])
+def test_beams_behind_images_are_those_of_transformers(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whose places go on behind the largest of the prompt's, in every round."""
+    twin = Twin(family, tmp_path_factory.mktemp(family))
+    content = prompts(is_glm=False)[2]
+    inputs = twin.inputs(content)
+    twin.model.generation_config.eos_token_id = None
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": COUNT, "do_sample": False}
+    expected = twin.model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
+    llm = open_llm(twin.path)
+    prompt = {"prompt": content[0], "multi_modal_data": {"image": content[1]}}
+    asked = BeamSearchParams(beam_width=3, max_tokens=COUNT, ignore_eos=True)
+    (output,) = llm.beam_search([prompt], asked)
+    found = [beam.tokens[-COUNT:] for beam in output.sequences]
+    assert found == expected and len({*map(tuple, found)}) == 3

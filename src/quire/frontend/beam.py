@@ -2,10 +2,13 @@
 logprobs."""
 
 import math
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from quire.data.lora import LoRARequest
+from quire.data.media import Array, Media
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
@@ -26,11 +29,27 @@ def round_params(params: BeamSearchParams) -> SamplingParams:
 
 def start_of(prompt: Prompt) -> list[int]:
     """Where the beams begin: each round sends token ids."""
-    if prompt.media is not None:
-        raise RequestError("beam search with media is not supported yet", param="use_beam_search")
     if prompt.embeds is not None:
         raise RequestError("beam search needs a prompt of text or token ids", param="prompt_embeds")
     return prompt.token_ids
+
+
+def continued(prompt: Prompt, token_ids: list[int]) -> Prompt:
+    """The prompt of a beam: these tokens, of which the first are its own, and all that came with it."""
+    media = prompt.media
+    if media is not None:
+        items = [msgspec.structs.replace(item) for item in media.items]
+        media = Media(items, _further(media.positions, len(token_ids)))
+    return replace(prompt, token_ids=token_ids, text=None, media=media)
+
+
+def _further(positions: Array | None, num_tokens: int) -> Array | None:
+    """Of so many tokens: those behind the prompt go on behind the largest."""
+    if positions is None:
+        return None
+    known = positions.numbers()
+    more = known.max() + 1 + np.arange(num_tokens - known.shape[1], dtype=known.dtype)
+    return Array.of(np.concatenate((known, np.tile(more, (len(known), 1))), axis=1))
 
 
 class BeamSearch:

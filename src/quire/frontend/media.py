@@ -50,11 +50,13 @@ class MediaReader:
         max_span: int | None = None,
         crossed: bool = False,
         speech: Speech | None = None,
+        lacks_tokenizer: bool = False,
     ) -> None:
-        """An item stands for at most `max_span` tokens; None: for any number."""
+        """An item stands for at most `max_span` tokens; None: for any number. `lacks_tokenizer`: it could be
+        given some, if it had one."""
         self._model, self._kitchen, self._limits = model, kitchen, limits or {}
         self._takes_embeds = takes_embeds
-        self._max_span = max_span
+        self._max_span, self._lacks_tokenizer = max_span, lacks_tokenizer
         self.speech = speech
         """How the model is asked to write down what it hears, if that is what it does."""
         self.larder = Larder(0) if kitchen is None else kitchen.larder
@@ -74,6 +76,10 @@ class MediaReader:
     def check(self, given: Sequence[Given]) -> None:
         """Before anything is fetched."""
         for modality in dict.fromkeys(item.modality for item in given):
+            if self._kitchen is None and self._lacks_tokenizer:
+                raise RequestError(
+                    f"{self._model} takes media only with its tokenizer, and skip_tokenizer_init is set"
+                )
             if self._kitchen is None and self._limits.get(modality, 1):
                 raise RequestError(f"{self._model} is not a multimodal model")
             limit = min(self._limits.get(modality, 0), 1 if self.crossed else sys.maxsize)
@@ -157,7 +163,7 @@ def media_reader(
     limits = limits_of(section.limit_mm_per_prompt, language_model_only=section.language_model_only)
     crossed = media is not None and media.crossed > 0
     if media is None or tokenizer is None:  # whose marks are texts
-        return MediaReader(name, limits=limits, crossed=crossed)
+        return MediaReader(name, limits=limits, crossed=crossed, lacks_tokenizer=media is not None)
     processor = PROCESSORS[media.family](config.checkpoint.path, media, tokenizer)
     if section.mm_processor_cache_type == "shm" and cache not in ("shm", "off"):
         log.warning(

@@ -49,6 +49,19 @@ class Raw(NamedTuple):
     options: Options
 
 
+class Twins:
+    """The items of one prompt by what they are looked up by: those that are the same are made once."""
+
+    def __init__(self) -> None:
+        self._locks: dict[bytes, asyncio.Lock] = {}
+        self.made: dict[bytes, tuple[bytes, Processed]] = {}
+        """With their keys."""
+
+    def alone(self, name: bytes) -> asyncio.Lock:
+        """Who holds it makes it."""
+        return self._locks.setdefault(name, asyncio.Lock())
+
+
 class Kitchen:
     """Fetches items, and has them decoded and processed in threads. One for a model and a process."""
 
@@ -91,13 +104,13 @@ class Kitchen:
         """In the order of `given`. `arguments` are mm_processor_kwargs, `reading` are media_io_kwargs, each
         beside those of the server. An error of one item, which it names, ends the work on all."""
         told = {**self._arguments, **(arguments or {})}
-        places, num_tokens, share = asyncio.Semaphore(_AT_ONCE), 0, Share(self._max_bytes)
+        places, num_tokens, share, twins = asyncio.Semaphore(_AT_ONCE), 0, Share(self._max_bytes), Twins()
 
         async def one(item: Given) -> Prepared:
             nonlocal num_tokens
             async with places:
                 with self._room.hold(share) as hold:
-                    ready = await self._one(item, told, self._options(item.modality, reading), hold)
+                    ready = await self._one(item, told, self._options(item.modality, reading), hold, twins)
             num_tokens += len(ready.processed.token_ids)
             if self._max_tokens is not None and num_tokens > self._max_tokens:
                 raise RequestError(
@@ -121,21 +134,25 @@ class Kitchen:
             raise RequestError(f"media_io_kwargs: {modality} must be an object", param="media_io_kwargs")
         return {**(self._reading.get(modality) or {}), **asked}
 
-    async def _one(self, item: Given, arguments: Options, options: Options, hold: Hold) -> Prepared:
+    async def _one(
+        self, item: Given, arguments: Options, options: Options, hold: Hold, twins: "Twins"
+    ) -> Prepared:
         try:
             if item.uuid is None:
                 item = await self._brought(item, hold)
             name = await self._in_thread(self._keys.of, item, arguments, options)
             raw = Raw(item, arguments, options)
-            if (found := self.larder.find(name)) is not None:
-                key, processed = found
-                is_here = processed.arrays is not None or processed.stored is not None
-                return Prepared(item.modality, key, processed, None if is_here else raw)
-            key, processed = await self._made(name, raw, hold)
+            async with twins.alone(name):
+                found = self.larder.find(name) or twins.made.get(name)
+                if found is None:
+                    key, processed = await self._made(name, raw, hold)
+                    processed = await self._in_thread(self.larder.keep, name, key, processed)
+                    found = twins.made[name] = key, processed
         except RequestError as error:
             raise item.wrong(error) from None
-        processed = await self._in_thread(self.larder.keep, name, key, processed)
-        return Prepared(item.modality, key, processed)
+        key, processed = found
+        is_here = processed.arrays is not None or processed.stored is not None
+        return Prepared(item.modality, key, processed, None if is_here else raw)
 
     async def _made(self, name: bytes, raw: Raw, hold: Hold) -> tuple[bytes, Processed]:
         """With the key of the item, out of what it is looked up by."""

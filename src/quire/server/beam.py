@@ -8,7 +8,7 @@ from quire.data.lora import LoRARequest
 from quire.data.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from quire.data.params import BeamSearchParams, RequestOutputKind
 from quire.errors import EngineError
-from quire.frontend.beam import BeamSearch, round_params, start_of
+from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.inputs import Prompt
 from quire.metrics.keys import Account
 from quire.server.engine import Engine, Outputs
@@ -37,7 +37,7 @@ async def beam_search(
     while not search.finished:
         beams = [
             engine.generate(
-                Prompt(beam.tokens, cache_salt=prompt.cache_salt),
+                continued(prompt, beam.tokens),
                 step,
                 f"{request_id}-{num_rounds}-{index}",
                 priority=priority,
