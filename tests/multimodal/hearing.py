@@ -114,7 +114,7 @@ def save_voxtral(path: Path) -> tuple[Any, Any]:
     """The model, and what makes its features: the whole processor needs mistral-common."""
     import transformers as hf
 
-    tokenizer = make_tokenizer(["[BEGIN_AUDIO]", "[AUDIO]"])
+    tokenizer = make_tokenizer(["[BEGIN_AUDIO]", "[AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"])
     features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
     config = hf.VoxtralConfig(
         audio_config={

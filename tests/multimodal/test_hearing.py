@@ -319,3 +319,14 @@ def test_voxtral_hears_whole_pieces(tmp_path: Path) -> None:
     again = llm.generate(asked[:2], PARAMS, use_tqdm=False)
     assert [each.outputs[0].token_ids for each in again] == [each.outputs[0].token_ids for each in first[:2]]
     assert all(each.num_cached_tokens > 0.5 * len(each.prompt_token_ids) for each in again)
+    speech = llm.llm_engine.inputs.media.speech
+    assert speech is not None and speech.at_once < 2400 * RATE
+    for language, named in ((None, ""), ("de", "lang:de")):
+        token_ids = speech.prompt("transcribe", language)
+        prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"audio": tuple(sounds[0])}}
+        (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
+        text = f"<s>[INST][BEGIN_AUDIO]{'[AUDIO]' * 25}[/INST]{named}[TRANSCRIBE]"
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        features = heard(sounds[:1])
+        said = twin.model.generate(**inputs, input_features=features, max_new_tokens=COUNT, do_sample=False)
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == said[0].tolist()

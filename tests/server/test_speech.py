@@ -13,14 +13,17 @@ from fake_engine import FakeEngine, byte_tokenizer
 from fake_inputs import wav
 from fake_speech import BEFORE, DE, EN, START, TIME, TRANSCRIBE, TRANSLATE, UNTIMED, Writer
 from numpy.typing import NDArray
+from tokenizers import AddedToken
 
 from quire.config.env import Env
-from quire.frontend.speech import RATE, Speech, pieces_of
+from quire.frontend.speech import RATE, Dictation, Speech, pieces_of
 from quire.server.app import Application
 from quire.server.settings import make_settings
+from quire.text.tokenizer import Tokenizer
 
 PATH = "/v1/audio/transcriptions"
 TRANSLATIONS = "/v1/audio/translations"
+VOXTRAL = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]", "[TRANSCRIBE]")
 
 
 def noise(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
@@ -88,6 +91,33 @@ def test_models_of_english_are_not_told_of_languages() -> None:
         assert send().status_code == 200
         assert [prompt.token_ids for _, prompt, _, _ in ENGINE.seen] == [[START, UNTIMED]]
         assert "Must be one of: en" in refused(send(language="de"))["message"]
+    finally:
+        ENGINE.inputs.media.speech = usual
+
+
+def test_a_model_that_hears_in_its_prompt_is_asked_otherwise() -> None:
+    """Voxtral: no language has to be found out, texts of pieces are apart, no time is told."""
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens([AddedToken(name, special=True) for name in VOXTRAL])
+    speech = Dictation.of(
+        Tokenizer(backend, special_tokens={}), max_len=1000, at_once=90 * RATE, num_vectors=1500
+    )
+    assert speech is not None and speech.at_once == 30 * RATE
+    start, inst, begin, place, end, write = (backend.token_to_id(name) for name in VOXTRAL)
+    usual, ENGINE.inputs.media.speech = ENGINE.inputs.media.speech, speech
+    try:
+        assert send().json()["text"] == "Hallo." and len(ENGINE.seen) == 1
+        assert ENGINE.seen[0][1].token_ids == [start, inst, begin, place, end, write]
+        long = {"file": sound(40), "language": "FR"}
+        assert send(**long).json()["text"] == "Hallo.  Hallo."
+        named = backend.encode("lang:fr", add_special_tokens=False).ids
+        assert ENGINE.seen[0][1].token_ids == [start, inst, begin, place, end, *named, write]
+        chunks = events(send(**long, stream="true"))
+        assert "".join(each["choices"][0]["delta"]["content"] for each in chunks) == "Hallo.  Hallo."
+        assert "Must be one of: ar, de, en" in refused(send(language="ja"))["message"]
+        assert "tells the time" in refused(send(response_format="srt"))["message"]
+        error = refused(send(TRANSLATIONS), 404)
+        assert error["message"] == "The model does not support Translations API"
     finally:
         ENGINE.inputs.media.speech = usual
 

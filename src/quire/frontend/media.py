@@ -19,7 +19,7 @@ from quire.data.media import MODALITIES, Media
 from quire.dist.arena import Arena
 from quire.errors import RequestError
 from quire.frontend.embeds import as_numbers, tensor_of
-from quire.frontend.speech import Speech
+from quire.frontend.speech import Dictation, Scribe, Speech
 from quire.logs import get_logger
 from quire.multimodal.families import PROCESSORS, Processor, Sound, Spells, Video
 from quire.multimodal.given import Given, Source
@@ -49,7 +49,7 @@ class MediaReader:
         interleaves: bool = False,
         max_span: int | None = None,
         crossed: bool = False,
-        speech: Speech | None = None,
+        speech: Scribe | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
         """An item stands for at most `max_span` tokens; None: for any number. `lacks_tokenizer`: it could be
@@ -186,10 +186,14 @@ def media_reader(
     )
 
 
-def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Speech | None:
-    (at_once,), said = processor.largest("audio"), config.checkpoint.path / "generation_config.json"
+def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) -> Scribe | None:
+    (at_once,), max_len = processor.largest("audio"), config.model.max_model_len
+    media, said = config.checkpoint.facts.media, config.checkpoint.path / "generation_config.json"
+    if media is not None and not media.crossed:
+        most = processor.most_vectors("audio")
+        return Dictation.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
     is_english = said.is_file() and read_json(said).get("is_multilingual") is False
-    return Speech.of(tokenizer, max_len=config.model.max_model_len, at_once=at_once, is_english=is_english)
+    return Speech.of(tokenizer, max_len=max_len, at_once=at_once, is_english=is_english)
 
 
 # ---- multi_modal_data

@@ -1,8 +1,9 @@
 """Speech: how models are asked to write down what they hear, and what their answers say of time."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ _MOMENT_S = 0.02
 """From one token of time to the next."""
 TASKS = ("transcribe", "translate")
 _MARKS = ("<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>")
+_ASKED = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]")
+_WRITE = "[TRANSCRIBE]"
+_SPOKEN = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
+"""That Voxtral's makers name."""
 
 Samples = NDArray[np.float32]
 
@@ -62,8 +67,66 @@ class Segment:
         return len(raw) / len(zlib.compress(raw))
 
 
+class Scribe(Protocol):
+    """How one model is asked."""
+
+    @property
+    def at_once(self) -> int:
+        """Samples that are heard; more are pieces."""
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """By their codes, such as `en`: the tokens, if they have any."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Those of TASKS that it knows."""
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether it must be told the language, so that it is asked for that first."""
+
+    @property
+    def tells_time(self) -> bool: ...
+
+    @property
+    def between(self) -> str:
+        """What stands between the texts of two pieces."""
+
+    def check_language(self, language: str) -> str:
+        """Its code."""
+
+    def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
+        """The tokens that an answer begins with. `before`: a text that it might be the continuation of. No
+        language: what follows tells which it is."""
+
+    def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
+        """What an answer with moments in it says, of a sound of so many seconds."""
+
+
+def _checked(language: str, known: Mapping[str, int]) -> str:
+    code = language.strip().lower()
+    if code not in known:
+        raise RequestError(
+            f"Unsupported language: {language!r:.40}. Must be one of: {', '.join(known)}", "language"
+        )
+    return code
+
+
+def _lacks(tokenizer: Tokenizer, names: Sequence[str]) -> bool:
+    vocab = tokenizer.get_vocab()
+    missing = [name for name in names if name not in vocab]
+    if missing:
+        log.warning("the tokenizer has no %s: there are no transcriptions", ", ".join(missing))
+    return bool(missing)
+
+
 class Speech:
     """The tokens by which Whisper is told what to do: languages, tasks, and whether to tell the time."""
+
+    tasks = TASKS
+    asks_first = tells_time = True
+    between = ""
 
     def __init__(self, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool = False) -> None:
         """`max_len`: of a prompt and its answer; `at_once`: samples that are heard. `is_english`: models that
@@ -85,24 +148,14 @@ class Speech:
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool) -> "Speech | None":
         """None where there are no such tokens."""
-        vocab = tokenizer.get_vocab()
-        missing = [name for name in (*_MARKS, *(f"<|{task}|>" for task in TASKS)) if name not in vocab]
-        if missing:
-            log.warning("the tokenizer has no %s: there are no transcriptions", ", ".join(missing))
+        if _lacks(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
         return cls(tokenizer, max_len=max_len, at_once=at_once, is_english=is_english)
 
     def check_language(self, language: str) -> str:
-        """Its code."""
-        code = language.strip().lower()
-        if code not in self.languages:
-            known = ", ".join(self.languages)
-            raise RequestError(f"Unsupported language: {language!r:.40}. Must be one of: {known}", "language")
-        return code
+        return _checked(language, self.languages)
 
     def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
-        """The tokens that an answer begins with. `before`: a text that it might be the continuation of. No
-        language: what follows tells which it is."""
         told = [*self._said_before(before), self._start]
         if language is None:
             return told
@@ -119,7 +172,6 @@ class Speech:
         return [self._before, *found[-(self._max_len // 2 - 1) :]]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        """What an answer with moments in it says, of a sound of so many seconds."""
         zero = self._untimed + 1
         moments = [(place, (id - zero) * _MOMENT_S) for place, id in enumerate(token_ids) if id >= zero]
         start, first = 0.0, 0
@@ -130,3 +182,37 @@ class Speech:
             if text:
                 yield Segment(start, end, text, said, slice(first, place))
             start, first = end, place + 1
+
+
+class Dictation:
+    """The form by which Voxtral is asked: the sound is a user's message, and a token asks for its words, in a
+    language that may be named. It finds that by itself, and knows nothing of what was said before."""
+
+    tasks = ("transcribe",)
+    asks_first = tells_time = False
+    between = " "
+
+    def __init__(self, tokenizer: Tokenizer, *, at_once: int) -> None:
+        self._tokenizer, self.at_once = tokenizer, at_once
+        vocab = tokenizer.get_vocab()
+        self._asked, self._write = [vocab[name] for name in _ASKED], vocab[_WRITE]
+        self.languages = dict.fromkeys(_SPOKEN, 0)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, num_vectors: int) -> "Dictation | None":
+        """None where there are no such tokens. Of `at_once` samples, which stand for so many vectors, as many
+        as leave half of the length to the answer."""
+        if _lacks(tokenizer, (*_ASKED, _WRITE)):
+            return None
+        fitting = at_once * (max_len // 2) // num_vectors
+        return cls(tokenizer, at_once=max(min(at_once, fitting), 2 * _SEARCHED))
+
+    def check_language(self, language: str) -> str:
+        return _checked(language, self.languages)
+
+    def prompt(self, task: str, language: str | None, *, timed: bool = False, before: str = "") -> list[int]:
+        named = f"lang:{language}" if language else ""
+        return [*self._asked, *self._tokenizer.encode(named, add_special_tokens=False), self._write]
+
+    def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
+        raise AssertionError("it tells no time")

@@ -85,4 +85,4 @@ def voxtral(keys: Keys) -> tuple[Keys, MediaFacts]:
             f"{keys.source}: states of {encoder.hidden}, {encoder.positions} of them, do not make up vectors "
             f"of {encoder.intermediate}"
         )
-    return text, MediaFacts("voxtral", ("audio",), tower)
+    return text, MediaFacts("voxtral", ("audio",), tower, transcribes=True)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
-from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Speech, pieces_of
+from quire.frontend.speech import MAX_SECONDS, RATE, Samples, Scribe, pieces_of
 from quire.multimodal.families import Sound
 from quire.multimodal.given import Given
 from quire.multimodal.kitchen import Prepared
@@ -36,21 +36,22 @@ _MAX_PROMPT = 1 << 14
 async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request) -> Response:
     speech = api.engine.inputs.media.speech
     await api.check_model(form.model, pools=False)
-    if speech is None:
+    if speech is None or task not in speech.tasks:
         raise NotFound(f"The model does not support {NAMES[task].capitalize()}s API")
-    _check(form)
+    _check(form, speech)
     known = [*speech.languages]
     language = known[0] if len(known) == 1 else None
     if form.language is not None:
         language = speech.check_language(form.language)
     wait = partial(api.answering.until_gone, request.receive)
     samples, pieces = await wait(_read(api, form, speech.at_once))
-    if language is None:
+    if language is None and speech.asks_first:
         language = await wait(_language(api, task, speech, form, pieces[0][1], request))
     is_timed = form.response_format in _TIMED
     ids = speech.prompt(task, language, timed=is_timed, before=form.prompt[-_MAX_PROMPT:])
     prompts = [_prompt(api, ids, piece) for _, piece in pieces]
-    params = _params(api, form, api.output_limit(form.max_completion_tokens, len(ids)), timed=is_timed)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
     job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
     heard = Heard(task, form, job, speech, language, [start for start, _ in pieces], len(samples))
     return await api.answer(
@@ -63,8 +64,13 @@ async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request)
     )
 
 
-def _check(form: SpeechForm) -> None:
+def _check(form: SpeechForm, speech: Scribe) -> None:
     check_fields(form)
+    if form.response_format in _TIMED and not speech.tells_time:
+        raise RequestError(
+            f"{form.response_format} needs a model that tells the time, which this is not: use json or text",
+            param="response_format",
+        )
     if (form.stream_include_usage or form.stream_continuous_usage_stats) and not form.stream:
         raise RequestError("Stream options can only be defined when `stream=True`.", param="stream")
     if form.stream and form.response_format not in _STREAMED:
@@ -102,7 +108,7 @@ def _prompt(api: Api, ids: list[int], piece: Prepared) -> Prompt:
 
 
 async def _language(
-    api: Api, task: str, speech: Speech, form: SpeechForm, piece: Prepared, request: Request
+    api: Api, task: str, speech: Scribe, form: SpeechForm, piece: Prepared, request: Request
 ) -> str:
     """The likeliest, by what its first piece sounds like."""
     prompt = _prompt(api, speech.prompt(task, None), piece)

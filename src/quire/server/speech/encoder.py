@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import PlainTextResponse, Response
 
 from quire.data.outputs import CompletionOutput, RequestOutput
-from quire.frontend.speech import RATE, Segment, Speech
+from quire.frontend.speech import RATE, Scribe, Segment
 from quire.server.errors import json_response
 from quire.server.generate import Api, Job
 from quire.server.speech.bodies import SpeechForm
@@ -26,8 +26,9 @@ class Heard:
     task: str
     form: SpeechForm
     job: Job
-    speech: Speech
-    language: str
+    speech: Scribe
+    language: str | None
+    """None: nobody said it, and the model was not asked."""
     starts: Sequence[int]
     """Of its pieces, in samples."""
     length: int
@@ -57,7 +58,8 @@ class SpeechEncoder:
         }
         self._num_prompt = sum(len(prompt.token_ids) for prompt in job.prompts)
         self._num_output = self._num_over = 0
-        self._begun = False
+        self._begun = self._is_next = False
+        """Whether there is a text, and whether another piece begins."""
 
     # ---- a stream
 
@@ -67,6 +69,9 @@ class SpeechEncoder:
         self._num_over += output.finished
         is_last = self._num_over == len(self._heard.starts)
         text = each.text if self._begun else each.text.lstrip()
+        if text and self._begun and self._is_next:
+            text = self._heard.speech.between + text
+        self._is_next = output.finished or (self._is_next and not text)
         if not text and not is_last:
             return b""
         self._begun = True
@@ -107,7 +112,7 @@ def respond(form: SpeechForm) -> Callable[[Any], Response]:
 
 
 def _json(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
-    text = "".join(each.text for each in found).strip()
+    text = heard.speech.between.join(each.text for each in found).strip()
     if heard.task == "translate":
         return {"text": text}
     return {"text": text, "usage": {"type": "duration", "seconds": math.ceil(heard.seconds)}}
