@@ -1,0 +1,148 @@
+"""Whisper laid out as OpenAI's checkpoints are, with all their tokens, against `generate` of transformers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hearing import RATE, noise
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from quire import LLM, SamplingParams
+from quire.frontend.speech import Scribe, pieces_of
+
+END, START, TRANSLATE, TRANSCRIBE, UNTIMED = 50257, 50258, 50358, 50359, 50363
+TASKS = {"transcribe": TRANSCRIBE, "translate": TRANSLATE}
+COUNT = 20
+
+
+def languages() -> list[str]:
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    return list(LANGUAGES)[:99]
+
+
+def save_tokenizer(path: Path) -> None:
+    """The ids of the multilingual ones: words, the end, languages, tasks, moments."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"Ġw{i}" for i in range(len(letters), END))]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    rest = ("translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps")
+    names = [f"<|{name}|>" for name in ("endoftext", "startoftranscript", *languages(), *rest)]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    backend.add_tokens([AddedToken(f"<|{i * 0.02:.2f}|>", normalized=False) for i in range(1501)])
+    assert (backend.token_to_id(names[-1]), backend.get_vocab_size()) == (UNTIMED, 51865)
+    backend.save(str(path / "tokenizer.json"))
+    named = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), names[0])
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "WhisperTokenizer", **named}))
+
+
+class Published:
+    """A tiny random model in their files, and transformers' own."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers as hf
+
+        ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), END)
+        halves = {"layers": 2, "attention_heads": 2, "ffn_dim": 48}
+        sizes = {f"{half}_{name}": n for half in ("encoder", "decoder") for name, n in halves.items()}
+        config = hf.WhisperConfig(
+            vocab_size=51865, d_model=32, decoder_start_token_id=START, init_std=0.5, **ends, **sizes
+        )
+        torch.manual_seed(0)
+        self.model = hf.WhisperForConditionalGeneration(config).eval()
+        codes = {f"<|{code}|>": START + 1 + i for i, code in enumerate(languages())}
+        said = {
+            "suppress_tokens": [1, 2, 7, 8, START, TRANSLATE, TRANSCRIBE, 50360, 50361, 50362],
+            "begin_suppress_tokens": [220, END],
+            "lang_to_id": codes,
+            "task_to_id": TASKS,
+            "is_multilingual": True,
+            "no_timestamps_token_id": UNTIMED,
+            "max_initial_timestamp_index": 50,
+            "max_length": 448,
+            "forced_decoder_ids": [[1, None], [2, TRANSCRIBE]],
+            "decoder_start_token_id": START,
+            **ends,
+        }
+        self.model.save_pretrained(path)
+        (path / "generation_config.json").write_text(json.dumps(said))
+        tensors = load_file(path / "model.safetensors")
+        head = {"proj_out.weight": tensors["model.decoder.embed_tokens.weight"].clone()}
+        save_file(tensors | head, path / "model.safetensors", {"format": "pt"})
+        self.extractor = hf.WhisperFeatureExtractor()
+        self.extractor.save_pretrained(path)
+        save_tokenizer(path)
+        for name, value in said.items():
+            setattr(self.model.generation_config, name, value)
+        self.model.generation_config.forced_decoder_ids = None  # this transformers knows them no more
+        self.llm = LLM(
+            str(path), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=200, use_tqdm_on_load=False
+        )
+
+    @property
+    def speech(self) -> Scribe:
+        found = self.llm.llm_engine.inputs.media.speech
+        assert found is not None
+        return found
+
+    def says(self, samples: Any, task: str, language: str | None, **wanted: Any) -> list[int]:
+        params = SamplingParams(temperature=0, **({"max_tokens": COUNT} | wanted))
+        prompt = {
+            "prompt_token_ids": self.speech.prompt(task, language),
+            "multi_modal_data": {"audio": (samples, RATE)},
+        }
+        (output,) = self.llm.generate([prompt], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    def features(self, samples: Any) -> torch.Tensor:
+        found: torch.Tensor = self.extractor(samples, sampling_rate=RATE, return_tensors="pt").input_features
+        return found
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+    yield Published(tmp_path_factory.mktemp("published"))
+
+
+@torch.inference_mode()
+def test_tasks_and_pieces_are_written_as_transformers_writes_them(published: Published) -> None:
+    """The tokens in front that its `generate` puts there of itself, and all that it never says."""
+    samples = noise(40 * RATE)
+    pieces = [piece for _, piece in pieces_of(samples, published.speech.at_once)]
+    assert len(pieces) == 2 and [*published.speech.languages] == languages()
+    said = []
+    for piece, task, language in ((pieces[0], "transcribe", "de"), (pieces[1], "translate", "yo")):
+        expected = published.model.generate(
+            input_features=published.features(piece), task=task, language=language, max_new_tokens=COUNT
+        )
+        said.append(published.says(piece, task, language))
+        assert said[-1] == expected[0].tolist()[-len(said[-1]) :] and len(said[-1]) > 4
+    assert said[0] != said[1]
+
+
+@torch.inference_mode()
+def test_the_language_is_the_one_that_transformers_hears(published: Published) -> None:
+    codes, config = published.speech.languages, published.model.generation_config
+    for seconds in (1, 12):
+        samples = noise(seconds * RATE, seconds)
+        features = published.features(samples)
+        (expected,) = published.model.detect_language(features, generation_config=config).tolist()
+        options = {"max_tokens": 1, "allowed_token_ids": [*codes.values()]}
+        assert published.says(samples, "transcribe", None, **options) == [expected]
+
+
+def test_moments_of_all_their_tokens_part_the_text(published: Published) -> None:
+    zero = UNTIMED + 1
+    words = [100, 101]
+    token_ids = [zero, *words, zero + 75, zero + 75, 102, zero + 1500, END]
+    found = [*published.speech.segments(token_ids, 30.0)]
+    moments = [(each.start, each.end) for each in found]
+    assert np.allclose(moments, [(0.0, 1.5), (1.5, 30.0)])
+    assert [each.token_ids for each in found] == [words, [102]]
