@@ -1,23 +1,27 @@
 """Videos of MiniCPM-V and Kimi-K2.5: frames, spans, vectors and answers, against transformers."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_qwen
 import torch
-from finished import finished
+from finished import finished, patches
 from numpy.typing import NDArray
 from PIL import Image
 from seeing import Twin, picture
 from seeing_more import KimiStand, MiniCPMStand, OlderMiniCPMStand
 
 from quire import LLM, SamplingParams
+from quire.config.model import read_checkpoint
 from quire.errors import RequestError
-from quire.multimodal.families import Video
+from quire.multimodal.families import PROCESSORS, Video
 from quire.multimodal.kitchen import Prepared
 from quire.multimodal.spans import place
+from quire.text.tokenizer import load_tokenizer
 
 COUNT, FPS = 5, 2.0
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -208,6 +212,15 @@ def test_slices_of_frames_come_behind_them(tmp_path: Path) -> None:
         twin.ours.num_vectors(Video.black(769, 8, 8), {})
 
 
+# ---- frames, against processors that need torchvision
+
+
+def alike(ours: NDArray[Any], theirs: NDArray[Any]) -> None:
+    """But for a level of brightness here and there, which filters of Pillow and torchvision round apart."""
+    away = np.abs(ours.reshape(-1) - theirs.reshape(-1))
+    assert np.mean(away > 1e-5) < 0.02 and away.max() < 1.01 / 255 / 0.26
+
+
 def frames_of(flat: NDArray[Any], shape: tuple[int, int], patch: int) -> NDArray[Any]:
     """[frames * patches, 3, patch, patch] -> [frames, 3, height, width]"""
     rows, columns = shape[0] // patch, shape[1] // patch
@@ -216,7 +229,6 @@ def frames_of(flat: NDArray[Any], shape: tuple[int, int], patch: int) -> NDArray
 
 
 def test_frames_of_kimi_are_those_of_its_processor(tmp_path: Path) -> None:
-    """But for levels of brightness here and there, which filters of Pillow and torchvision round apart."""
     pytest.importorskip("torchvision")
     from transformers import Kimi_K25VideoProcessor
 
@@ -227,6 +239,68 @@ def test_frames_of_kimi_are_those_of_its_processor(tmp_path: Path) -> None:
         video = film(6, width, height)
         ours = finished(twin.ours.process("video", video, {}).arrays)["pixels"].numpy()
         made = theirs([video.frames.transpose(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
-        found = frames_of(made["pixel_values_videos"], ours.shape[-2:], 7)
-        assert ours.shape == found.shape
-        assert np.mean(np.abs(ours - found) > 1e-5) < 0.02
+        alike(ours, frames_of(made["pixel_values_videos"], ours.shape[-2:], 7))
+
+
+@pytest.mark.parametrize(("family", "slices"), [("minicpm_v46", 1), ("minicpm_v46", 4)])
+def test_frames_of_minicpm_are_those_of_its_processor(family: str, slices: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    from transformers import MiniCPMV4_6VideoProcessor
+
+    twin = Twin(tmp_path, family)
+    told = {**MiniCPMStand.settings, "max_slice_nums": slices}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(told))
+    twin.reread()
+    theirs = MiniCPMV4_6VideoProcessor(**told)
+    for width, height in ((40, 30), (120, 90)):
+        video = film(3, width, height)
+        seen = finished(twin.ours.process("video", video, {}).arrays)
+        made = theirs([video.frames.transpose(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
+        parts = [seen["pixels"][:, None], *([seen["slices"]] if "slices" in seen else [])]
+        squares = [each for frame in zip(*parts, strict=True) for part in frame for each in part]
+        done = 0
+        for square, (rows, columns) in zip(squares, made["target_sizes_videos"], strict=True):
+            flat = made["pixel_values_videos"][0, :, :, done : done + rows * columns * 7]
+            done += rows * columns * 7
+            whole = flat.reshape(3, 7, rows, columns, 7).transpose(0, 2, 1, 3, 4)
+            alike(square.numpy(), whole)
+        assert ("slices" in seen) == (slices > 1 and width > 100)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
+def test_frames_in_squares_are_those_of_processors(family: str, tmp_path: Path) -> None:
+    """By the file that is of videos alone."""
+    pytest.importorskip("torchvision")
+    import transformers as hf
+
+    told = {"size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.4, 0.3]}
+    kind = {"llava_onevision": hf.LlavaOnevisionVideoProcessor, "internvl": hf.InternVLVideoProcessor}
+    theirs = kind[family](**told)
+    twin = Twin(tmp_path, family)
+    theirs.save_pretrained(tmp_path)
+    twin.reread()
+    video = film(3, 90, 61)
+    ours = finished(twin.ours.process("video", video, {}).arrays)["pixels"].numpy()
+    made = theirs([video.frames.transpose(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
+    alike(ours, made["pixel_values_videos"][0])
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v", "Glm46V"])
+def test_frames_in_patches_are_those_of_processors(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("torchvision")
+    import transformers as hf
+
+    path, _ = tiny_qwen.made(family, tmp_path_factory.getbasetemp())
+    facts = read_checkpoint(path).facts.media
+    assert facts is not None
+    ours = PROCESSORS[facts.family](path, facts, load_tokenizer(path, "hf"))
+    name = "Qwen2VL" if family == "Qwen2_5_VL" else family
+    theirs = getattr(hf, f"{name}VideoProcessor").from_pretrained(path)
+    for count, width, height in ((4, 24, 16), (5, 90, 61), (6, 40, 120)):
+        video = film(count, width, height)
+        made = theirs([video.frames.transpose(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
+        found = ours.process("video", video, {"do_sample_frames": False})
+        assert found.facts["grid"] == made["video_grid_thw"][0].tolist()
+        alike(patches(found.arrays).numpy(), made["pixel_values_videos"])

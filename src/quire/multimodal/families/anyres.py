@@ -27,6 +27,7 @@ from quire.multimodal.images import (
     Size,
     asked,
     check_frames,
+    film_settings,
     resample_of,
     resized,
     stored_settings,
@@ -48,7 +49,7 @@ class AnyresProcessor(Pictures):
         self.modalities = facts.modalities
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
         self.settings = stored_settings(path)
-        self.film = stored_settings(path, "video_processor")
+        self.film = film_settings(path, stored_settings(path, "video_processor"))
 
     def marks(self, modality: str) -> list[int]:
         video = self.facts.video_id

@@ -25,6 +25,7 @@ from quire.multimodal.images import (
     asked,
     check_frames,
     count_of,
+    film_settings,
     resample_of,
     resized,
     stored_settings,
@@ -55,6 +56,7 @@ class InternVLProcessor(Pictures):
         stored = stored_settings(path)
         most = stored.size("max_patches", self.facts.most_tiles)
         self.settings = stored.but(crop_to_patches=self.facts.is_tiled, max_patches=most)
+        self.film = film_settings(path, self.settings)
 
     def marks(self, modality: str) -> list[int]:
         return [self.video if modality == "video" else self.mark]
@@ -67,7 +69,7 @@ class InternVLProcessor(Pictures):
         return text if is_token else text.replace("<image>", _PLACE)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
-        keys = asked(self.settings, arguments, _KNOWN)
+        keys = asked(self.film if modality == "video" else self.settings, arguments, _KNOWN)
         keys = keys.but(**{_OLDER[name]: value for name, value in arguments.items() if name in _OLDER})
         try:
             finish = Finish.read(keys, IMAGENET_MEAN, IMAGENET_STD)
