@@ -1,11 +1,13 @@
 """What lies in deploy/: valid manifests, alerts that fire, a dashboard whose queries find something."""
 
+import functools
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,19 @@ def tool(name: str) -> str:
     return found
 
 
+@functools.cache
+def kubectl() -> str:
+    """One that knows components: that of Debian 12 does not."""
+    path = tool("kubectl")
+    told = subprocess.run([path, "version", "--client", "-o", "json"], capture_output=True, text=True)
+    version = json.loads(told.stdout)["clientVersion"]
+    if (int(version["major"]), int(re.match(r"\d+", version["minor"])[0])) < (1, 21):  # type: ignore[index]
+        pytest.skip(f"{path} is {version['gitVersion']}; components need 1.21")
+    return path
+
+
 def documents(overlay: str) -> dict[str, dict[str, Any]]:
-    words = [tool("kubectl"), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
+    words = [kubectl(), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay)]
     made = subprocess.run(words, capture_output=True, text=True, check=True)
     return {each["kind"]: each for each in yaml.safe_load_all(made.stdout)}
 
@@ -37,6 +50,22 @@ def make() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_an_image_is_built_of_what_the_build_may_see() -> None:
+    """Whatever the Dockerfile copies is there and let in, and so are the files that the wheel must have."""
+    root = DEPLOY.parent
+    copied = {
+        path
+        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for path in line.split()[1:-1]
+    }
+    ignored = (root / ".dockerignore").read_text().splitlines()
+    assert copied == {line[1:] for line in ignored if line.startswith("!")}
+    assert [path for path in copied if not (root / path).exists()] == []
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], *project["license-files"]} <= copied
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
