@@ -74,18 +74,47 @@ def test_manifests_are_rendered_and_valid(overlay: str) -> None:
     for kind, document in documents(overlay).items():
         if kind not in ("PodMonitor", "LeaderWorkerSet"):  # of operators, which have schemas of their own
             validate.validate(document, "1.33", strict=True)
+    for pod in pods(overlay):
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod["spec"]}
+        validate.validate(whole, "1.33", strict=True)
 
 
-def test_a_pod_ends_after_its_requests() -> None:
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_end_after_their_requests_and_write_nothing(overlay: str) -> None:
     """What the server gives running requests, and the pause before, fit into what the cluster waits."""
-    pod = documents("single-gpu")["Deployment"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    given = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
-    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert given + pause < pod["terminationGracePeriodSeconds"]
-    assert {
-        container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")
-    } == {"/health"}
+    for pod in pods(overlay):
+        (container,) = pod["spec"]["containers"]
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert {each["mountPath"] for each in container["volumeMounts"]} == {"/cache", "/tmp", "/dev/shm"}
+        if "--headless" in container["command"][2]:
+            continue
+        given = int(re.search(r"--shutdown-timeout (\d+)", container["command"][2])[1])  # type: ignore[index]
+        pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert given + pause < pod["spec"]["terminationGracePeriodSeconds"]
+        probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+        assert {each["httpGet"]["path"] for each in probes} == {"/health"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_who_watches_and_guards_pods_finds_them_and_no_others(overlay: str) -> None:
+    made = documents(overlay)
+    selectors = [made["PodMonitor"]["spec"]["selector"]]
+    if overlay != "multi-node":
+        selectors.append(made["NetworkPolicy"]["spec"]["podSelector"])
+        selectors.append(made["PodDisruptionBudget"]["spec"]["selector"])
+    for selector in selectors:
+        wanted = selector["matchLabels"]
+        assert wanted and all(wanted.items() <= pod["metadata"]["labels"].items() for pod in pods(overlay))
+
+
+def pods(overlay: str) -> list[dict[str, Any]]:
+    """The templates of pods."""
+    made = documents(overlay)
+    if "LeaderWorkerSet" not in made:
+        return [made["Deployment"]["spec"]["template"]]
+    group = made["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    return [group["leaderTemplate"], group["workerTemplate"]]
 
 
 def test_replicas_follow_those_who_wait(server: ServeProcess) -> None:
