@@ -5,11 +5,12 @@ import io
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+import scenes
+from canvas import COLOURS, INK, arrow, box, frame, words
 
 from quire.bench.bars import Group, svg
 from quire.bench.sched import add_requests
@@ -22,8 +23,6 @@ from quire.sched.kv_manager import KVManager
 from quire.sched.scheduler import Scheduler
 
 DOCS = Path(__file__).parents[2] / "docs"
-COLOURS = ("#4c72b0", "#55a868", "#dd8452", "#937860", "#8172b3", "#c44e52", "#64b5cd")
-INK, PAPER = "#333", "white"
 
 
 def _table(page: str, first_line: str) -> list[list[str]]:
@@ -109,21 +108,6 @@ def shares() -> str:
 # ---- drawings of what the code does
 
 
-def _frame(width: int, height: int, parts: Sequence[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
-    )
-    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="{PAPER}"/>', *parts, "</svg>\n"])
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str, text: str = "", said: str = "") -> str:
-    title = f"<title>{escape(said)}</title>" if said else ""
-    box = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{PAPER}">'
-    label = f'<text x="{x + width / 2:g}" y="{y + height / 2 + 4:g}" text-anchor="middle" fill="white">'
-    return f"{box}{title}</rect>" + (f"{label}{escape(text)}</text>" if text else "")
-
-
 def _steps(*, chunked: bool) -> list[dict[str, int]]:
     """Tokens of each request, step by step: four streams, and two prompts behind the second step."""
     kv = KVManager(num_blocks=400, block_size=16, max_rows=8, share_prefixes=False)
@@ -171,18 +155,18 @@ def chunks() -> str:
             counts |= {name: step[name] for name in ("long", "short") if name in step}
             for name, count in counts.items():
                 said, text = f"step {number + 1}: {count} tokens of {name}", str(count) if count > 8 else ""
-                parts.append(_box(x, y, count * scale, 26, fills[name], text, said))
+                parts.append(box(x, y, count * scale, 26, fills[name], text, said))
                 x += count * scale
             x += 6
         y += 76
     x = 12
     for name, fill in fills.items():
-        parts.append(_box(x, y - 26, 12, 12, fill))
+        parts.append(box(x, y - 26, 12, 12, fill))
         parts.append(f'<text x="{x + 17}" y="{y - 16}" fill="{INK}">{_CHUNK_WORDS[name]}</text>')
         x += 24 + 7 * len(_CHUNK_WORDS[name])
-    words = "A gap is the end of a step: each stream has a token more. Width: tokens, and so about time."
-    parts.append(f'<text x="12" y="{y + 8}" fill="{INK}">{words}</text>')
-    return _frame(860, y + 24, parts)
+    legend = "A gap is the end of a step: each stream has a token more. Width: tokens, and so about time."
+    parts.append(f'<text x="12" y="{y + 8}" fill="{INK}">{legend}</text>')
+    return frame(860, y + 24, parts)
 
 
 _WAYS = {"Prompts in chunks: no step is long": True, "Prompts whole: everybody waits for one step": False}
@@ -207,17 +191,17 @@ def cache() -> str:
         plan = scheduler.plan()
         assert plan is not None
         (admitted,) = plan.admitted
-        words = f"{name}: {len(tokens)} tokens, {admitted.num_computed} known"
-        parts.append(f'<text x="12" y="{y + 18}" fill="{INK}">{words}</text>')
+        known = f"{name}: {len(tokens)} tokens, {admitted.num_computed} known"
+        parts.append(f'<text x="12" y="{y + 18}" fill="{INK}">{known}</text>')
         for place, block in enumerate(admitted.block_ids[0]):
             fill, said = (COLOURS[1], "found") if block in seen else (COLOURS[0], "computed")
-            parts.append(_box(220 + 58 * place, y, 54, 28, fill, str(block), said))
+            parts.append(box(220 + 58 * place, y, 54, 28, fill, str(block), said))
         seen |= {*admitted.block_ids[0]}
         y += 40
         scheduler.update(plan, StepResult(token_ids=np.full(int(plan.samples.sum()), 7, np.int32)))
-    parts.append(_box(12, y, 12, 12, COLOURS[0]) + f'<text x="29" y="{y + 10}" fill="{INK}">computed</text>')
-    parts.append(_box(110, y, 12, 12, COLOURS[1]) + f'<text x="127" y="{y + 10}" fill="{INK}">found</text>')
-    return _frame(760, y + 26, parts)
+    parts.append(box(12, y, 12, 12, COLOURS[0]) + f'<text x="29" y="{y + 10}" fill="{INK}">computed</text>')
+    parts.append(box(110, y, 12, 12, COLOURS[1]) + f'<text x="127" y="{y + 10}" fill="{INK}">found</text>')
+    return frame(760, y + 26, parts)
 
 
 def memory() -> str:
@@ -269,20 +253,18 @@ def _lanes(steps: Sequence[tuple[str, str, str]]) -> str:
     bottom = 64 + 40 * len(steps)
     parts = []
     for name, x in lanes.items():
-        parts.append(_box(x - 60, 16, 120, 28, COLOURS[0], name))
+        parts.append(box(x - 60, 16, 120, 28, COLOURS[0], name))
         parts.append(f'<path d="M{x} 44V{bottom}" stroke="#bbb" stroke-dasharray="3 4"/>')
-    for number, (start, end, words) in enumerate(steps):
+    for number, (start, end, told) in enumerate(steps):
         y, a, b = 84 + 40 * number, lanes[start], lanes[end]
         if start == end:
             anchor = "end" if a > 700 else "middle"
             parts.append(f'<circle cx="{a}" cy="{y - 4}" r="4" fill="{COLOURS[2]}"/>')
-            parts.append(_said(a, y - 12, words, anchor))
+            parts.append(words(a, y - 12, told, anchor))
             continue
-        tip = b - 7 if b > a else b + 7
-        parts.append(f'<path d="M{a} {y}H{tip}" stroke="{INK}"/>')
-        parts.append(f'<path d="M{b} {y}L{tip} {y - 4}V{y + 4}Z" fill="{INK}"/>')
-        parts.append(_said((a + b) / 2, y - 6, words))
-    return _frame(900, bottom + 12, parts)
+        parts.append(arrow(a, y, b, y))
+        parts.append(words((a + b) / 2, y - 6, told))
+    return frame(900, bottom + 12, parts)
 
 
 _LOADS = (90, 20, 15, 10, 60, 15, 10, 10, 25, 10, 10, 5, 20, 10, 5, 5)
@@ -304,13 +286,13 @@ def experts() -> str:
             for expert in own:
                 load = _LOADS[expert] / copies[expert]
                 fill, said = COLOURS[2 if copies[expert] > 1 else 0], f"expert {expert}: {load:g} tokens"
-                parts.append(_box(x, y, 4.5 * load, 24, fill, str(expert) if load >= 5 else "", said))
+                parts.append(box(x, y, 4.5 * load, 24, fill, str(expert) if load >= 5 else "", said))
                 x += 4.5 * load
             y += 28
         y += 44
     legend = "Width: tokens of a step. A number is an expert; orange ones are on several devices."
     parts.append(f'<text x="12" y="{y - 22}" fill="{INK}">{legend}</text>')
-    return _frame(820, y - 8, parts)
+    return frame(820, y - 8, parts)
 
 
 def adapters() -> str:
@@ -327,10 +309,6 @@ def adapters() -> str:
     return svg("Llama-3.1-8B on one H200, 64 sequences, rank 16", groups, mark=values[0])
 
 
-def _said(x: float, y: float, words: str, anchor: str = "middle") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{INK}">{escape(words)}</text>'
-
-
 PICTURES: dict[str, Callable[[], str]] = {
     "adapters.svg": adapters,
     "cache.svg": cache,
@@ -341,8 +319,15 @@ PICTURES: dict[str, Callable[[], str]] = {
     "formats.svg": formats,
     "media.svg": media,
     "memory.svg": memory,
+    "messages.svg": scenes.messages,
+    "operate.svg": scenes.operate,
     "peers.svg": peers,
+    "ranks.svg": scenes.ranks,
+    "responses.svg": scenes.responses,
     "shares.svg": shares,
+    "structured.svg": scenes.structured,
+    "timeline.svg": scenes.timeline,
+    "tools.svg": scenes.tools,
     "way.svg": way,
 }
 
