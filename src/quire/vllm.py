@@ -145,8 +145,12 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if name in MODULES or name in _PACKAGES:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        parent, _, last = name.rpartition(".")
+        below = [each.removeprefix(f"{parent}.") for each in MODULES if each.startswith(f"{parent}.")]
+        names = [*MODULES.get(parent, ()), *below]
+        # Not with the name of what is missing: Python would say less of `from vllm import X` than this does.
         raise ModuleNotFoundError(
-            f"{name} is not in Quire{nearest(name, list(MODULES))}; it has {', '.join(MODULES)}", name=name
+            f"{name} is not in Quire{nearest(last, names)}; {parent} has {', '.join(names)}", name=parent
         )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

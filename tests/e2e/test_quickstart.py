@@ -13,6 +13,7 @@ from tiny_text import TextModel
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/quickstart.md", "README.md")
+_LOGGED = re.compile(r"INFO [-\d]+ [:\d]+ \[(\w+\.py):(\d+)\] (\w+ \w+)")
 _FENCE = re.compile(r"^```(console|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -26,6 +27,19 @@ def blocks(kind: str, words: str) -> list[tuple[str, str]]:
     ]
     assert found, words
     return found
+
+
+def test_a_line_of_a_log_is_where_it_says() -> None:
+    for page in PAGES:
+        for name, line, told in _LOGGED.findall((ROOT / page).read_text(encoding="utf-8")):
+            found = [
+                path.read_text(encoding="utf-8").splitlines() for path in ROOT.glob(f"src/quire/**/{name}")
+            ]
+            assert any(told in "".join(lines[int(line) - 1 : int(line)]) for lines in found), (
+                page,
+                name,
+                told,
+            )
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
