@@ -29,10 +29,19 @@ def needed(name: str, found: dict[str, metadata.Distribution]) -> dict[str, meta
 
 def component(distribution: metadata.Distribution) -> dict[str, Any]:
     name, version = distribution.metadata["Name"], distribution.version
-    licence = distribution.metadata.get("License-Expression") or distribution.metadata.get("License") or ""
-    named = {"licenses": [{"license": {"name": licence.splitlines()[0][:80]}}]} if licence.strip() else {}
+    licence = licence_of(distribution.metadata)
+    named = {"licenses": [{"license": {"name": licence}}]} if licence else {}
     purl = f"pkg:pypi/{name.lower()}@{version.split('+')[0]}"
     return {"type": "library", "name": name, "version": version, "purl": purl, "bom-ref": purl, **named}
+
+
+def licence_of(about: metadata.PackageMetadata) -> str:
+    """As an expression, in words, or by the classifiers."""
+    said = (about.get("License-Expression") or about.get("License") or "").strip()
+    if said:
+        return said.splitlines()[0][:80]
+    kinds = [each for each in about.get_all("Classifier") or () if each.startswith("License :: ")]
+    return ", ".join(each.rpartition(" :: ")[2] for each in kinds)
 
 
 def noticed() -> list[dict[str, Any]]:

@@ -3,7 +3,9 @@
 import importlib.util
 import re
 import tomllib
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 from quire.hub import DEFAULT_MODEL
 
@@ -54,9 +56,24 @@ def test_wheel_and_bill_have_them() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE", "NOTICE"]
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+    listed = {each["name"]: each["licenses"][0]["license"]["id"] for each in _sbom().noticed()}
+    assert listed == dict(NAMED) and len(NAMED) == NOTICE.count("\n- ")
+
+
+def test_every_part_of_an_environment_has_a_licence() -> None:
+    """Some packages name it by classifiers alone."""
+    sbom = _sbom()
+    about = Message()
+    about["Classifier"] = "License :: OSI Approved :: MIT License"
+    assert sbom.licence_of(about) == "MIT License"
+    found = sbom.needed("quire", {})
+    found.pop("quire", None)
+    assert [name for name, each in found.items() if not sbom.licence_of(each.metadata)] == []
+
+
+def _sbom() -> Any:
     spec = importlib.util.spec_from_file_location("sbom", ROOT / "deploy/sbom.py")
     assert spec is not None and spec.loader is not None
-    sbom = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sbom)
-    listed = {each["name"]: each["licenses"][0]["license"]["id"] for each in sbom.noticed()}
-    assert listed == dict(NAMED) and len(NAMED) == NOTICE.count("\n- ")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

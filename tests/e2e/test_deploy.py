@@ -133,6 +133,21 @@ def test_replicas_follow_those_who_wait(server: ServeProcess) -> None:
     assert metric["pods"]["metric"]["name"] in renamed
 
 
+def test_whoever_reads_metrics_asks_for_those_that_there_are(server: ServeProcess) -> None:
+    """Alerts, and KEDA; and the job that alerts know the server by is its job in a cluster, too."""
+    assert server.client.get("/v1/models").status_code == 200  # answers are counted from the first on
+    names = {re.split(r"[{ ]", line)[0] for line in server.client.get("/metrics").text.splitlines()}
+    alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
+    keda = (DEPLOY / "kubernetes/components/keda/scaled-object.yaml").read_text()
+    asked = set(re.findall(r"\b(?:vllm|quire|http|process)[:_][a-z_0-9:]+", alerts + keda))
+    assert asked and asked <= names
+    monitor = yaml.safe_load((DEPLOY / "kubernetes/monitor/monitor.yaml").read_text())
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (config,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    known = {*re.findall(r'job="([^"]*)"', alerts)}
+    assert known == {config["job_name"]} == {each["replacement"] for each in endpoint["relabelings"]}
+
+
 def test_alerts_fire_when_they_should() -> None:
     words = [tool("promtool"), "test", "rules", "alerts_test.yml"]
     subprocess.run(words, cwd=DEPLOY / "prometheus", check=True)
