@@ -195,6 +195,16 @@ def test_continues_the_final_message_as_transformers(template: str, content: Any
     assert messages == before
 
 
+def test_a_developer_is_the_system_where_the_template_knows_no_developers() -> None:
+    """Catches a template's own system message beside what the developer says."""
+    user = {"role": "user", "content": "hi"}
+    talk = [{"role": "developer", "content": "Be brief."}, user, {"role": "developer", "content": "Rhyme."}]
+    system = {"role": "system", "content": "Be brief.\n\nRhyme."}
+    assert render_chat(SMOLLM2, talk) == render_chat(SMOLLM2, [system, user])
+    knows = "{% for m in messages %}{{ '*' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
+    assert render_chat(knows, talk) == "*Be brief.hi*Rhyme."
+
+
 def test_generation_prompt_and_continuation_exclude_each_other() -> None:
     with pytest.raises(RequestError) as caught:
         render_chat(SMOLLM2, TALK, add_generation_prompt=True, continue_final_message=True)

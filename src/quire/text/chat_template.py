@@ -43,7 +43,7 @@ def render_chat(
         raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if not messages:
         raise RequestError("the conversation is empty; send at least one message", param="messages")
-    conversation = [dict(message) for message in messages]
+    conversation = _known_roles([dict(message) for message in messages], template)
     if continue_final_message:
         final_text = _tag_final_message(conversation)
     named = {"bos_token": bos_token, "eos_token": eos_token}
@@ -59,6 +59,20 @@ def render_chat(
         },
     )
     return _cut_at_tag(text, final_text) if continue_final_message else text
+
+
+def _known_roles(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """What a developer says is a system message to a template that does not know developers; as some want
+    one at the very beginning, all of them become one there."""
+    is_new = any(message["role"] == "developer" for message in conversation)
+    if not is_new or "'developer'" in template or '"developer"' in template:
+        return conversation
+    above = [message for message in conversation if message["role"] in ("system", "developer")]
+    rest = [message for message in conversation if message["role"] not in ("system", "developer")]
+    contents = [message["content"] for message in above if message.get("content")]
+    is_text = all(isinstance(content, str) for content in contents)
+    content = "\n\n".join(contents) if is_text else [part for parts in contents for part in parts]
+    return [{**above[0], "role": "system", "content": content}, *rest]
 
 
 def shipped_templates() -> dict[str, Path]:
