@@ -65,13 +65,11 @@ UNBUILT: dict[Place, dict[str, tuple[Any, ...]]] = {
         "features": (),
         "function_call": ("none",),
         "functions": (),
-        "kv_transfer_params": (),
         "lora_request": (),
         "modalities": (["text"],),
         "return_assistant_tokens_mask": (False,),
         "return_token_offsets": (False,),
         "routed_experts_prompt_start": (0,),
-        "vllm_xargs": ({},),
     },
     "sampling field": {
         "routed_experts_prompt_start": (0,),

@@ -215,7 +215,6 @@ def test_a_clone_shares_nothing_unless_asked() -> None:
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"reasoning": ReasoningIds((1,), (100,), False)}, "reasoning"),
         ({"reasoning": ReasoningIds((1,), (), False)}, "reasoning"),
-        ({"stop_token_ids": [100]}, "stop_token_ids"),
         ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids"),
         ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start"),
     ],

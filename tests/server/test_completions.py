@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from ask import COMPLETIONS, complete, events, refused
-from fake_engine import ANSWER, FakeEngine
+from fake_engine import ANSWER, EOS, FakeEngine, byte_tokenizer
 
 from quire.server.app import Application
 from quire.server.merged import PIECE
@@ -79,6 +79,12 @@ def test_token_ids_are_echoed_as_text() -> None:
     assert complete(prompt=[64, 65], echo=True, max_tokens=1).json()["choices"][0]["text"] == "abH"
 
 
+def test_an_echo_has_the_special_tokens_of_its_ids() -> None:
+    """Catches a prompt that comes back shorter than it was."""
+    text = complete(prompt=[64, EOS], echo=True, max_tokens=1).json()["choices"][0]["text"]
+    assert text == f"a{byte_tokenizer().decode([EOS], skip_special_tokens=False)}H"
+
+
 def test_logprob_offsets_go_on_from_chunk_to_chunk() -> None:
     chunks = events(complete(stream=True, logprobs=0, max_tokens=3))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2]]
@@ -101,7 +107,7 @@ def test_return_token_ids_and_prompt_logprobs_per_choice() -> None:
         ({"prompt": [999]}, "prompt", "Token id 999 is out of vocabulary"),
         ({"suffix": "x"}, "suffix", "suffix is not currently supported"),
         ({"prompt_embeds": "x"}, "prompt_embeds", "You must set `--enable-prompt-embeds`"),
-        ({"best_of": 3}, "best_of", "may be 1 or n (1), not 3"),
+        ({"prompt": [[]]}, "prompt", "cannot be empty"),
         (
             {"logprobs": 21},
             "logprobs",

@@ -228,7 +228,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     f"Ask for fewer or raise --max-logprobs.",
                     name,
                 )
-        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias", "stop_token_ids"):
+        for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias"):
             _check_in_vocab(name, getattr(self, name) or (), vocab)
         if self.reasoning is not None:
             if not self.reasoning.end:
@@ -302,7 +302,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def _check_text(self) -> None:
         self.stop = _strings("stop", self.stop)
         if "" in self.stop:
-            _fail("stop", "cannot contain an empty stop string")
+            _fail("stop", "cannot contain an empty string")
         if self.stop and not self.detokenize:
             _fail("stop", "strings are only supported when detokenize is True; set it to use stop")
         self.bad_words = _strings("bad_words", self.bad_words)
@@ -334,7 +334,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                _fail("allowed_token_ids", "is not None and empty; give at least one id or leave it out")
+                _fail("allowed_token_ids", "is not None and empty! Give at least one id or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
         if self.trace_decode_token_ids is not None:
@@ -465,6 +465,10 @@ def _struct(name: str, value: Any, kind: type[S]) -> S | None:
 
 
 def _check_in_vocab(name: str, ids: Iterable[int], vocab: int) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < vocab:
-            _fail(name, f"must be token ids in [0, {vocab})", token_id)
+    unknown = [token_id for token_id in ids if not 0 <= token_id < vocab]
+    if unknown:
+        raise RequestError(
+            f"token_id(s) {reprlib.repr(unknown)} in {name} contain out-of-vocab token ids. Vocabulary size: "
+            f"{vocab}",
+            param=name,
+        )

@@ -385,6 +385,8 @@ class InputProcessor:
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
         params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
+        if params.stop_token_ids:  # an id that no token has stops nothing, and has no logit to hold back
+            params.stop_token_ids = [id for id in params.stop_token_ids if id < self.vocab]
         if (asked := params.structured_outputs) is not None:
             self.check_grammar(asked)
             if isinstance(asked.json, dict):  # as a text, which may have numbers of any size, it can be sent

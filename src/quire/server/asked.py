@@ -4,9 +4,10 @@ from typing import Any
 
 from quire.data.params import BeamSearchParams, ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
-from quire.logs import get_logger
+from quire.logs import get_logger, warn_once
 from quire.server.constraint import constraint_of
 from quire.server.engine import Facts
+from quire.server.errors import InvalidBody
 from quire.server.requests import MAX_STOP_STRINGS, Body, ChatBody, CompletionBody, Conversation, GenerateBody
 from quire.unbuilt import UNBUILT, refuse
 
@@ -36,18 +37,17 @@ def check_generate(body: GenerateBody, *, max_n: int, max_stops: int = MAX_STOP_
     """The rules of the API about fields that do not go together, or are more than HTTP allows."""
     check_fields(body)
     if body.stream_options is not None and not body.stream:
-        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
     if body.stream and body.prompt_logprobs:
-        raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        raise InvalidBody("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
     if body.stream and body.use_beam_search:
         raise RequestError("Streaming is not currently supported with beam search", param="stream")
     if (body.n or 1) > max_n:
         raise RequestError(f"n must be at most {max_n} (--max-n), got {body.n}.", param="n")
     best_of = (body.model_extra or {}).get("best_of")
     if best_of not in (None, 1, body.n or 1):
-        raise RequestError(
-            f"`best_of` is gone: it may be 1 or n ({body.n or 1}), not {best_of!r:.80}; leave it out",
-            param="best_of",
+        warn_once(
+            logger, "`best_of` is gone and has no effect: each of the n answers is the only one made for it"
         )
     check_stops(body.stop, max_stops)
 
@@ -62,11 +62,9 @@ def check_chat(body: ChatBody, *, trust_template: bool) -> None:
     if (body.model_extra or {}).get("prompt_embeds") is not None:
         raise RequestError("prompt_embeds is a field of /v1/completions alone", param="prompt_embeds")
     if body.top_logprobs and not body.logprobs:
-        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
+        raise InvalidBody("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < -1:
-        raise RequestError(
-            f"top_logprobs must be non-negative or -1, got {body.top_logprobs}.", param="top_logprobs"
-        )
+        raise InvalidBody("`top_logprobs` must be a positive value or -1.", param="top_logprobs")
     check_contents(body)
     check_template(body.chat_template, trust_template)
 
@@ -140,6 +138,7 @@ def sampling_params(
         reasoning = budget = None
     return SamplingParams.from_optional(
         **given,
+        extra_args=body.vllm_xargs,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -174,7 +173,9 @@ def beam_params(
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
-    return (body.top_logprobs or 0) if body.logprobs else None
+    if not body.logprobs:
+        return None
+    return body.top_logprobs or len(body.logprob_token_ids or ())
 
 
 def completion_prompt_logprobs(body: CompletionBody) -> int | None:

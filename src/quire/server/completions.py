@@ -83,7 +83,7 @@ def _echo(api: Api, body: CompletionBody, prompt: Prompt) -> _Echo:
         return _NO_ECHO
     text, tokenizer = prompt.text, api.engine.inputs.tokenizer
     if text is None:
-        text = tokenizer.decode(prompt.token_ids) if tokenizer is not None else ""
+        text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if tokenizer is not None else ""
     return _Echo(text, prompt.token_ids)
 
 

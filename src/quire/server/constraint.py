@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import RequestError
+from quire.server.errors import InvalidBody
 from quire.server.requests import GenerateBody
 
 _GUIDED = {
@@ -50,7 +51,7 @@ def _from_schema(asked: dict[str, Any]) -> dict[str, Any]:
     inner = asked.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, dict):
-        raise RequestError(
+        raise InvalidBody(
             "`response_format` of type json_schema needs `json_schema.schema`, an object",
             param="response_format",
         )

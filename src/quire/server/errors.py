@@ -29,6 +29,10 @@ class NotFound(RequestError):
     status = 404
 
 
+class InvalidBody(RequestError):
+    """Fields that do not go together. To vLLM they are a part of how a body looks."""
+
+
 class InvalidUserInput(RequestError):
     """The client asked for a change that cannot be made; vLLM calls it so."""
 
@@ -70,6 +74,8 @@ def describe(error: Exception) -> dict[str, Any]:
     """The body for an error, from wherever it comes. What the client did not cause is not told to it."""
     if isinstance(error, InvalidUserInput):
         return error_info(str(error), error.status, "InvalidUserInput", error.param)
+    if isinstance(error, InvalidBody):
+        return error_info(str(error), error.status, "Bad Request", error.param)
     if isinstance(error, RequestError):
         return error_info(str(error), error.status, _KINDS.get(error.status, "BadRequestError"), error.param)
     if isinstance(error, EngineError):

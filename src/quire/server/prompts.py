@@ -13,6 +13,7 @@ from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.parts import part_media
 from quire.multimodal.kitchen import Prepared
 from quire.server.engine import Engine
+from quire.server.errors import InvalidBody
 from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, EngineBody, Message, Prompts
 from quire.server.settings import ApiSection
 
@@ -65,7 +66,7 @@ class PromptReader:
     async def of_completion(self, body: CompletionBody, *, max_sequences: int) -> list[Prompt]:
         given = [*_embeds_of(body), *([] if body.prompt in (None, "") else each_of(body.prompt))]
         if not given:
-            raise RequestError(
+            raise InvalidBody(
                 "Either prompt or prompt_embeds must be provided and non-empty.", param="prompt"
             )
         if len(given) > MAX_PROMPTS:

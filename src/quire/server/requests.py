@@ -1,8 +1,9 @@
-"""The bodies that clients send. Types are strict here; ranges are told here and checked by SamplingParams."""
+"""The bodies that clients send. Types are strict here, but that 5.0 is an integer, as JSON schemas have it;
+ranges are told here and checked by SamplingParams."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from quire.data.params import INT64_MAX, INT64_MIN
 
@@ -21,6 +22,11 @@ def _doc(text: str, default: Any = None, **rules: Any) -> Any:
     return Field(default=default, description=text, **rules)
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """Of many wrong items one is told: an error costs hundreds of times the bytes that it came in."""
@@ -61,7 +67,7 @@ class CallBody(Body):
     """What every call of the engine may say."""
 
     model: str | None = _doc("One of the served names. Default: the first of them.")
-    priority: int = _doc(
+    priority: Int = _doc(
         "Lower goes first, with --scheduling-policy priority.", 0, ge=INT64_MIN, le=INT64_MAX
     )
     request_id: str | None = _doc("At most 256 characters, a part of the id; the header X-Request-Id wins.")
@@ -71,7 +77,7 @@ class CallBody(Body):
 class EngineBody(CallBody):
     """What every request with a prompt of its own may say."""
 
-    truncate_prompt_tokens: int | None = _doc(
+    truncate_prompt_tokens: Int | None = _doc(
         "Cut the prompt to this many tokens; -1: to what fits.", ge=-1, le=INT64_MAX
     )
     truncation_side: Literal["left", "right"] | None = _doc(
@@ -83,27 +89,27 @@ class EngineBody(CallBody):
 class GenerateBody(EngineBody):
     """What chat and plain completions have in common."""
 
-    n: int | None = _told(1, None, "Answers per prompt; with use_beam_search the number of beams.")
+    n: Int | None = _told(1, None, "Answers per prompt; with use_beam_search the number of beams.")
     temperature: float | None = _told(0, 2, "0 is greedy.")
     top_p: float | None = _told(0, 1)
-    top_k: int | None = _told(-1, None, "0 and -1 are off.")
+    top_k: Int | None = _told(-1, None, "0 and -1 are off.")
     min_p: float | None = _told(0, 1)
     presence_penalty: float | None = _told(-2, 2)
     frequency_penalty: float | None = _told(-2, 2)
     repetition_penalty: float | None = _told(0)
     length_penalty: float | None = _doc("How beam search weighs the length of beams.")
     logit_bias: Biases | None = _doc("Token id to bias, from -100 to 100.")
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    seed: Int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: str | Many[str] | None = _doc(f"At most {MAX_STOP_STRINGS} strings.")
     stop_token_ids: Many[TokenId] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
-    min_tokens: int | None = _told(0)
+    min_tokens: Int | None = _told(0)
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
     allowed_token_ids: Many[TokenId] | None = None
     bad_words: Many[str] | None = None
-    prompt_logprobs: int | None = _told(-1, None, "Best tokens at each position of the prompt.")
+    prompt_logprobs: Int | None = _told(-1, None, "Best tokens at each position of the prompt.")
     logprob_token_ids: Many[TokenId] | None = None
     repetition_detection: RepetitionDetection | None = None
     response_format: dict[str, JsonValue] | None = _doc(
@@ -112,7 +118,7 @@ class GenerateBody(EngineBody):
     structured_outputs: dict[str, JsonValue] | None = _doc(
         "The same, with one of: json, regex, choice, grammar, json_object, structural_tag."
     )
-    stream_interval: int | None = _told(1, None, "Tokens between two chunks of a stream.")
+    stream_interval: Int | None = _told(1, None, "Tokens between two chunks of a stream.")
     use_beam_search: bool | None = False
     echo: bool | None = _doc("Begin the answer with the prompt (chat: with the last message).", False)
     stream: bool | None = False
@@ -121,11 +127,13 @@ class GenerateBody(EngineBody):
     return_tokens_as_token_ids: bool | None = _doc("Spell tokens in logprobs as `token_id:ID`.")
     session_id: str | None = _doc("Has no effect with one engine.")
 
-    thinking_token_budget: int | None = _told(
+    thinking_token_budget: Int | None = _told(
         -1, None, "Most tokens of reasoning; needs --reasoning-parser. -1: as many as it takes."
     )
-    kv_transfer_params: dict[str, Unbuilt] | None = _doc("Not supported yet.")
-    vllm_xargs: dict[str, Unbuilt] | None = _doc("Not supported.")
+    kv_transfer_params: dict[str, JsonValue] | None = _doc("Has no effect: nothing is transferred.")
+    vllm_xargs: dict[str, str | float | Many[str | float]] | None = _doc(
+        "For extensions, of which there are none: has no effect."
+    )
 
 
 class Message(Body):
@@ -161,10 +169,10 @@ class Conversation(Body):
 class ChatBody(GenerateBody, Conversation):
     """The body of /v1/chat/completions."""
 
-    max_tokens: int | None = _told(1)
-    max_completion_tokens: int | None = _told(1, None, "Wins over max_tokens. Default: what fits.")
+    max_tokens: Int | None = _told(1)
+    max_completion_tokens: Int | None = _told(1, None, "Wins over max_tokens. Default: what fits.")
     logprobs: bool | None = False
-    top_logprobs: int | None = _told(-1, None, "Needs logprobs; -1: the whole vocabulary.")
+    top_logprobs: Int | None = _told(-1, None, "Needs logprobs; -1: the whole vocabulary.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = _doc(
         "`auto`, which needs --enable-auto-tool-choice, is the default with tools; else `none`."
     )
@@ -176,7 +184,7 @@ class ChatBody(GenerateBody, Conversation):
     return_prompt_text: bool | None = False
 
 
-Prompts = str | Some[TokenId] | Some[str] | Some[Some[TokenId]]
+Prompts = str | Some[TokenId] | Some[str] | Some[Many[TokenId]]
 
 
 class CompletionBody(GenerateBody):
@@ -185,8 +193,8 @@ class CompletionBody(GenerateBody):
     prompt: Prompts | None = _doc(
         f"A text, token ids, or up to {MAX_PROMPTS} of either.", examples=["Once upon a time"]
     )
-    max_tokens: int | None = _told(0, None, "Default: 16. 0 is allowed with echo.")
-    logprobs: int | None = _told(-1, None, "Best tokens at each position; -1: the whole vocabulary.")
+    max_tokens: Int | None = _told(0, None, "Default: 16. 0 is allowed with echo.")
+    logprobs: Int | None = _told(-1, None, "Best tokens at each position; -1: the whole vocabulary.")
     add_special_tokens: bool = True
     suffix: str | None = _doc("Not supported.")
     prompt_embeds: str | Some[str] | None = _doc(

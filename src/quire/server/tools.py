@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import RequestError
+from quire.server.errors import InvalidBody
 from quire.server.parsing import NAMED, REQUIRED
 from quire.server.requests import ChatBody
 from quire.server.strict import FORMATS, calls_grammar
@@ -62,11 +63,11 @@ class ToolUse:
 def tool_use(body: ChatBody, *, auto: bool) -> ToolUse:
     """What the body says, checked. `auto`: whether the server can read calls that a model writes unasked."""
     if body.tools is not None and not body.tools:
-        raise RequestError("`tools` must not be an empty array. Leave it out instead.", param="tools")
+        raise InvalidBody("`tools` must not be an empty array. Leave it out instead.", param="tools")
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none"):
-            raise RequestError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+            raise InvalidBody("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return ToolUse()
     functions = [_function(place, tool) for place, tool in enumerate(body.tools)]
     schemas = {name: schema for name, schema, _ in functions}
@@ -111,7 +112,7 @@ def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
             param="tool_choice",
         )
     if name not in schemas:
-        raise RequestError(
+        raise InvalidBody(
             f"The tool specified in `tool_choice` does not match any of the specified `tools`: {name!r:.80}; "
             f"there are {', '.join(schemas)}",
             param="tool_choice",

@@ -10,6 +10,7 @@ from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import ReasoningIds, RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.server.asked import check_fields, check_stops
+from quire.server.errors import InvalidBody
 from quire.server.generate import Api, Job
 from quire.server.logprobs import Speller, chat_logprobs, prompt_logprobs
 from quire.server.requests import CompletionBody
@@ -32,7 +33,7 @@ async def answer_tokens(api: Api, body: TokensBody, request: Request) -> Respons
     await api.check_model(body.model, pools=False)
     check_fields(body)
     if body.stream_options is not None and not body.stream:
-        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise InvalidBody("Stream options can only be defined when `stream=True`.", param="stream_options")
     asked = body.sampling_params.get("max_tokens")
     num_output = asked if isinstance(asked, int) else 1
     as_prompt = CompletionBody(  # type: ignore[call-arg]
@@ -61,7 +62,7 @@ def _params(api: Api, body: TokensBody, prompt_len: int) -> SamplingParams:
             f"n must be at most {api.settings.api.max_n} (--max-n), got {params.n}.", param="n"
         )
     if body.stream and params.prompt_logprobs is not None:
-        raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
+        raise InvalidBody("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
     params.max_tokens = api.output_limit(params.max_tokens, prompt_len)
     return params
 

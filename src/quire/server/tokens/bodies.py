@@ -34,7 +34,9 @@ class TokensBody(EngineBody):
     stream_options: StreamOptions | None = None
     prompt: str | None = Field(None, description="The text of the tokens; has no effect.")
     features: Unbuilt | None = Field(None, description="Not supported yet.")
-    kv_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
+    kv_transfer_params: dict[str, JsonValue] | None = Field(
+        None, description="Has no effect: nothing is transferred."
+    )
     ec_transfer_params: dict[str, Unbuilt] | None = Field(None, description="Not supported yet.")
 
 
