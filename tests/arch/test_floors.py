@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,14 +58,17 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import anywhere in the file: in functions and under TYPE_CHECKING too."""
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
+    """Every import anywhere in the file, with its line: in functions and under TYPE_CHECKING too."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield node.lineno, node.module or ""
+            found.append((node.lineno, node.module or ""))
+    return found
 
 
 def test_every_folder_has_a_floor() -> None:
@@ -109,6 +112,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
+@cache
 def neighbours(module: str) -> set[str]:
     return {name for _, name in imported(MODULES[module]) if name in MODULES and name != "quire"}
 
