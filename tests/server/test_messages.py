@@ -8,6 +8,7 @@ import httpx
 import pytest
 from ask import ask
 from fake_engine import ANSWER, FakeEngine
+from jsonschema import Draft202012Validator
 
 from quire.data.plan import Finish, StepOutput
 from quire.data.request import Request
@@ -430,3 +431,14 @@ def test_the_key_may_be_sent_as_this_api_sends_it() -> None:
         assert status(sent).status_code == 200
     refused(status({"x-api-key": "k2"}), 401, "authentication_error")
     refused(status({}), 401, "authentication_error")
+
+
+@pytest.mark.parametrize("result, is_right", [("said", True), (3, False)])
+def test_a_block_is_described_once(result: Any, is_right: bool) -> None:
+    """A description that fits two kinds of blocks fits none: one of several must."""
+    document = ask("GET", "/openapi.json").json()
+    body = {"$ref": "#/components/schemas/MessagesBody", "components": document["components"]}
+    block = {"type": "tool_result", "tool_use_id": "a", "content": result}
+    sent = {"model": "fake", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+    assert Draft202012Validator(body).is_valid(sent) == is_right
+    assert (send(**sent).status_code == 200) == is_right

@@ -57,10 +57,13 @@ class ImageBlock(Body):
     source: ImageSource
 
 
+_KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+
+
 class OtherBlock(Body):
     """A block of a kind that cannot be read here."""
 
-    type: str
+    type: str = Field(json_schema_extra={"not": {"enum": sorted(_KINDS)}})
 
 
 def _kind(block: Any) -> str:
@@ -68,7 +71,6 @@ def _kind(block: Any) -> str:
     return kind if isinstance(kind, str) and kind in _KINDS else "other"
 
 
-_KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"})
 ResultBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ImageBlock, Tag("image")]
