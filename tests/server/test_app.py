@@ -24,7 +24,8 @@ def test_models_under_every_served_name() -> None:
     card = ask("GET", "/v1/models/org/name", engine=engine).json()
     assert card == found["data"][0] and card["max_model_len"] == 512 and card["root"] == "models/fake"
     assert card["permission"][0]["id"].startswith("modelperm-")
-    refused(ask("GET", "/v1/models/none", engine=engine), 404)
+    for name in ("none", "a%0Ab", "none%0A"):
+        refused(ask("GET", f"/v1/models/{name}", engine=engine), 404)
 
 
 def test_models_are_listed_once_they_can_be_asked() -> None:

@@ -29,7 +29,7 @@ def test_answers_streams_errors_and_strangers_are_counted() -> None:
     assert counted("POST", CHAT, json={**body, "stream": True}) == [(CHAT, "POST", 200)]
     assert counted("POST", COMPLETIONS, json={"prompt": 3}) == [(COMPLETIONS, "POST", 400)]
     assert counted("POST", COMPLETIONS, json={"prompt": "a"}, key=True) == [(COMPLETIONS, "POST", 401)]
-    assert counted("GET", "/v1/models/fake") == [("/v1/models/{name:path}", "GET", 200)]
+    assert counted("GET", "/v1/models/fake") == [("/v1/models/{name:any}", "GET", 200)]
     assert counted("GET", "/nowhere") == [("none", "GET", 404)]
     assert counted("DELETE", "/nowhere") == [("none", "DELETE", 404)]
 

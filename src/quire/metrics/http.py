@@ -42,7 +42,7 @@ HANDLERS = {
     "/v1/load_lora_adapter": ("POST",),
     "/v1/unload_lora_adapter": ("POST",),
     "/v1/models": ("GET",),
-    "/v1/models/{name:path}": ("GET",),
+    "/v1/models/{name:any}": ("GET",),
     "/reset_prefix_cache": ("POST",),
     **{f"/{name}": (method,) for method, names in OPERATE_ROUTES.items() for name in names.split()},
     "/openapi.json": ("GET",),

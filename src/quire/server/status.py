@@ -4,6 +4,7 @@ import uuid
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import Response
 
 from quire.errors import EngineError
@@ -12,6 +13,21 @@ from quire.server.document import replies_of
 from quire.server.errors import error_info, error_response, json_response
 from quire.server.generate import Api, no_model
 from quire.server.replies import ErrorReply
+
+
+class AnyText(Convertor[str]):
+    """The rest of a path, whatever is in it: `path` of Starlette stops at the end of a line."""
+
+    regex = "(?s:.*)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("any", AnyText())
 
 
 def add_model_routes(app: FastAPI, api: Api) -> None:
@@ -57,7 +73,7 @@ def add_model_routes(app: FastAPI, api: Api) -> None:
         api.engine.check()
         return json_response({"object": "list", "data": list(cards().values())})
 
-    @app.get("/v1/models/{name:path}", **replies_of(replies.ModelCard, 404))
+    @app.get("/v1/models/{name:any}", **replies_of(replies.ModelCard, 404))
     async def show_model(name: str) -> Response:
         """One of the served names."""
         found = cards().get(name)
