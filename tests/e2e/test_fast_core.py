@@ -25,7 +25,7 @@ from quire.text.tokenizer import load_tokenizer
 
 LONGEST = 131072
 NUM_STREAMS = 64
-NUM_TOKENS = 100000
+NUM_TOKENS = 30000
 
 
 def run_server(model: Path, address: str, listener: socket.socket) -> None:
