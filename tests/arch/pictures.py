@@ -300,7 +300,7 @@ def adapters() -> str:
     row = next(
         row for row in _table("performance.md", "| | no adapter | one |") if row[0].startswith("batch 64")
     )
-    values = [float(re.findall(r"\((\d+\.\d+)\)", cell)[0]) for cell in row[1:]]
+    values = [float(re.findall(r"\d+\.\d+", cell)[0]) for cell in row[1:]]
     names = ("no adapter", "one adapter", "eight in the batch")
     groups = [
         Group(name, {"ms a step": value}, {"ms a step": f"{value:g} ms"})

@@ -63,7 +63,7 @@ _KINDS = frozenset({"text", "image", "thinking", "redacted_thinking", "tool_use"
 class OtherBlock(Body):
     """A block of a kind that cannot be read here."""
 
-    type: str = Field(json_schema_extra={"not": {"enum": sorted(_KINDS)}})
+    type: str = Field(json_schema_extra={"not": {"enum": [*sorted(_KINDS)]}})
 
 
 def _kind(block: Any) -> str:
