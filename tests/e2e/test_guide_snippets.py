@@ -121,9 +121,8 @@ REFUSED = {
 OTHER_NUMBERS = {"16_fp8.sh", "18_fp8_cache.sh", "18_deep_gemm.sh"}
 """Which need not say word for word what the model says as it is."""
 OFTEN = {
-    *("16_fp8.sh", "18_fp8_cache.sh", "20_adapters.sh"),
-    *("14_flash_attn.sh", "14_flashinfer_variable.sh"),
-    *(file.name for file in SNIPPETS.glob("*.py") if file.name[:2] not in ("07", "08", "10", "21")),
+    *("14_flashinfer_variable.sh", "18_fp8_cache.sh", "20_adapters.sh"),
+    *(file.name for file in SNIPPETS.glob("*.py") if file.name[:2] not in ("06", "07", "08", "10", "21")),
     "08_experts.py",
 }
 """The others start servers or many ranks, and are slow."""

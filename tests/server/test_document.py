@@ -6,9 +6,10 @@ import schemathesis
 from ask import CROSS_ENCODER, EMBEDDER
 from fake_engine import FakeEngine
 from fake_speech import Writer
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -44,11 +45,13 @@ FEW = settings(
 
 FEWER = settings(FEW, max_examples=4)
 """For bodies that are mostly those of another route: making them takes the time."""
-OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|render|batch|^/in(fer|voc)|lora"
+OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|^/infer|lora"
 """Asked of a server with every door open."""
+ALIKE = "render|batch|^/invocations"
+"""Routes whose bodies are those of others."""
 
 
-@schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=OPEN + "|audio").parametrize()
+@schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=f"{OPEN}|{ALIKE}|audio").parametrize()
 @FEW
 def test_answers_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
@@ -65,13 +68,14 @@ opened = make_settings(
         }
     ),
 )
-talker, stopped = FakeEngine("Hi"), FakeEngine("Hi")
+talker, stopped, other = FakeEngine("Hi"), FakeEngine("Hi"), FakeEngine("Hi")
 talker.operation.settings["lora"] = {"enable_lora": True}
-talking, stopping = (
+talking, stopping, alike = (
     schemathesis.openapi.from_asgi("/openapi.json", Application(each, opened).asgi)
-    for each in (talker, stopped)
+    for each in (talker, stopped, other)
 )
-for each in (talking, stopping):
+alike.config.phases.coverage.enabled = False
+for each in (talking, stopping, alike):
     each.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 STOPS = "^/(pause|resume|is_paused|abort_requests|sleep|wake_up|is_sleeping|collective_rpc|get_world_size)$"
 
@@ -82,17 +86,36 @@ def test_answers_are_as_described_with_every_door_open(case: schemathesis.Case) 
     case.call_and_validate(checks=CHECKS)
 
 
+@alike.include(path_regex=ALIKE).parametrize()
+@FEW
+def test_bodies_of_other_routes_are_answered_as_described(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
 @stopping.include(path_regex=STOPS).parametrize()
 @FEWER
 def test_stops_are_as_described(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS)
 
 
+OPERATIONS = [
+    found.ok()
+    for found in talking.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=STOPS).get_all_operations()
+]
+
+
 @pytest.mark.slow
-@talking.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=STOPS).parametrize()
-@settings(FEW, max_examples=300)
-def test_many_answers_are_as_described(case: schemathesis.Case) -> None:
-    case.call_and_validate(checks=CHECKS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_many_answers_are_as_described(operation: APIOperation) -> None:
+    """Cases are made here: `parametrize()` makes them while tests are collected, also of those left out."""
+    right, wrong = (operation.as_strategy(generation_mode=mode) for mode in GenerationMode)
+
+    @settings(FEW, max_examples=300)
+    @given(case=right | wrong)
+    def check(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    check()
 
 
 # A cross-encoder scores and classifies, an embedding model does the rest.
@@ -129,5 +152,5 @@ def test_speech_is_as_described(case: schemathesis.Case) -> None:
 
 
 def test_nothing_is_left_running() -> None:
-    engines = (engine, talker, stopped, scorer, embedder, writer)
+    engines = (engine, talker, stopped, other, scorer, embedder, writer)
     assert [each.num_in_flight for each in engines] == [0] * len(engines)
