@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from numpy_llama import Sizes, logits
 from safetensors.torch import save_file
+from test_drafts import let
 
 from quire import LLM, SamplingParams
 from quire.config.env import Env
@@ -224,17 +225,30 @@ def test_stories_equal_a_forward_in_numpy_and_read_like_one(tmp_path: Path) -> N
     assert text.startswith(", there was a little girl named Lily. She loved to play") and "\n" in text
 
 
+BEGIN = "Once upon a time, there was a little girl named Lily. She loved to play outside"
+ASKED = [SamplingParams(temperature=each, seed=5, max_tokens=24, ignore_eos=True) for each in (0, 0.7)]
+
+
+@pytest.fixture(scope="module")
+def undrafted(tinyllama: Path) -> list[list[int]]:
+    """What it says by itself: greedily, and by chance."""
+    llm = LLM(str(tinyllama), **OPTIONS)
+    return [each.outputs[0].token_ids for each in llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)]
+
+
 @pytest.mark.parametrize("way", ["greedy", "probabilistic"])
-def test_a_model_of_15m_drafts_for_one_of_1b(way: str, tinyllama: Path, tmp_path: Path) -> None:
-    """The two have one vocabulary, and tell stories in the same words now and then."""
+def test_a_model_of_15m_drafts_for_one_of_1b(
+    way: str, tinyllama: Path, undrafted: list[list[int]], tmp_path: Path
+) -> None:
+    """The two have one vocabulary, and tell stories in the same words now and then. Every step has drafts,
+    though they do not pay here: by itself the engine would soon leave them."""
     stories().save(tmp_path)
-    begin = "Once upon a time, there was a little girl named Lily. She loved to play outside"
-    asked = [SamplingParams(temperature=each, seed=5, max_tokens=60, ignore_eos=True) for each in (0, 0.7)]
-    plain = LLM(str(tinyllama), **OPTIONS).generate([begin] * 2, asked, use_tqdm=False)
     config = {"model": str(tmp_path), "num_speculative_tokens": 4, "draft_sample_method": way}
     llm = LLM(str(tinyllama), speculative_config=config, **OPTIONS)
-    drafted = llm.generate([begin] * 2, asked, use_tqdm=False)
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    pace = let(llm)
+    drafted = llm.generate([BEGIN] * 2, ASKED, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in drafted] == undrafted
     counts = [each.outputs[0].spec_decode_metrics or {} for each in drafted]
     print(way, counts)
-    assert sum(each.get("num_accepted_tokens", 0) for each in counts) > 0
+    assert all(each["num_drafts"] > 10 and each["num_accepted_tokens"] > 0 for each in counts)
+    assert pace.num_drafts > pace.num_held > 0
