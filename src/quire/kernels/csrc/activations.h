@@ -32,7 +32,7 @@ INLINE void gelu(int count, vf *x)
         vf size = pick(x[i] < 0.0f, -x[i], x[i]), t = 1.0f / fused(size, splat(0.3275911f * 0.70710678f), splat(1.0f)), sum = {0};
         for (int j = 0; j < 5; j++)
             sum = fused(sum, t, splat(factors_of[j]));
-        vf tail = x[i] * (0.5f * (sum * t * e[i]));
+        vf tail = smaller(splat(1e30f), x[i]) * (0.5f * (sum * t * e[i])); /* infinity has none */
         x[i] = pick(x[i] < 0.0f, tail, x[i] - tail);
     }
 }
