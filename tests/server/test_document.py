@@ -45,10 +45,10 @@ FEW = settings(
 
 FEWER = settings(FEW, max_examples=4)
 """For bodies that are mostly those of another route: making them takes the time."""
-OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|^/infer|lora"
+OPEN = "^/v1/(responses|messages)|^/(server|tokenizer)_info|^/reset_(mm|enc)|^/infer|lora|derender"
 """Asked of a server with every door open."""
-ALIKE = "render|batch|^/invocations"
-"""Routes whose bodies are those of others."""
+ALIKE = "/render|batch|^/invocations"
+"""Routes whose bodies are mostly those of others: no cases at every border of these."""
 
 
 @schema.exclude(path=list(POOLING_ROUTES)).exclude(path_regex=f"{OPEN}|{ALIKE}|audio").parametrize()
