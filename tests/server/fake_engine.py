@@ -237,8 +237,11 @@ class FakeEngine:
             if position == 0:
                 step.admitted[request.id] = FirstRun(num_cached=3, queued_at=0.0, scheduled_at=0.0)
                 self._add_prompt_logprobs(step, request)
-            if request.params.logprobs is not None:
-                step.logprobs[request.id] = [self._logprobs(token, request.params.logprobs)]
+            count, asked = request.params.logprobs, request.params.logprob_token_ids
+            if count is not None or asked is not None:
+                step.logprobs[request.id] = [
+                    self._logprobs(token, len(asked or ()) if count is None else count)
+                ]
             if token == request.eos_id:
                 step.finished[request.id] = Finish("stop")
             elif token in (request.params.stop_token_ids or ()):
