@@ -76,6 +76,7 @@ def make_engine(
         ),
         grammars=open_grammars(config, tokenizer),
         enable_lora=config.lora.enable_lora,
+        num_own=config.lora.lora_extra_vocab_size,
     )
     inputs.media.larder.count = metrics.observe_media
     named = EngineMetrics(

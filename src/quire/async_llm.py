@@ -59,7 +59,7 @@ class AsyncLLMEngine:
         listen aborts the request."""
         engine = await self._engine()
         answer = engine.generate(
-            await engine.inputs.parse_beside(prompt),
+            await engine.inputs.of(lora_request).parse_beside(prompt),
             sampling_params,
             request_id,
             priority=priority,
@@ -80,7 +80,7 @@ class AsyncLLMEngine:
         """Of a pooling model: one output."""
         engine = await self._engine()
         answer = engine.encode(
-            await engine.inputs.parse_beside(prompt),
+            await engine.inputs.of(lora_request).parse_beside(prompt),
             pooling_params,
             request_id,
             priority=priority,

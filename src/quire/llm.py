@@ -108,9 +108,10 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
+        talks = _conversations(messages)
         prompts = [
             chat_prompt(
-                self.llm_engine.inputs,
+                self.llm_engine.inputs.of(lora),
                 conversation,
                 chat_template=read_template(chat_template) or self._template,
                 chat_template_content_format=chat_template_content_format,
@@ -121,7 +122,11 @@ class LLM:
                 add_special_tokens=bool((tokenization_kwargs or {}).get("add_special_tokens", False)),
                 mm_processor_kwargs=mm_processor_kwargs,
             )
-            for conversation in with_bar(_conversations(messages), "Rendering conversations", use_tqdm)
+            for conversation, lora in zip(
+                with_bar(talks, "Rendering conversations", use_tqdm),
+                _loras_of(lora_request, len(talks)),
+                strict=True,
+            )
         ]
         ids = self._queue(prompts, sampling_params, None, loras=lora_request)
         return cast(list[RequestOutput], self._run(ids, use_tqdm))
@@ -138,7 +143,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts for a later `wait_for_completion`; their request ids."""
-        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm, mm_processor_kwargs)
+        parsed = self._parsed(prompts, tokenization_kwargs, use_tqdm, mm_processor_kwargs, lora_request)
         return self._queue(parsed, sampling_params, priority, loras=lora_request)
 
     def _parsed(
@@ -147,11 +152,15 @@ class LLM:
         tokenization: Mapping[str, Any] | None,
         use_tqdm: Progress,
         mm_processor: Mapping[str, Any] | None = None,
+        loras: Loras = None,
     ) -> list[Prompt]:
         special = bool((tokenization or {}).get("add_special_tokens", True))
-        parse = self.llm_engine.inputs.parse
-        bar = with_bar(_as_list(prompts), "Rendering prompts", use_tqdm)
-        return [parse(each, add_special_tokens=special, mm_processor_kwargs=mm_processor) for each in bar]
+        given, inputs = _as_list(prompts), self.llm_engine.inputs
+        bar = with_bar(given, "Rendering prompts", use_tqdm)
+        return [
+            inputs.of(lora).parse(each, add_special_tokens=special, mm_processor_kwargs=mm_processor)
+            for each, lora in zip(bar, _loras_of(loras, len(given)), strict=True)
+        ]
 
     def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[AnyOutput]:
         """Run everything queued; outputs in the order of queueing."""
@@ -317,17 +326,19 @@ class LLM:
         """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at
         once."""
         _refuse(structured_outputs=params.structured_outputs)
-        parsed = [self.llm_engine.inputs.parse(each) for each in _as_list(prompts)]
-        eos_ids = self.llm_engine.inputs.eos_ids
+        given = _as_list(prompts)
+        loras = _loras_of(lora_request, len(given))
+        readers = [self.llm_engine.inputs.of(lora) for lora in loras]
+        parsed = [reader.parse(each) for reader, each in zip(readers, given, strict=True)]
         searches = [
             BeamSearch(
                 start_of(prompt),
                 params,
-                eos_id=eos_ids[0] if eos_ids else None,
+                eos_id=reader.eos_ids[0] if reader.eos_ids else None,
                 max_len=self.llm_engine.max_model_len,
                 lora_request=lora,
             )
-            for prompt, lora in zip(parsed, _loras_of(lora_request, len(parsed)), strict=True)
+            for prompt, lora, reader in zip(parsed, loras, readers, strict=True)
         ]
         width = concurrency_limit or max(len(searches), 1)
         starts = range(0, len(searches), width)
@@ -351,8 +362,8 @@ class LLM:
 
     def _decoded(self, search: BeamSearch) -> list[Any]:
         best = search.best()
-        if (tokenizer := self.llm_engine.tokenizer) is not None:
-            for beam in best:
+        for beam in best:
+            if (tokenizer := self.llm_engine.inputs.tokenizer_of(beam.lora_request)) is not None:
                 beam.text = tokenizer.decode(beam.tokens)
         return best
 

@@ -75,7 +75,7 @@ class SpreadEngine:
         if request_id in self._tasks:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
-            prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
+            prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
 
         async def begin() -> None:
             answer: Answer[Any]

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from serve_process import PATIENCE_S, Start, eventually, greedy
 from tiny_adapter import write_adapter
 from tiny_text import TextModel
+from tokenizers import Tokenizer
 
 SLOTS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--lora-extra-vocab-size", "256")
 
@@ -64,3 +67,54 @@ def test_an_adapter_that_cannot_be_read_ends_the_start(start: Start, adapters: P
     server = start(*SLOTS, "--lora-modules", f"one={broken}")
     assert server.exit_code() == 1, server.text()
     assert f"lora_modules: 'one' from '{broken}'" in server.text()
+
+
+def write_own(path: Path, tiny: TextModel, new: list[str]) -> None:
+    """An adapter that brings tokens, and says the last of them again and again."""
+    model = json.loads((tiny.path / "config.json").read_text())
+    write_adapter(path, model, 7)
+    backend = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
+    backend.add_tokens(new)
+    backend.save(str(path / "tokenizer.json"))
+    last = backend.token_to_id(new[-1])
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name in ("model.embed_tokens", "lm_head"):
+        rows = torch.zeros(last + 1, model["hidden_size"])
+        rows[model["vocab_size"] :] = torch.randn(last + 1 - model["vocab_size"], model["hidden_size"])
+        tensors[f"base_model.model.{name}.weight"] = rows
+    save_file(tensors, path / "adapter_model.safetensors")
+
+
+def test_tokens_of_an_adapter_are_read_and_said_by_it_alone(
+    start: Start, tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    new = [f"<new-{number}>" for number in range(9)]
+    write_own(tmp_path / "own", tiny, new)
+    write_own(tmp_path / "many", tiny, [f"<many-{number}>" for number in range(40)])
+    server = start("--enable-lora", "--lora-extra-vocab-size", "16", "--lora-modules", f"own={tmp_path}/own")
+    server.until_healthy()
+
+    def ids(model: str) -> list[int]:
+        reply = server.client.post("/tokenize", json={"model": model, "prompt": "a<new-8>"})
+        found: list[int] = reply.json()["tokens"]
+        return found
+
+    last = ids("own")[-1]
+    assert last >= 344 and len(ids("own")) < len(ids("tiny")) and max(ids("tiny")) < 344
+    said = server.complete(
+        model="own", prompt="a<new-8>", max_tokens=3, logit_bias={str(last): 100}, logprobs=1
+    )["choices"][0]
+    assert said["text"] == "<new-8>" * 3 and said["logprobs"]["tokens"] == ["<new-8>"] * 3
+    for model, prompt in (("tiny", [5, last]), ("own", [5, last + 1]), ("own", [5, last + 100])):
+        refused = server.client.post("/v1/completions", json=greedy(model=model, prompt=prompt))
+        assert refused.status_code == 400 and "out of vocabulary" in refused.text, refused.text
+    many = {"lora_name": "many", "lora_path": f"{tmp_path}/many"}
+    refused = server.client.post("/v1/load_lora_adapter", json=many)
+    assert refused.status_code == 400 and "36 tokens of its own, above the 16" in refused.text, refused.text
+    again = {"lora_name": "own", "lora_path": f"{tmp_path}/own", "load_inplace": True}
+    assert server.client.post("/v1/load_lora_adapter", json=again).status_code == 200
+    assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "own"}).status_code == 200
+    assert server.client.post("/v1/load_lora_adapter", json=again).status_code == 200
+    assert ids("own")[-1] == last
+    server.end_cleanly()

@@ -131,7 +131,7 @@ def test_what_is_brought_as_a_whole(tmp_path: Path) -> None:
         reader(whole=["lm_head"]).read("one", path)
     path = save(tmp_path, tensors() | {head: torch.ones(VOCAB + 1, HIDDEN)}, **asked)
     with pytest.raises(
-        RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* tokens of their own"
+        RequestError, match=r"lm_head\.weight has the shape \(41, 12\), .* cannot bring tokens"
     ):
         reader(whole=["lm_head"]).read("one", path)
     device, whole = torch.device("cpu"), ["lm_head"]
@@ -154,7 +154,9 @@ def test_copies_of_the_ends_are_left_alone(tmp_path: Path) -> None:
     (factors,) = reader().read("one", save(tmp_path, ends)).factors.values()
     assert factors.a.shape == (VOCAB, 2) and factors.b.shape == (HIDDEN, 2)
     ends["base_model.model.lm_head.weight"] = torch.ones(VOCAB + 3, HIDDEN)
-    with pytest.raises(RequestError, match=r"lm_head\.weight .*tokens of their own are not supported"):
+    with pytest.raises(
+        RequestError, match=r"lm_head\.weight .*cannot bring tokens here, --lora-extra-vocab-size is 0"
+    ):
         reader().read("one", save(tmp_path, ends))
 
 

@@ -50,6 +50,8 @@ class Batch:
     """[T] int32, the slot of each token's adapter, -1 without; None: no token has one"""
     logit_adapters: Tensor | None = None
     """[N] int32, the same of `logit_tokens`"""
+    is_wide: bool = False
+    """Whether some adapter has tokens of its own: ids may be beyond the vocabulary, and logits are."""
     before: Tensor | None = None
     """[2, T, hidden], what the stage before made of the tokens: what its last layer said, and what that is
     added to. None in the first stage, which reads `token_ids`."""

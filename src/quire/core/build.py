@@ -33,7 +33,12 @@ def build_core(config: EngineConfig, grammars: Grammars | None = None) -> tuple[
     lora = config.lora
     adapters = None
     if lora.enable_lora:
-        adapters = AdapterGate(executor, max_slots=lora.max_loras, max_read=lora.max_cpu_loras)
+        adapters = AdapterGate(
+            executor,
+            max_slots=lora.max_loras,
+            max_read=lora.max_cpu_loras,
+            vocab=config.checkpoint.facts.vocab,
+        )
     scheduler = build_scheduler(config, cache, grammars or open_grammars(config), adapters)
     return EngineCore(executor, scheduler, depth=depth, lockstep=lockstep), cache
 

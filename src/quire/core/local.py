@@ -49,8 +49,9 @@ class LocalEngine:
             media=media_reader(config, self.tokenizer, cache=cache_alone(config.multimodal, config.parallel)),
             grammars=grammars,
             enable_lora=config.lora.enable_lora,
+            num_own=config.lora.lora_extra_vocab_size,
         )
-        self.outputs = OutputProcessor(self.tokenizer, stream_interval=self.config.scheduler.stream_interval)
+        self.outputs = self._new_outputs()
         self.metrics: EngineMetrics | None = None
         self.stats_log: StatsLog | None = None
         if not config.observability.disable_log_stats:
@@ -62,6 +63,12 @@ class LocalEngine:
             )
             self.inputs.media.larder.count = self.metrics.pages.observe_media
             self.stats_log = StatsLog(Env.read(os.environ).log_stats_interval, self.metrics.pages)
+
+    def _new_outputs(self) -> OutputProcessor:
+        interval = self.config.scheduler.stream_interval
+        return OutputProcessor(
+            self.tokenizer, stream_interval=interval, tokenizer_of=self.inputs.tokenizer_of
+        )
 
     def add_request(
         self,
@@ -79,7 +86,7 @@ class LocalEngine:
         if request_id in self.outputs:
             raise RequestError(f"request id {request_id!r} is in use")
         if not isinstance(prompt, Prompt):
-            prompt = self.inputs.parse(prompt, add_special_tokens=add_special_tokens)
+            prompt = self.inputs.of(lora_request).parse(prompt, add_special_tokens=add_special_tokens)
         given: dict[str, Any] = {"priority": priority, "arrived_at": arrival_time, "lora": lora_request}
         if isinstance(params, PoolingParams):
             requests = [self.inputs.pooling_request(request_id, prompt, params, **given)]
@@ -109,9 +116,7 @@ class LocalEngine:
             return [] if step is None else self._deliver(step)
         except BaseException:
             self.core.clear()
-            self.outputs = OutputProcessor(
-                self.tokenizer, stream_interval=self.config.scheduler.stream_interval
-            )
+            self.outputs = self._new_outputs()
             raise
 
     def _deliver(self, step: StepOutput) -> list[AnyOutput]:

@@ -52,3 +52,5 @@ class AdapterFacts(msgspec.Struct, frozen=True):
     rank: int
     num_bytes: int
     """In host memory, on one device."""
+    num_own: int = 0
+    """Tokens that it brings beyond the model's vocabulary."""

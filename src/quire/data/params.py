@@ -214,8 +214,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 setattr(made, name, copy.deepcopy(getattr(self, name)))
         return made
 
-    def verify(self, *, vocab: int, max_logprobs: int) -> None:
-        """Check what only the model can tell. `max_logprobs` -1 means the whole vocabulary."""
+    @property
+    def top_id(self) -> int:
+        """The largest token id that it names; 0: none."""
+        listed = (self.logprob_token_ids, self.allowed_token_ids, self.logit_bias, self.stop_token_ids)
+        words = self.bad_words_token_ids or ()
+        return max((id for ids in (*listed, *words) for id in ids or ()), default=0)
+
+    def verify(self, *, vocab: int, max_logprobs: int, num_own: int = 0) -> None:
+        """Check what only the model can tell. `max_logprobs` -1 means the whole vocabulary. Its adapter may
+        bring `num_own` tokens."""
         for name in UNBUILT["sampling field"]:
             refuse("sampling field", name, getattr(self, name))
         limit = vocab if max_logprobs == -1 else max_logprobs
@@ -228,19 +236,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     f"Ask for fewer or raise --max-logprobs.",
                     name,
                 )
+        end = vocab + num_own
         for name in ("logprob_token_ids", "allowed_token_ids", "logit_bias"):
-            _check_in_vocab(name, getattr(self, name) or (), vocab)
+            _check_in_vocab(name, getattr(self, name) or (), end)
         if self.reasoning is not None:
             if not self.reasoning.end:
                 _fail("reasoning", ".end must not be empty")
-            _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), vocab)
+            _check_in_vocab("reasoning", (*self.reasoning.start, *self.reasoning.end), end)
         elif self.thinking_token_budget is not None:
             _fail("thinking_token_budget", "needs to know what reasoning looks like: set a reasoning parser")
         words = self.bad_words_token_ids or ()
         if len(words) > MAX_BAD_WORDS:
             _fail("bad_words", f"may be at most {MAX_BAD_WORDS} once tokenized, got {len(words)}")
         for word in words:
-            _check_in_vocab("bad_words", word, vocab)
+            _check_in_vocab("bad_words", word, end)
 
     def _check_numbers(self) -> None:
         self.n = _integer("n", self.n, low=1, high=MAX_SEQUENCES)

@@ -35,6 +35,8 @@ class Request(msgspec.Struct, omit_defaults=True, kw_only=True, eq=False):
     """Images, videos and sounds of the prompt; its tokens have their spans."""
     lora: LoRARequest | None = None
     """The adapter that it is answered with."""
+    top_id: int = 0
+    """The largest token id that it names, if the model does not have it: its adapter must."""
     tenant: int = 0
     """Whose it is, where tokens are shared by key; 0: nobody's in particular."""
     weight: float = 1.0

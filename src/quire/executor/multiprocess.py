@@ -318,7 +318,8 @@ def united(facts: list[AdapterFacts]) -> AdapterFacts:
     """An adapter as all ranks have it. Where they have read different contents, it is all of these."""
     digests = [each.digest for each in facts]
     one = digests[0] if len({*digests}) == 1 else hashlib.sha256(b"".join(digests)).digest()
-    return AdapterFacts(one, max(each.rank for each in facts), max(each.num_bytes for each in facts))
+    most = (max(getattr(each, name) for each in facts) for name in ("rank", "num_bytes", "num_own"))
+    return AdapterFacts(one, *most)
 
 
 class Remote:

@@ -94,7 +94,9 @@ class AsyncEngine:
                 rank,
                 address,
                 name="the engine" if len(addresses) == 1 else f"engine {rank}",
-                outputs=OutputProcessor(inputs.tokenizer, stream_interval=stream_interval),
+                outputs=OutputProcessor(
+                    inputs.tokenizer, stream_interval=stream_interval, tokenizer_of=inputs.tokenizer_of
+                ),
                 owner=self,
             )
             for place, (rank, address) in enumerate(addresses.items())

@@ -1,5 +1,6 @@
 """Inputs: whatever a user may pass as a prompt becomes checked Requests. Nothing wrong gets past here."""
 
+import copy
 import json
 import random
 import time
@@ -19,6 +20,7 @@ from quire.data.request import Request
 from quire.errors import RequestError
 from quire.frontend.embeds import EmbedsReader
 from quire.frontend.media import TEXT_ALONE, MediaReader, items_of, joined
+from quire.frontend.own_tokens import OwnTokenizers
 from quire.frontend.patience import limited
 from quire.frontend.pooling import GENERATES_NOT, completed, pools, second_start
 from quire.grammar import Grammars
@@ -108,9 +110,10 @@ class InputProcessor:
         embeds: EmbedsReader | None = None,
         media: MediaReader = TEXT_ALONE,
         enable_lora: bool = False,
+        num_own: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
-        self.vocab = vocab
+        self.vocab = self.model_vocab = vocab
         self.max_model_len = max_model_len
         self.max_prompt_len = max_prompt_len
         """The longest prompt that the engine can run at all; None if it is bounded by max_model_len alone."""
@@ -121,9 +124,30 @@ class InputProcessor:
         """None where prompts may not be vectors."""
         self.media = media
         self.enable_lora = enable_lora
+        self.num_own = num_own
+        """Tokens that an adapter may bring beyond the vocabulary."""
+        self._own = None if tokenizer is None else OwnTokenizers(tokenizer)
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self._seeds = random.Random(seed)
+
+    def of(self, lora: LoRARequest | None) -> "InputProcessor":
+        """The same for requests of an adapter, which may have a tokenizer and tokens of its own. May take
+        long the first time."""
+        if not isinstance(lora, LoRARequest) or not self.enable_lora or self.pooling is not None:
+            return self
+        own = copy.copy(self)
+        own.vocab = self.vocab + self.num_own  # the core knows how many there are
+        own.tokenizer = self.tokenizer_of(lora)
+        if own.tokenizer is not None and own.tokenizer is not self.tokenizer:
+            ends = (own.tokenizer.eos_token_id, *self.eos_ids)
+            own.eos_ids = tuple(dict.fromkeys(each for each in ends if each is not None))
+        return own
+
+    def tokenizer_of(self, lora: LoRARequest | None) -> Tokenizer | None:
+        if lora is None or self._own is None or not self.num_own:
+            return self.tokenizer
+        return self._own.of(lora)
 
     # ---- prompts
 
@@ -306,7 +330,10 @@ class InputProcessor:
             raise RequestError(
                 "prompt_logprobs is not compatible with prompt embeds.", param="prompt_logprobs"
             )
-        params = self._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
+        own = self.of(lora)
+        params = own._complete(params, self.max_logprobs if max_logprobs is None else max_logprobs)
+        top_id = 0 if lora is None else max(max(prompt.token_ids), params.top_id)
+        top_id = top_id if top_id >= self.vocab else 0
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         arrived_at = time.time() if arrived_at is None else arrived_at
         limit = self.max_model_len
@@ -326,7 +353,7 @@ class InputProcessor:
                     prompt_len=len(prompt.token_ids),
                     limit=limit,
                     seed=seed + k,
-                    eos_id=self.eos_ids[0] if self.eos_ids and not params.ignore_eos else -1,
+                    eos_id=own.eos_ids[0] if own.eos_ids and not params.ignore_eos else -1,
                     priority=priority,
                     arrived_at=arrived_at,
                     cache_salt=prompt.cache_salt,
@@ -334,6 +361,7 @@ class InputProcessor:
                     media=prompt.media,
                     timed=timed,
                     lora=lora,
+                    top_id=top_id,
                 )
             )
         return children
@@ -384,7 +412,8 @@ class InputProcessor:
         params = params.clone()
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
-        params.verify(vocab=self.vocab, max_logprobs=max_logprobs)
+        num_own = self.vocab - self.model_vocab
+        params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_own=num_own)
         if params.stop_token_ids:  # an id that no token has stops nothing, and has no logit to hold back
             params.stop_token_ids = [id for id in params.stop_token_ids if id < self.vocab]
         if (asked := params.structured_outputs) is not None:

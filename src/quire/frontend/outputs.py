@@ -10,7 +10,6 @@ from quire.data.lora import LoRARequest
 from quire.data.outputs import (
     CompletionOutput,
     FlatLogprobs,
-    Logprob,
     PromptLogprobs,
     RequestOutput,
     RequestStateStats,
@@ -24,8 +23,9 @@ from quire.data.pooling import Floats
 from quire.data.request import Request
 from quire.data.stats import FinishedSequence, FrontStats, Timeline
 from quire.frontend.inputs import Prompt
+from quire.frontend.logprobs import position_of
 from quire.metrics.keys import Account
-from quire.text.detokenizer import Detokenizer, token_text
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 AnyOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
@@ -148,6 +148,7 @@ class _Parent:
     prompt_logprobs: PromptLogprobs | None = None
     pools: bool = False
     lora: LoRARequest | None = None
+    tokenizer: Tokenizer | None = None
     account: Account | None = None
 
     @property
@@ -163,8 +164,16 @@ class OutputProcessor:
     cost; `flush` makes outputs of all that was noted, so that steps that come in quick succession share
     one."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stream_interval: int = 1,
+        tokenizer_of: Callable[[LoRARequest | None], Tokenizer | None] | None = None,
+    ) -> None:
+        """`tokenizer_of` an adapter that has one of its own."""
         self.tokenizer = tokenizer
+        self._tokenizer_of = tokenizer_of or (lambda lora: tokenizer)
         self.stream_interval = stream_interval
         self._sequences: dict[str, _Sequence] = {}
         self._parents: dict[str, _Parent] = {}
@@ -199,6 +208,7 @@ class OutputProcessor:
         )
         parent.pools = first.pooling is not None
         parent.lora = first.lora
+        parent.tokenizer = self.tokenizer if first.lora is None else self._tokenizer_of(first.lora)
         parent.account = account
         if first.params.prompt_logprobs is not None:
             parent.prompt_logprobs = FlatLogprobs() if first.params.flat_logprobs else []
@@ -213,9 +223,9 @@ class OutputProcessor:
 
     def _sequence(self, request: Request, index: int, parent: _Parent) -> _Sequence:
         params, detokenizer = request.params, None
-        if params.detokenize and self.tokenizer is not None:
+        if params.detokenize and parent.tokenizer is not None:
             detokenizer = Detokenizer(
-                self.tokenizer,
+                parent.tokenizer,
                 request.tokens if request.embeds is None else (),
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
@@ -328,27 +338,15 @@ class OutputProcessor:
         assert sequence.logprobs is not None
         sequence.cumulative_logprob += found.logprobs[0]
         sequence.logprobs.append(
-            self._position(found, ranked=sequence.parent.params.logprob_token_ids is None)
+            position_of(
+                found, sequence.parent.tokenizer, ranked=sequence.parent.params.logprob_token_ids is None
+            )
         )
 
     def _add_prompt_logprobs(self, parent: _Parent, positions: list[RowLogprobs]) -> None:
         assert parent.prompt_logprobs is not None
         for found in positions:
-            parent.prompt_logprobs.append(self._position(found, ranked=True))
-
-    def _position(self, found: RowLogprobs, *, ranked: bool) -> dict[int, Logprob]:
-        """The chosen token first; the others are the best in order, so their place is their rank."""
-        chosen, ids, values = found.token_ids[0], found.token_ids, found.logprobs
-        position = {chosen: Logprob(values[0], found.rank, self._token_text(chosen))}
-        for rank in range(1, len(ids)):
-            if ids[rank] != chosen:
-                position[ids[rank]] = Logprob(
-                    values[rank], rank if ranked else None, self._token_text(ids[rank])
-                )
-        return position
-
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else token_text(self.tokenizer, token_id)
+            parent.prompt_logprobs.append(position_of(found, parent.tokenizer, ranked=True))
 
     # ---- what the user sees
 

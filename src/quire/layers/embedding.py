@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from quire.errors import ConfigError
 from quire.layers.lora import HeadPoint, Place, Point, TablePoint
+from quire.layers.own import OwnRows, own_of
 from quire.layers.scope import Scope, Target, target_of
 from quire.layers.whole import Whole, whole_of
 from quire.quant.shares import Run, padded
@@ -92,12 +93,21 @@ class Embedding(_Table):
         self.whole: Whole | None = None
         if scope.stage.is_first:
             self.whole = whole_of("embed_tokens", scope, self.own, hidden)
+        self.slots = scope.adapters
+        self.brought: OwnRows | None = None
+        if scope.stage.is_first:
+            self.brought = own_of("embed_tokens", scope, vocab, hidden)
 
     def equip(self) -> None:
         super().equip()
         assert self.weight.rows is not None, "a format without rows is not one for embeddings"
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        if self.brought is None or self.slots is None or not self.slots.is_wide:
+            return self._embedded(token_ids)
+        return self.brought.embed(self._embedded(self.brought.inside(token_ids)), token_ids)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
         out = self.rows(token_ids)
         if self.whole is not None:
             out = self.whole.rows(out, token_ids)
@@ -145,6 +155,7 @@ class Head(nn.Module):
             self.point.places |= {scope.name: place, _HEAD: place}
         self.slots = scope.adapters
         self.whole = None if bias else whole_of(_HEAD, scope, self.table.own, hidden)
+        self.brought = None if bias else own_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slots is None or self.slots.logit_tokens is None:
@@ -152,7 +163,13 @@ class Head(nn.Module):
         out = self.table.weight.product(x)
         if self.whole is not None:
             out = self.whole.logits(out, x)
-        return self.table.gathered(out if self.point is None else self.point.add(out, x))
+        out = self.table.gathered(out if self.point is None else self.point.add(out, x))
+        return self.brought.logits(out, x) if self.brought is not None and self.slots.is_wide else out
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there are logits of tokens that adapters bring, minus infinity for all others."""
+        return self.brought is not None and self.brought.slots.is_wide
 
     def rows(self, token_ids: list[int]) -> Tensor:
         """[len(token_ids), hidden]: the weights of these tokens."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,6 +76,8 @@ class AdapterSlots:
         only: Collection[str] = (),
         divides: bool = False,
         whole: Collection[str] = (),
+        num_own: int = 0,
+        no_own: str = "",
     ) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
@@ -88,6 +91,16 @@ class AdapterSlots:
         """Which of embed_tokens and lm_head adapters may bring as a whole."""
         self.tables: dict[str, Table] = {}
         """Those, by the name of their layer."""
+        self.num_own = num_own
+        """Rows of embedding and head that an adapter may have of its own; see `layers/own.py`."""
+        self.no_own = no_own or "--lora-extra-vocab-size is 0"
+        """Why it can have none."""
+        self.owned: dict[str, Any] = {}
+        """The room for them: of embed_tokens and lm_head."""
+        self.has_own = np.zeros(max_slots + 1, np.bool_)
+        """By slot; the last stands for no adapter."""
+        self.is_wide = False
+        """Whether some row of the step has an adapter with rows of its own."""
         self.points: dict[str, Point] = {}
         self.stacks: dict[str, Stack] = {}
         """Experts whose matrices some checkpoints have in one, by its name."""
@@ -105,8 +118,11 @@ class AdapterSlots:
         self._memory: Tensor | None = None
         self._spares: deque[Tensor] = deque()
 
-    def use(self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None) -> None:
+    def use(
+        self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
+    ) -> None:
         """The slots of what is computed next; None: nothing of it has an adapter."""
+        self.is_wide = is_wide
         self.tokens, self.logit_tokens = tokens, logit_tokens
         self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
 
@@ -122,11 +138,11 @@ class AdapterSlots:
     @property
     def slot_size(self) -> int:
         """Numbers of a slot."""
-        return self._points_size + sum(table.size for table in self.tables.values())
+        return sum(part.size for part in self._parts)
 
     @property
-    def _parts(self) -> "list[Point | Table]":
-        return [*self.points.values(), *self.tables.values()]
+    def _parts(self) -> list[Any]:
+        return [*self.points.values(), *self.tables.values(), *self.owned.values()]
 
     @property
     def _points_size(self) -> int:
@@ -180,7 +196,11 @@ class AdapterSlots:
         return torch.empty(table.own.size, table.hidden, dtype=self.dtype, pin_memory=pins)
 
     def put(
-        self, slot: int, factors: Mapping[str, Factors], tables: Mapping[str, Tensor] | None = None
+        self,
+        slot: int,
+        factors: Mapping[str, Factors],
+        tables: Mapping[str, Tensor] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         """An adapter takes the place of what was there; pinned memory is read when the device comes to it."""
         assert self._memory is not None, "allocate() comes first"
@@ -189,6 +209,9 @@ class AdapterSlots:
             self.points[name].put(slot, each)
         for name, table in self.tables.items():
             table.put(slot, (tables or {}).get(name))
+        for name, room in self.owned.items():
+            room.put(slot, (own or {}).get(name))
+        self.has_own[slot] = bool(own)
 
 
 class Point:

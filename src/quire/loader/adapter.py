@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,8 +15,10 @@ from quire.config.keys import Keys
 from quire.data.lora import AdapterFacts
 from quire.errors import ConfigError, RequestError
 from quire.layers.lora import AdapterSlots, Factors, HeadPoint, Place, Stack, places
+from quire.layers.own import Own
 from quire.layers.scope import Target
 from quire.loader.adapter_files import CONFIG, AdapterFiles
+from quire.loader.own_tokens import OwnReader, token_indices
 from quire.loader.source import put
 from quire.logs import get_logger
 
@@ -32,7 +34,6 @@ _MANY_BYTES = 1 << 30
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "biases",
-    "trainable_token_indices": "tokens that were trained by themselves",
     "alora_invocation_tokens": "adapters that begin at a token",
     "layer_replication": "layers that are there several times",
     "use_qalora": "QALoRA",
@@ -68,6 +69,8 @@ class Adapter:
     """By the name of their point."""
     tables: dict[str, Tensor]
     """What it brings as a whole, by the name of the layer."""
+    own: dict[str, Own] = field(default_factory=dict)
+    """Rows of tokens that it brings or has trained by themselves: of embed_tokens and lm_head."""
 
 
 class Fit(NamedTuple):
@@ -95,6 +98,13 @@ class AdapterReader:
             for each in table.names
             for alias in _aliases(each)
         }
+        rooms = {
+            alias: kind
+            for kind, room in slots.owned.items()
+            for name in room.names
+            for alias in _aliases(name)
+        }
+        self._own = OwnReader(slots, rooms)
         self._refused = {alias: why for name, why in slots.refused.items() for alias in _aliases(name)}
 
     def read(self, name: str, path: Path, within: Sequence[str] = ()) -> Adapter:
@@ -114,14 +124,17 @@ class AdapterReader:
         # Not beside the rest: threads of the digest and of torch would only be in each other's way.
         found = files.digest()
         tensors = files.tensors()
+        own = self._own.take(tensors, settings.token_ids, settings.scale)
         tables = self._whole(tensors, settings)
         fits = list(self._fits(tensors, settings))
-        if not fits and not tables and self.layers is None and not self.slots.only:
+        if not fits and not tables and not own and self.layers is None and not self.slots.only:
             raise ConfigError(f"{files.tensors_name} has no LoRA tensors")
         factors = self._factors(fits)
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
-        num_bytes = sum(each.nbytes for both in (*factors.values(), tables.values()) for each in both)
-        return Adapter(AdapterFacts(found, rank, num_bytes), factors, tables)
+        parts = *factors.values(), tables.values(), *own.values()
+        num_bytes = sum(each.nbytes for part in parts for each in part)
+        facts = AdapterFacts(found, rank, num_bytes, self._own.num_new(own))
+        return Adapter(facts, factors, tables, own)
 
     def _whole(self, tensors: dict[str, Tensor], settings: "Settings") -> dict[str, Tensor]:
         """What `modules_to_save` names is taken out of the tensors."""
@@ -143,8 +156,8 @@ class AdapterReader:
         table, room = self.slots.tables[layer], self.slots.table_room(layer)
         if tuple(tensor.shape) != (table.own.all, table.hidden):
             raise ConfigError(
-                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}: "
-                "adapters that bring tokens of their own are not supported"
+                f"{name} has the shape {tuple(tensor.shape)}, the model's {(table.own.all, table.hidden)}"
+                f"{self._own.why_not(tensor, table.own.all)}"
             )
         put(tensor, Target(name, room, 0, (table.own,)))
         return room
@@ -190,8 +203,8 @@ class AdapterReader:
             sizes = place.sizes if place.is_table else place.sizes[::-1]
             if tuple(tensor.shape) != sizes:
                 raise ConfigError(
-                    f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}: adapters that bring "
-                    "tokens of their own are not supported"
+                    f"{name} has the shape {tuple(tensor.shape)}, the model's {sizes}"
+                    f"{self._own.why_not(tensor, sizes[0])}"
                 )
         elif not is_elsewhere:
             raise ConfigError(f"{name} is not a LoRA tensor")
@@ -296,6 +309,8 @@ class Settings:
     """Of layers that differ: patterns of their names."""
     saved: list[str]
     """Layers that it brings as a whole, by the ends of their names."""
+    token_ids: dict[str, list[int]]
+    """Of tokens that were trained by themselves, likewise; '' is the embedding."""
 
     @staticmethod
     def of(keys: Keys) -> "Settings":
@@ -320,18 +335,23 @@ class Settings:
             {name: int(rank) for name, rank in ranks.items()},
             alphas,
             _saved(keys),
+            token_indices(keys),
         )
+
+    def scale(self, layer: str) -> tuple[int, float]:
+        """The rank of a layer's matrices, and what they are multiplied by."""
+        rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def fit(self, layer: str, place: Place, pair: Pair) -> Fit:
         """The pair for a place, once its shapes are right."""
-        rank, alpha = _by_pattern(layer, self.ranks, self.rank), _by_pattern(layer, self.alphas, self.alpha)
+        rank, scale = self.scale(layer)
         size_in, size_out = place.sizes
         for name, tensor, expected in zip(
             pair.names, (pair.a, pair.b), ((rank, size_in), (size_out, rank)), strict=True
         ):
             if tuple(tensor.shape) != expected:
                 raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, expected {expected}")
-        scale = alpha / (math.sqrt(rank) if self.by_root else rank)
         return Fit(place, pair.names, pair.a, pair.b, scale)
 
 

@@ -130,4 +130,8 @@ class Decoder(nn.Module):
         out: Tensor = self.head(hidden)
         if self.logit_scale != 1:
             out = self.ops.scale(out, self.logit_scale)
-        return out if self.logit_softcap is None else self.ops.softcap(out, self.logit_softcap)
+        if self.logit_softcap is None:
+            return out
+        never = out.isneginf() if self.head.is_wide else None
+        out = self.ops.softcap(out, self.logit_softcap)
+        return out if never is None else out.masked_fill_(never, -torch.inf)

@@ -78,7 +78,7 @@ def _penalise(
     prompt_lens: Ints,
 ) -> None:
     """Repetition over prompt and output; frequency and presence over the output alone."""
-    device, vocab = state.device, state.vocab
+    device, vocab = state.device, logits.shape[1]
     index = to_device(at, device)
     chosen = rows[at]
     lens = num_tokens[chosen][:, None]

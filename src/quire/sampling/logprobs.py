@@ -53,7 +53,8 @@ def prompt_logprobs(
     found = []
     for start in range(0, len(hidden), POSITIONS_AT_ONCE):
         logits = head(hidden[start : start + POSITIONS_AT_ONCE])
-        counts = np.full(len(logits), logits.shape[1] if k == -1 else k, np.int32)
+        every = len(logits[0]) - int(logits[0].isneginf().sum()) if k == -1 else k
+        counts = np.full(len(logits), every, np.int32)
         found += row_logprobs(logits, next_ids[start : start + POSITIONS_AT_ONCE], counts, mode)
     return found
 

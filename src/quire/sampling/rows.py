@@ -118,9 +118,12 @@ class SamplingRows:
         vocab: int,
         device: torch.device,
         unsaid: tuple[Sequence[int], ...] = ((), ()),
+        num_own: int = 0,
     ) -> None:
-        """Tokens that are `unsaid` no row samples, the second of them none as its first."""
+        """Tokens that are `unsaid` no row samples, the second of them none as its first. Adapters may bring
+        `num_own` tokens beyond the vocabulary."""
         self.vocab = vocab
+        self.num_own = num_own
         self.unsaid = unsaid
         self.device = device
         """Where the logits are that these rows change; the state itself stays on the host."""
@@ -149,9 +152,17 @@ class SamplingRows:
         self._places = np.full(max_rows, -1, np.int32)
 
     def admit(
-        self, row: int, params: SamplingParams, *, prompt_len: int, seed: int, stop_ids: Sequence[int]
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        prompt_len: int,
+        seed: int,
+        stop_ids: Sequence[int],
+        has_own: bool = False,
     ) -> None:
-        """Give the row to a request. `stop_ids` are what `min_tokens` holds back."""
+        """Give the row to a request. `stop_ids` are what `min_tokens` holds back. `has_own`: its adapter
+        brings tokens."""
         self.release(row)
         self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
@@ -169,7 +180,8 @@ class SamplingRows:
         if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
             flags |= PENALTIES
         self.flags[row] = flags | self._admit_logprobs(row, params) | self._admit_tokens(row, params)
-        held = [token_id for token_id in dict.fromkeys(stop_ids) if token_id < self.vocab]
+        end = self.vocab + (self.num_own if has_own else 0)
+        held = [token_id for token_id in dict.fromkeys(stop_ids) if token_id < end]
         if params.min_tokens and held:
             self.held.add(row, held, prompt_len + params.min_tokens)
             self.flags[row] |= HELD

@@ -84,7 +84,8 @@ class Sampler:
         masks: Masks = _FREE,
         redraw: Redraw | None = None,
     ) -> Sampled:
-        """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place.
+        """Sample from `logits` [N, V] for `rows` [N]. The logits are used up: they may change in place. V is
+        more than the vocabulary where adapters bring tokens of their own.
 
         `tokens` [max_rows, max_len], `num_tokens` [max_rows] and `prompt_lens` [max_rows] are by row; a row's
         num_tokens counts what is there before and is thus the position of the new token. A row that is there
@@ -94,7 +95,7 @@ class Sampler:
         `masks` say what some of the rows may sample at all: the rest of their logits goes first. `redraw` may
         do both at once for rows that ask for nothing special.
         """
-        assert logits.shape == (len(rows), self.vocab)
+        assert len(logits) == len(rows) and logits.shape[1] >= self.vocab
         if not len(rows):
             return Sampled(torch.empty(0, dtype=torch.int64))
         special = state.special(rows)

@@ -98,6 +98,7 @@ class AdapterGate:
         *,
         max_slots: int = 0,
         max_read: int = 0,
+        vocab: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_read` adapters stay in host memory, or one more than there are in slots. Without slots no
@@ -106,6 +107,7 @@ class AdapterGate:
         self.slots = [Slot(number) for number in range(max_slots)]
         self._reader = reader
         self._max_read = max_read
+        self._vocab = vocab
         self.in_flight: Collection[Flight] = ()
         """Plans without a result: the scheduler's own."""
         self._clock = clock
@@ -119,6 +121,8 @@ class AdapterGate:
         """In the order in which they were asked for."""
         self._reading: dict[Adapter, Future[AdapterFacts]] = {}
         self._failed: list[Adapter] = []
+        self._beyond: dict[str, str] = {}
+        """Requests with token ids that their adapter does not have, and what they are told."""
         self._without: dict[Adapter, None] = {}
         """Those who were read and wait for a slot, in order."""
         self._filled: list[Slotted] = []
@@ -133,13 +137,15 @@ class AdapterGate:
         adapter = self._of[request.id] = self._get(request.lora)
         adapter.waiting[request.id] = request
         if adapter.facts is not None:
-            _mark(request, adapter.facts)
+            self._mark(request, adapter.facts)
         self._read_on()
 
     def holds(self, request: Request, *, alone: bool = False) -> bool:
         adapter = self._of.get(request.id)
         if adapter is None:
             return False
+        if request.id in self._beyond:
+            return True
         if alone or adapter.facts is None:
             return adapter.facts is None
         if adapter.slot is not None:
@@ -182,6 +188,7 @@ class AdapterGate:
 
     def drop(self, request: Request) -> None:
         adapter = self._of.pop(request.id, None)
+        self._beyond.pop(request.id, None)
         if adapter is None:
             return
         del adapter.waiting[request.id]
@@ -220,7 +227,7 @@ class AdapterGate:
     def settle(self) -> dict[str, str | None]:
         self.take_in()
         failed, self._failed = self._failed, []
-        vain = {id: _why(adapter) for adapter in failed for id in adapter.waiting}
+        vain = {id: _why(adapter) for adapter in failed for id in adapter.waiting} | self._beyond
         if self._without:
             self._claim()
         return vain
@@ -243,8 +250,19 @@ class AdapterGate:
                 continue
             adapter.facts, self.opened = coming.result(), True
             for request in adapter.waiting.values():
-                _mark(request, adapter.facts)
+                self._mark(request, adapter.facts)
         self._read_on()
+
+    def _mark(self, request: Request, facts: AdapterFacts) -> None:
+        """Its prefixes are those of this adapter, and so are its tokens."""
+        if request.adapter_digest != facts.digest:
+            request.adapter_digest, request.block_keys = facts.digest, []
+        last = self._vocab + facts.num_own - 1
+        if request.top_id and request.top_id > last:
+            self._beyond[request.id] = (
+                f"Token id {request.top_id} is out of vocabulary: ids of this adapter are 0 to {last}"
+            )
+            self.opened = True
 
     def _fall_back(self, failed: Adapter) -> None:
         """Who was to be read again, and cannot be, stays as it was."""
@@ -415,12 +433,6 @@ class AdapterGate:
 
 def _sorted(adapters: Iterable[Adapter | None]) -> list[str]:
     return sorted({each.name for each in adapters if each is not None})
-
-
-def _mark(request: Request, facts: AdapterFacts) -> None:
-    """Its prefixes are those of this adapter."""
-    if request.adapter_digest != facts.digest:
-        request.adapter_digest, request.block_keys = facts.digest, []
 
 
 def _error_of(coming: Future[AdapterFacts]) -> BaseException | None:

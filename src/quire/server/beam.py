@@ -12,6 +12,7 @@ from quire.frontend.beam import BeamSearch, continued, round_params, start_of
 from quire.frontend.inputs import Prompt
 from quire.metrics.keys import Account
 from quire.server.engine import Engine, Outputs
+from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ async def beam_search(
     account: Account | None = None,
     lora: LoRARequest | None = None,
 ) -> RequestOutput:
-    eos_ids = engine.inputs.eos_ids
+    eos_ids = engine.inputs.of(lora).eos_ids
     search = BeamSearch(
         start_of(prompt), params, eos_id=eos_ids[0] if eos_ids else None, max_len=engine.inputs.max_model_len
     )
@@ -57,14 +58,19 @@ async def beam_search(
         prompt=prompt.text,
         prompt_token_ids=prompt.token_ids,
         prompt_logprobs=None,
-        outputs=[_completion(engine, i, beam, search.prompt_len) for i, beam in enumerate(search.best())],
+        outputs=[
+            _completion(engine.inputs.tokenizer_of(lora), i, beam, search.prompt_len)
+            for i, beam in enumerate(search.best())
+        ],
         finished=True,
         num_cached_tokens=num_cached,
     )
 
 
-def _completion(engine: Engine, index: int, beam: BeamSearchSequence, prompt_len: int) -> CompletionOutput:
-    ids, tokenizer = beam.tokens[prompt_len:], engine.inputs.tokenizer
+def _completion(
+    tokenizer: Tokenizer | None, index: int, beam: BeamSearchSequence, prompt_len: int
+) -> CompletionOutput:
+    ids = beam.tokens[prompt_len:]
     return CompletionOutput(
         index=index,
         text=tokenizer.decode(ids) if tokenizer else "",

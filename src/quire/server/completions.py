@@ -81,7 +81,7 @@ _NO_ECHO = _Echo()
 def _echo(api: Api, body: CompletionBody, prompt: Prompt) -> _Echo:
     if not body.echo:
         return _NO_ECHO
-    text, tokenizer = prompt.text, api.engine.inputs.tokenizer
+    text, tokenizer = prompt.text, api.inputs_of(body.model).tokenizer
     if text is None:
         text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False) if tokenizer is not None else ""
     return _Echo(text, prompt.token_ids)

@@ -16,7 +16,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import INT64_MAX, INT64_MIN, BeamSearchParams, SamplingParams
 from quire.data.pooling import PoolingParams
 from quire.errors import RequestError
-from quire.frontend.inputs import Prompt
+from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.pooling import GENERATES_NOT, NOT_POOLING
 from quire.logs import get_logger
 from quire.metrics.keys import Account
@@ -78,7 +78,7 @@ class Api:
         self.engine = engine
         self.settings = settings
         self.adapters: Adapters = adapters_of(engine, settings, roster)
-        self.reader = PromptReader(engine, settings.api)
+        self.reader = PromptReader(engine, settings.api, self.adapters.request_of)
         self.parsers = parsers_of(settings.api)
         self.answering = Answering()
         facts = engine.facts
@@ -92,8 +92,13 @@ class Api:
             await self.adapters.settle(name)
             if self.adapters.get(name) is None:
                 raise no_model(name)
+            await asyncio.to_thread(self.inputs_of, name)  # files that may not have been read yet
         if pools is not None and pools != (self.engine.inputs.pooling is not None):
             raise NotFound(NOT_POOLING.format(what="this route") if pools else GENERATES_NOT)
+
+    def inputs_of(self, name: str | None) -> InputProcessor:
+        """How requests to the model, or to the adapter of this name, are read."""
+        return self.engine.inputs.of(self.adapters.request_of(name))
 
     def job(
         self,
@@ -144,7 +149,7 @@ class Api:
     def speller(self, body: GenerateBody) -> Speller:
         asked = body.return_tokens_as_token_ids
         as_ids = self.settings.api.return_tokens_as_token_ids if asked is None else asked
-        return Speller(self.engine.inputs.tokenizer, as_ids)
+        return Speller(self.inputs_of(body.model).tokenizer, as_ids)
 
     def output_limit(self, asked: int | None, prompt_len: int) -> int:
         default = self.engine.facts.default_sampling.get("max_tokens")

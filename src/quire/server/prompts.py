@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from quire.data.lora import LoRARequest
 from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
@@ -54,8 +55,15 @@ class _Talk:
 class PromptReader:
     """Makes prompts of bodies, long ones off the event loop."""
 
-    def __init__(self, engine: Engine, settings: ApiSection) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ApiSection,
+        adapter_of: Callable[[str | None], LoRARequest | None] = lambda name: None,
+    ) -> None:
+        """`adapter_of` a name that a body gives: it may have a tokenizer of its own."""
         self._inputs = engine.inputs
+        self._adapter_of = adapter_of
         self._template = engine.facts.chat_template
         self._settings = settings
         self._unbounded = copy.copy(engine.inputs)
@@ -132,7 +140,9 @@ class PromptReader:
     async def count(self, body: Conversation) -> Prompt:
         """A conversation of any length, for /tokenize."""
         effort, talk = getattr(body, "reasoning_effort", None), await self._begun(body)
-        return await off_loop(talk.size, lambda: self._conversation(talk, self._unbounded, effort))
+        return await off_loop(
+            talk.size, lambda: self._conversation(talk, self._of(self._unbounded, body), effort)
+        )
 
     async def _begun(self, body: Conversation, wait: Wait | None = None) -> "_Talk":
         """What the messages bring beside text is made ready; only that takes time here."""
@@ -190,7 +200,10 @@ class PromptReader:
         return self._fitted(prompt, body, 0)
 
     def _reader(self, body: EngineBody) -> InputProcessor:
-        return self._inputs if body.truncate_prompt_tokens is None else self._unbounded
+        return self._of(self._inputs if body.truncate_prompt_tokens is None else self._unbounded, body)
+
+    def _of(self, inputs: InputProcessor, body: Any) -> InputProcessor:
+        return inputs.of(self._adapter_of(body.model))
 
     def _side(self, body: EngineBody) -> str:
         return body.truncation_side or ("left" if self._inputs.pooling is None else "right")
@@ -221,7 +234,9 @@ class PromptReader:
             start = 0 if self._side(body) == "right" else len(prompt.token_ids) - size
             prompt.token_ids = prompt.token_ids[start : start + size]
             prompt.text = None
-        checked = self._inputs.parse({"prompt_token_ids": prompt.token_ids, "prompt": prompt.text})
+        checked = self._of(self._inputs, body).parse(
+            {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
+        )
         checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
         checked.media = prompt.media
         return checked

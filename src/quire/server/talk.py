@@ -87,7 +87,7 @@ def _constraint(api: Api, body: ChatBody, use: ToolUse) -> dict[str, Any] | None
             param="structured_outputs",
         )
     schema = _schema(asked)
-    tokenizer = api.engine.inputs.tokenizer
+    tokenizer = api.inputs_of(body.model).tokenizer
     if tokenizer is not None and (asked is None or schema is not None):
         return use.constraint() or use.chosen_constraint(api.parsers.tools, tokenizer, schema) or asked
     return use.constraint() or asked
@@ -105,7 +105,7 @@ def _schema(asked: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _reading(api: Api, body: ChatBody, use: ToolUse, prompt: Prompt, *, free: bool) -> Reading:
     """`free`: whether the answer may be any text."""
-    tokenizer = api.engine.inputs.tokenizer
+    tokenizer = api.inputs_of(body.model).tokenizer
     if tokenizer is None or (api.parsers.reasoning is None and use.calls == "none"):
         return Reading()
     text = prompt.text

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.capacity import human
+from quire.config.engine import EngineConfig
 from quire.config.sections import LoRASection
 from quire.data.lora import AdapterFacts, LoRARequest
 from quire.errors import ConfigError
@@ -78,7 +79,7 @@ class Adapters:
     def put(self, slot: int, lora: LoRARequest) -> None:
         """Copy an adapter into a slot, in the order of the device's own work."""
         adapter = self._find(lora) or self._read(lora)
-        self.slots.put(slot, adapter.factors, adapter.tables)
+        self.slots.put(slot, adapter.factors, adapter.tables, adapter.own)
         with self._lock:
             self._in_slots[slot] = lora
 
@@ -119,8 +120,10 @@ class Adapters:
         return adapter
 
 
-def slots_of(lora: LoRASection, dtype: torch.dtype, device: torch.device) -> AdapterSlots | None:
-    """What was asked for; None: no adapters."""
+def slots_of(
+    lora: LoRASection, dtype: torch.dtype, device: torch.device, *, no_own: str = ""
+) -> AdapterSlots | None:
+    """What was asked for; None: no adapters. `no_own` is why they cannot bring tokens of their own."""
     if not lora.enable_lora:
         return None
     own = dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
@@ -134,7 +137,18 @@ def slots_of(lora: LoRASection, dtype: torch.dtype, device: torch.device) -> Ada
         only=lora.lora_target_modules,
         divides=lora.fully_sharded_loras,
         whole=lora.lora_whole_modules,
+        num_own=0 if no_own else lora.lora_extra_vocab_size,
+        no_own=no_own,
     )
+
+
+def why_no_own(config: EngineConfig) -> str:
+    """Why adapters cannot bring tokens of their own; empty if they can."""
+    if config.pooling is not None:
+        return "a pooling model has none"
+    if config.parallel.pipeline_parallel_size > 1:
+        return "there are none with pipeline_parallel_size above 1"
+    return "" if config.draft is None else "there are none where a model drafts tokens"
 
 
 def check_slots(slots: AdapterSlots, free: int) -> None:

@@ -116,8 +116,7 @@ class Cuda:
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
         short = short_shapes(largest, self._longest_captured(config))
         most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
-        kinds = len(self._kinds)
-        graphs = kinds * len(sizes) * GRAPH_BYTES
+        graphs = (kinds := len(self._kinds)) * len(sizes) * GRAPH_BYTES
         graphs += max((self._peak(*each) for each in most_of_all), default=0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
@@ -310,14 +309,14 @@ class Cuda:
         if self._fronts is not None and self._in_front(self._fronts, plan, places, ids):
             places, ids = places[:0], ids[:0]
         adapts = self.model.adapts(plan, all_rows)
-        graph = self.graphs.find(plan, adapters=adapts) if reach is None else None
+        is_wide = adapts and self.model.is_wide(plan, all_rows)
+        graph = self.graphs.find(plan, adapters=adapts) if reach is None and not is_wide else None
         if graph is not None and not graph.sees and (embeds is not None or all_rows.num_axes(plan) == 3):
             graph = None
-        if graph is None and not len(plan.rows):
-            return self._idle(plan)
-        if graph is None:
-            return self._eager(plan, all_rows, places, ids, embeds, reach, adapts)
-        return self._replay(graph, plan, all_rows, places, ids, embeds)
+        if graph is not None:
+            return self._replay(graph, plan, all_rows, places, ids, embeds)
+        given = plan, all_rows, places, ids, embeds, reach, adapts
+        return self._eager(*given) if len(plan.rows) else self._idle(plan)
 
     def _verifies_later(self, plan: StepPlan, all_rows: Rows) -> bool:
         """Whether what is sampled in passing would be held against drafts, and is not what rows ask for."""
@@ -377,6 +376,7 @@ class Cuda:
         seq_lens = all_rows.num_computed[plan.rows] + plan.num_tokens
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, seq_lens)
         batch.before, batch.embeds, batch.reach = self.model.room(plan.total_tokens), embeds, reach
+        batch.is_wide = adapts and self.model.is_wide(plan, all_rows)
         self._make_room(batch, plan)
         return self.model.step(lambda: self.compute(batch, sheet), batch.before)
 

@@ -203,6 +203,10 @@ class Model:
         """Whether some row of a step has an adapter."""
         return self.adapters is not None and bool((all_rows.adapter[plan.rows] >= 0).any())
 
+    def is_wide(self, plan: StepPlan, all_rows: Rows) -> bool:
+        """Whether some row has an adapter with tokens of its own, for which nothing is taped or captured."""
+        return self.adapters is not None and bool(self.adapters.has_own[all_rows.adapter[plan.rows]].any())
+
     def step(self, run: Callable[[], Any], before: Tensor | None) -> Step:
         return Step(run) if self.link is None else Step(run, before, self.link.receive)
 
@@ -216,7 +220,7 @@ class Model:
         if self.ep is not None:
             self.ep.plan(batch.num_real, batch.room)
         if self.adapters is not None:
-            self.adapters.use(batch.adapters, batch.logit_adapters)
+            self.adapters.use(batch.adapters, batch.logit_adapters, is_wide=batch.is_wide)
         return self.forward(batch)
 
 

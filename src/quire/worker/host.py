@@ -109,12 +109,13 @@ class Host:
         reach = self.model.reach(plan, all_rows, self.block_tables.device)
         embeds = self.model.embeds(plan, all_rows, self.block_tables.device)
         is_text = embeds is None and reach is None and axes < 3
-        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and is_text
+        is_wide = adapts and self.model.is_wide(plan, all_rows)
+        taped = plan.query_len > 0 and plan.total_tokens <= self._max_taped and is_text and not is_wide
         page, sheet = self._decodes(sizes) if taped else self._others(sizes)
         page.write(plan, all_rows)
         batch = batch_of(sheet, self.block_tables, plan.num_tokens, page.arrays["seq_lens"])
         batch.before = (self._rooms if taped else self.model.room)(plan.total_tokens)
-        batch.embeds, batch.reach = embeds, reach
+        batch.embeds, batch.reach, batch.is_wide = embeds, reach, is_wide
         self._make_room(batch, plan)
         self._batch = batch
 

@@ -72,5 +72,6 @@ class PromptLogprobs:
     def _wide_head(self, states: Tensor) -> Tensor:
         if self.adapters is not None:
             slots = torch.full((len(states),), self._slot, dtype=torch.int32, device=states.device)
-            self.adapters.use(logit_tokens=slots if self._slot >= 0 else None)
+            is_wide = bool(self.adapters.has_own[self._slot])
+            self.adapters.use(logit_tokens=slots if self._slot >= 0 else None, is_wide=is_wide)
         return self.head(states).float()

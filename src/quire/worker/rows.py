@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from quire.data.embeds import Embeds
 from quire.data.media import Item
 from quire.data.plan import Admission, Ints, StepPlan, spread
+from quire.layers.lora import AdapterSlots
 from quire.sampling.rows import SamplingRows
 from quire.worker.turns import Turns
 
@@ -48,6 +49,8 @@ class Rows:
         """The step in which the row was given to its request."""
         self.adapter: Ints = np.full(max_rows, -1, np.int32)
         """The slot of the request's adapter; -1: it has none."""
+        self.slots: AdapterSlots | None = None
+        """Of adapters, some of which may bring tokens."""
         self.history = (self.tokens, self.num_tokens, self.prompt_len)
         """What the sampler looks back at."""
         self.block_changes: list[tuple[Wide, Ints]] = []
@@ -98,7 +101,14 @@ class Rows:
         count = block_ids.shape[1]
         self._set_blocks(np.full(count, row), np.arange(count), block_ids)
         self.num_blocks[row] = count
-        self.sampling.admit(row, new.params, prompt_len=new.prompt_len, seed=new.seed, stop_ids=new.stop_ids)
+        self.sampling.admit(
+            row,
+            new.params,
+            prompt_len=new.prompt_len,
+            seed=new.seed,
+            stop_ids=new.stop_ids,
+            has_own=self.slots is not None and bool(self.slots.has_own[new.adapter]),
+        )
 
     def _append_blocks(self, rows: Ints, block_ids: Ints) -> None:
         """`rows` is ordered by row; the blocks of each go behind those that it has."""

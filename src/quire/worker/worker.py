@@ -36,7 +36,7 @@ from quire.logs import get_logger
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
-from quire.worker.adapters import Adapters, check_slots, slots_of
+from quire.worker.adapters import Adapters, check_slots, slots_of, why_no_own
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
@@ -205,7 +205,9 @@ class Worker:
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config)),
+            sampling=SamplingRows(
+                config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config), self._num_own
+            ),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
@@ -296,7 +298,13 @@ class Worker:
             self.adapters.drop(name)
 
     def _new_slots(self) -> AdapterSlots | None:
-        return slots_of(self.config.lora, self.dtype, self.device)
+        no_own = why_no_own(self.config)
+        return slots_of(self.config.lora, self.dtype, self.device, no_own=no_own)
+
+    @property
+    def _num_own(self) -> int:
+        """Tokens that an adapter may bring."""
+        return 0 if self.adapters is None else self.adapters.slots.num_own
 
     def _open_slots(self, slots: AdapterSlots) -> None:
         lora, facts = self.config.lora, self.config.own_facts
@@ -419,6 +427,7 @@ class Worker:
         if self.stage.count > 1:
             link = Link(self.world.pp, facts.hidden, self.dtype, self.device)
         slots = None if self.adapters is None else self.adapters.slots
+        all_rows.slots = slots
         own = Model(model, model.logits, self.backend, link, self.ep, slots, self.encoder, self._reaches)
         device = open_device(own, all_rows, self.device, config.speculation)
         if self.drafter is not None:
@@ -435,7 +444,7 @@ class Worker:
             return device, None
         counts = None
         if self.device.type == "cuda":
-            counts = Counts(config.scheduler.max_num_seqs, facts.vocab, self.device)
+            counts = Counts(config.scheduler.max_num_seqs, facts.vocab + self._num_own, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)

@@ -21,6 +21,7 @@ def _penalise(
     frequency: tl.tensor,
     presence: tl.tensor,
     vocab: tl.tensor,
+    line: tl.tensor,
     stride: tl.tensor,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -33,8 +34,8 @@ def _penalise(
         return
     inside = ids < vocab
     x = tl.load(logits + place * stride + ids, mask=inside, other=0.0)
-    count = tl.load(counts + row * vocab + ids, mask=inside, other=0).to(tl.float32)
-    seen = (count > 0) | (tl.load(prompt_seen + row * vocab + ids, mask=inside, other=0) != 0)
+    count = tl.load(counts + row * line + ids, mask=inside, other=0).to(tl.float32)
+    seen = (count > 0) | (tl.load(prompt_seen + row * line + ids, mask=inside, other=0) != 0)
     x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
     x -= each * count
     x -= tl.where(count > 0, once, 0.0)
@@ -125,14 +126,15 @@ def apply_penalties(
 ) -> None:
     """Change `logits` [N, V] in place as `sampling/adjust.py` does.
 
-    Each place's row [N] has its line of `prompt_seen` [R, V] uint8 (the ids of the prompt) and of `counts`
-    [R, V] (how often each id was generated); a row below 0 is left alone. The penalties are float32 [N].
+    Each place's row [N] has its line of `prompt_seen` [R, V or more] uint8 (the ids of the prompt) and of
+    `counts`, as long (how often each id was generated); a row below 0 is left alone. The penalties are
+    float32 [N].
     """
     (num, vocab), ahead = logits.shape, overlap(len(logits))
     if num:
         launch(_penalise, num, triton.cdiv(vocab, _TILE.value))(
-            logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, logits.stride(0),
-            OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
+            logits, rows, prompt_seen, counts, repetition, frequency, presence, vocab, counts.shape[1],
+            logits.stride(0), OVERLAP=ahead, launch_pdl=ahead, num_warps=8,
         )  # fmt: skip
 
 

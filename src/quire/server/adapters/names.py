@@ -47,6 +47,11 @@ class Adapters:
         module = self._roster.all().get(name) if self.enabled else None
         return None if module is None or module.is_leaving else module
 
+    def request_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter of this name, to read a prompt for; None: the model itself."""
+        module = None if name is None else self.get(name)
+        return None if module is None else module.request()
+
     # ---- requests
 
     async def settle(self, name: str) -> None:

@@ -127,7 +127,7 @@ class TokensEncoder:
         if each.logprobs is not None and num_top is not None:
             num_top = -1 if self._params.logprob_token_ids is not None else num_top
             as_ids = self._api.settings.api.return_tokens_as_token_ids
-            speller = Speller(self._api.engine.inputs.tokenizer, as_ids)
+            speller = Speller(self._api.inputs_of(self._job.model).tokenizer, as_ids)
             logprobs = chat_logprobs(each.token_ids, each.logprobs, num_top, speller)
         return {
             "index": each.index,

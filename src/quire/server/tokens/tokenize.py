@@ -13,8 +13,8 @@ from quire.server.requests import DetokenizeBody, TokenizeChat, TokenizeText
 from quire.text.tokenizer import Tokenizer
 
 
-def _tokenizer(api: Api) -> Tokenizer:
-    tokenizer = api.engine.inputs.tokenizer
+def _tokenizer(api: Api, model: str | None) -> Tokenizer:
+    tokenizer = api.inputs_of(model).tokenizer
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
     return tokenizer
@@ -23,7 +23,7 @@ def _tokenizer(api: Api) -> Tokenizer:
 async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
     await api.check_model(body.model)
     check_fields(body)
-    tokenizer = _tokenizer(api)
+    tokenizer = _tokenizer(api, body.model)
     if isinstance(body, TokenizeChat):
         check_contents(body)
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
@@ -43,7 +43,8 @@ async def tokenize(api: Api, body: TokenizeText | TokenizeChat) -> Response:
 async def detokenize(api: Api, body: DetokenizeBody) -> Response:
     await api.check_model(body.model)
     check_fields(body)
-    tokenizer, ids, vocab = _tokenizer(api), body.tokens, api.engine.facts.vocab
+    tokenizer, ids = _tokenizer(api, body.model), body.tokens
+    vocab = api.inputs_of(body.model).vocab
     if ids and max(ids) >= vocab:
         raise RequestError(
             f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",

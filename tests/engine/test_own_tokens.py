@@ -1,0 +1,203 @@
+"""Adapters that bring tokens of their own, against PEFT: what they read and say, in whatever company."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_tiny, run_hf
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.data.outputs import RequestOutput
+from quire.errors import RequestError
+
+VOCAB, STEPS = 128, 12
+GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_num_seqs": 5,
+    "block_size": 4,
+    "num_gpu_blocks_override": 80,
+    "use_tqdm_on_load": False,
+    "max_logprobs": -1,
+    "logprobs_mode": "raw_logits",
+    "enable_lora": True,
+    "max_loras": 3,
+    "max_lora_rank": 8,
+    "lora_whole_modules": ["embed_tokens", "lm_head"],
+}
+BOTH = ["embed_tokens", "lm_head"]
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "saved": (3, {"target_modules": ["q_proj", "v_proj"]}),
+    "adapted": (5, {"target_modules": ["q_proj", *BOTH]}),
+    "whole": (3, {"target_modules": ["v_proj"], "modules_to_save": BOTH}),
+    "trained": (3, {"target_modules": ["q_proj"], "trainable_token_indices": [7, 128, 129, 130]}),
+}
+"""How PEFT may save them, and how many there are."""
+
+
+class Base:
+    """A model, and adapters of it that bring tokens."""
+
+    def __init__(self, folder: Path, tied: bool) -> None:
+        self.path, hf = make_tiny("llama", folder, tie_word_embeddings=tied)
+        hf.config._name_or_path = hf.name_or_path = str(self.path)
+        self.models: dict[str, Any] = {"": hf}
+        self.loras: dict[str, LoRARequest | None] = {"": None}
+        self.prompts: dict[str, list[int]] = {"": [3, 9, 30, 31]}
+        for number, (name, (count, settings)) in enumerate(KINDS.items(), 1):
+            self.models[name] = self._adapter(hf, folder / name, number, count, settings)
+            self.loras[name] = LoRARequest(name, number, str(folder / name))
+            self.prompts[name] = [5, VOCAB + 1, 7, VOCAB + count - 1, 40, VOCAB, number]
+
+    def _adapter(self, hf: Any, path: Path, seed: int, count: int, settings: dict[str, Any]) -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        grown, draw = copy.deepcopy(hf), torch.Generator().manual_seed(seed)
+        grown.resize_token_embeddings(VOCAB + count, mean_resizing=False)
+        for table in {grown.get_input_embeddings(), grown.get_output_embeddings()}:
+            table.weight.data[VOCAB:] = torch.randn(count, table.weight.shape[1], generator=draw) * 0.6
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted = get_peft_model(grown, LoraConfig(r=4, lora_alpha=8, **settings))
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name or "modules_to_save" in name or "trainable_tokens_delta" in name:
+                    parameter.data += torch.randn(parameter.shape, generator=draw) * 0.1
+            adapted.save_pretrained(path)
+        return adapted.eval()
+
+    def logits(self, name: str) -> torch.Tensor:
+        return run_hf(self.models[name], self.prompts[name])
+
+    def tokens(self, name: str) -> list[int]:
+        ids = list(self.prompts[name])
+        for _ in range(STEPS):
+            ids.append(int(run_hf(self.models[name], ids)[-1].argmax()))
+        return ids[len(self.prompts[name]) :]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return Base(tmp_path_factory.mktemp("own"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return Base(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def base(request: pytest.FixtureRequest) -> Base:
+    found: Base = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(base: Base) -> Iterator[LLM]:
+    llm = LLM(str(base.path), **SETTINGS)
+    yield llm
+    llm.llm_engine.close()
+
+
+def said(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def run(llm: LLM, base: Base, names: list[str], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    prompts, loras = [base.prompts[name] for name in names], [base.loras[name] for name in names]
+    return llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_are_those_of_peft(llm: LLM, base: Base, name: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    (output,) = run(llm, base, [name], params)
+    expected, size = base.logits(name), VOCAB + KINDS[name][0]
+    for position, found in enumerate((output.prompt_logprobs or [])[1:]):
+        assert found is not None and sorted(found) == list(range(size)), "those, and no others"
+        ours = torch.tensor([found[token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(ours, expected[position], atol=1e-3, rtol=1e-3)
+
+
+def test_all_together_say_what_peft_says_and_the_model_none_of_it(llm: LLM, base: Base) -> None:
+    names = ["", *KINDS, "", "adapted", "trained"]
+    found = said(run(llm, base, names))
+    assert found == [base.tokens(name) for name in names]
+    assert found == [said(run(llm, base, [name]))[0] for name in names]
+    new = [sum(token_id >= VOCAB for token_id in ids) for ids in found]
+    assert not new[0] and sum(new) > 5, "some of what is said is new"
+
+
+def test_what_is_asked_of_sampling_holds_for_new_tokens(llm: LLM, base: Base) -> None:
+    name, new = "saved", [VOCAB, VOCAB + 1, VOCAB + 2]
+
+    def ask(**params: Any) -> list[int]:
+        given = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True} | params
+        (output,) = run(llm, base, [name], SamplingParams(**given))
+        return list(output.outputs[0].token_ids)
+
+    plain = base.tokens(name)
+    first = next(token_id for token_id in plain if token_id >= VOCAB)
+    assert {*ask(allowed_token_ids=new)} <= {*new}
+    assert {*ask(logit_bias={VOCAB + 2: 100.0})} == {VOCAB + 2}
+    assert first not in ask(logit_bias={first: -100.0})
+    assert ask(stop_token_ids=[first])[-1] == first
+    held = ask(stop_token_ids=[first], min_tokens=STEPS)
+    assert len(held) == STEPS and first not in held[:-1]
+    most = max(ask(repetition_penalty=2.0, allowed_token_ids=new).count(each) for each in new)
+    assert most < STEPS, "they are counted"
+    drawn = [ask(temperature=1.0, seed=seed, top_k=20, top_p=0.9) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    (output,) = run(llm, base, [name], SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=new))
+    assert {*new} <= {*(output.outputs[0].logprobs or [{}])[0]}
+
+
+def test_ids_that_nobody_has(llm: LLM, base: Base) -> None:
+    with pytest.raises(RequestError, match="Token id 128 is out of vocabulary: ids of this model are 0 to 1"):
+        llm.generate([[3, VOCAB]], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match="must be token ids in .0, 128., got 128"):
+        llm.generate([[3]], SamplingParams(allowed_token_ids=[VOCAB]), use_tqdm=False)
+    for prompt, params in (
+        ([3, VOCAB + 3], GREEDY),
+        ([3], SamplingParams(temperature=0, logit_bias={VOCAB + 3: 1.0})),
+    ):
+        (output,) = llm.generate([prompt], params, lora_request=base.loras["saved"], use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        told = "Token id 131 is out of vocabulary: ids of this adapter are 0 to 130"
+        assert output.outputs[0].stop_reason == told
+    assert said(run(llm, base, ["saved"])) == [base.tokens("saved")]
+
+
+def test_more_than_there_is_room_for_and_where_there_is_none(untied: Base) -> None:
+    for settings, told in (
+        ({"lora_extra_vocab_size": 4}, "has 5 tokens of its own, above the 4 of --lora-extra-vocab-size"),
+        ({"lora_extra_vocab_size": 0}, "cannot bring tokens here, --lora-extra-vocab-size is 0"),
+    ):
+        llm = LLM(str(untied.path), **SETTINGS | settings)
+        try:
+            (output,) = llm.generate([[3]], GREEDY, lora_request=untied.loras["adapted"], use_tqdm=False)
+            assert output.outputs[0].finish_reason == "error" and told in str(output.outputs[0].stop_reason)
+        finally:
+            llm.llm_engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        {"enforce_eager": True, "max_loras": 1, "enable_chunked_prefill": True, "max_num_batched_tokens": 5},
+    ],
+    ids=str,
+)
+def test_the_same_on_devices_that_share_and_with_drafts(untied: Base, settings: dict[str, Any]) -> None:
+    llm = LLM(str(untied.path), **SETTINGS | settings)
+    names = ["", *KINDS]
+    try:
+        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+    finally:
+        llm.llm_engine.close()
