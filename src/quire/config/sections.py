@@ -297,8 +297,8 @@ class LoRASection:
     """Which of `embed_tokens` and `lm_head` adapters may bring whole (modules_to_save): each slot has room
     for as much as the model's own takes. Default: neither."""
     lora_extra_vocab_size: Annotated[int, Rule(at_least=0)] = 256
-    """Most tokens that an adapter may bring, or have trained by themselves; 0: none. Each slot has room for so
-    many rows of the embedding and of the head."""
+    """Most tokens that an adapter may bring, or have trained by themselves; 0: none. Each slot has room for
+    so many rows of the embedding and of the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
