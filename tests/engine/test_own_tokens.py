@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu import NEEDS_KERNELS, WithGraphs, pretend_graphs
 from oracle import make_tiny, run_hf
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.data.outputs import RequestOutput
 from quire.errors import RequestError
+from quire.worker.device import Model
+from quire.worker.rows import Rows
 
 VOCAB, STEPS = 128, 12
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
@@ -196,6 +199,25 @@ def test_more_than_there_is_room_for_and_where_there_is_none(untied: Base) -> No
 )
 def test_the_same_on_devices_that_share_and_with_drafts(untied: Base, settings: dict[str, Any]) -> None:
     llm = LLM(str(untied.path), **SETTINGS | settings)
+    names = ["", *KINDS]
+    try:
+        assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
+    finally:
+        llm.llm_engine.close()
+
+
+@NEEDS_KERNELS
+def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: captured steps for others, and the way of `OwnRows` there."""
+
+    def open_device(model: Model, all_rows: Rows, device: torch.device, *drafts: Any) -> WithGraphs:
+        for room in model.adapters.owned.values() if model.adapters else ():
+            room._placed = room._by_slots
+        return WithGraphs(model, all_rows, lambda logits, *asked: logits.argmax(-1), device)
+
+    pretend_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    llm = LLM(str(untied.path), **SETTINGS)
     names = ["", *KINDS]
     try:
         assert said(run(llm, untied, names)) == [untied.tokens(name) for name in names]
