@@ -28,8 +28,8 @@ def replies_of(
     done: dict[str, Any] = {"description": "Done.", "content": {}} if model is None else {"model": model}
     described: dict[int | str, dict[str, Any]] = {200: done}
     if stream:
-        text = {"schema": {"type": "string"}, "example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
-        described[200]["content"] = {"text/event-stream": text}
+        events = {"example": 'data: {"choices": []}\n\ndata: [DONE]\n\n'}
+        described[200]["content"] = {"text/event-stream": events}
     described |= {code: {"model": error} for code in codes}
     return {"responses": described, "response_model": None} | (
         {"response_class": Response} if model is None else {}
