@@ -2,7 +2,7 @@
 input and output processors."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,11 @@ class FakeOperation:
         return len(names)
 
 
+def labels_logprobs(token: int, asked: Sequence[int]) -> RowLogprobs:
+    """A token is the likelier the lower its id."""
+    return RowLogprobs([token, *asked], [-0.01 * (id + 1) for id in (token, *asked)], 1)
+
+
 class FakeEngine:
     """`steps_s` is the pause before each token; `fail_after` breaks every request after so many tokens."""
 
@@ -240,7 +245,7 @@ class FakeEngine:
             count, asked = request.params.logprobs, request.params.logprob_token_ids
             if count is not None or asked is not None:
                 step.logprobs[request.id] = [
-                    self._logprobs(token, len(asked or ()) if count is None else count)
+                    self._logprobs(token, count or 0) if asked is None else labels_logprobs(token, asked)
                 ]
             if token == request.eos_id:
                 step.finished[request.id] = Finish("stop")

@@ -31,6 +31,7 @@ HANDLERS = {
     "/v1/completions/render": ("POST",),
     "/v1/completions/derender": ("POST",),
     "/inference/v1/generate": ("POST",),
+    "/generative_scoring": ("POST",),
     "/invocations": ("POST",),
     "/v1/messages": ("POST",),
     "/v1/messages/count_tokens": ("POST",),

@@ -34,6 +34,7 @@ from quire.server.pooling.embeddings import answer_embeddings
 from quire.server.pooling.routes import add_pooling_routes
 from quire.server.requests import ChatBody, CompletionBody
 from quire.server.responses.routes import Responses, add_response_routes
+from quire.server.scoring import add_scoring_route
 from quire.server.settings import ServerSettings, paths
 from quire.server.speech.routes import MAX_FIELDS_BYTES, PATHS, add_speech_routes
 from quire.server.status import add_model_routes, add_status_routes
@@ -66,6 +67,7 @@ class Application:
         add_response_routes(self.routes, Responses(self.api))
         add_message_routes(self.routes, self.api)
         add_token_routes(self.routes, self.api)
+        add_scoring_route(self.routes, self.api)
         add_pooling_routes(self.routes, self.api)
         add_speech_routes(self.routes, self.api)
         add_model_routes(self.routes, self.api)
