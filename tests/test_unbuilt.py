@@ -35,10 +35,10 @@ def test_what_asks_for_nothing_is_let_through(place: Place) -> None:
         ("server flag", "middleware", "a.b", ConfigError, "middleware='a.b' is not supported yet; leave it"),
         (
             "body field",
-            "kv_transfer_params",
+            "ec_transfer_params",
             {"a": 1},
             RequestError,
-            "`kv_transfer_params` is not supported yet; leave it out",
+            "`ec_transfer_params` is not supported yet; leave it out",
         ),
         (
             "sampling field",

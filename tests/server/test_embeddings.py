@@ -101,7 +101,7 @@ def test_what_is_asked_reaches_the_engine() -> None:
     ("body", "words"),
     [
         ({"input": []}, "too_short"),
-        ({"input": [[]]}, "too_short"),
+        ({"input": [[]]}, "cannot be empty"),
         ({"input": None}, "input"),
         ({}, "input"),
         ({"input": {"a": 1}}, "input"),

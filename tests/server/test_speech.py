@@ -206,7 +206,6 @@ def test_moments_of_later_pieces_count_from_the_beginning() -> None:
         ({"top_p": "x"}, 400, "body.top_p", "float_parsing"),
         ({"prompt": "<|en|>"}, 400, "prompt", "special tokens"),
         ({"max_completion_tokens": "9999"}, 400, "max_tokens", "max_model_len"),
-        ({"vllm_xargs": '{"a": 1}'}, 400, "vllm_xargs", "vllm_xargs"),
         ({"file": b"RIFF0000WAVEfmt "}, 400, "file", "file: the WAV file is broken"),
         ({"file": b"no sound"}, 400, "file", "file: it is not a sound"),
         ({"file": b""}, 400, "file", "file: it is not a sound"),

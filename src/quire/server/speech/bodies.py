@@ -39,7 +39,7 @@ class SpeechForm(CallBody):
     stream: bool = Field(False, description="Events, for json and text.")
     stream_include_usage: bool = Field(False, description="End the stream with a chunk that counts tokens.")
     stream_continuous_usage_stats: bool = Field(False, description="With it: count in every chunk.")
-    vllm_xargs: Json[dict[str, JsonValue]] | None = Field(None, description="Not supported.")
+    vllm_xargs: Json[dict[str, JsonValue]] | None = Field(None, description="Has no effect.")
 
     @field_validator("*")
     @classmethod
