@@ -137,9 +137,13 @@ def test_a_body_alone_and_the_files_of_sentence_transformers(qwen3: tuple[Path, 
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
+    prefix = {"prompts": {"query": "find: ", "document": ""}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prefix))
     llm = open_pooling(tmp_path, runner="auto")
     prompts = prompts_of(*LENGTHS)
     assert llm.config.model.max_model_len == 40
+    assert llm.config.pooling is not None
+    assert dict(llm.config.pooling.instructions) == prefix["prompts"]
     assert np.abs(embeddings(llm, prompts, None) - expected(hf, prompts, "MEAN")).max() < TOLERANCE
     normalises = open_pooling(tmp_path, pooler_config={"pooling_type": "LAST", "use_activation": True})
     assert np.abs(embeddings(normalises, prompts, None) - normalised(expected(hf, prompts))).max() < TOLERANCE

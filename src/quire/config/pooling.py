@@ -61,6 +61,8 @@ class StoredPooling:
     """Of these two, their softmax: one class."""
     both_ways: bool = False
     """A decoder that was trained to look ahead, too."""
+    instructions: tuple[tuple[str, str], ...] = ()
+    """Texts to put in front of inputs, by what these are for."""
 
     @property
     def is_classifier(self) -> bool:
@@ -87,6 +89,7 @@ class PoolingFacts:
     labels: tuple[str, ...] = ()
     label_tokens: tuple[str, ...] = ()
     two_way: bool = False
+    instructions: tuple[tuple[str, str], ...] = ()
 
     @property
     def needs_all_states(self) -> bool:
@@ -119,8 +122,18 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
         label_tokens=tuple(tokens or ()),
         two_way=two_way,
         both_ways=keys.get("is_causal") is False or keys.flag("use_bidirectional_attention"),
+        instructions=_instructions(path, keys),
         **stored,
     )
+
+
+def _instructions(path: Path, keys: Keys) -> tuple[tuple[str, str], ...]:
+    """Those of config.json, or what sentence-transformers calls prompts."""
+    file = path / "config_sentence_transformers.json"
+    found = keys.get("task_instructions") or (read_json(file).get("prompts") if file.is_file() else None)
+    if not isinstance(found, dict):
+        return ()
+    return tuple((name, text) for name, text in found.items() if isinstance(text, str))
 
 
 def read_gguf_pooling(arch: Keys) -> StoredPooling:
@@ -232,7 +245,7 @@ def settle(
         labels=stored.labels if task == "classify" else (),
         **{
             name: getattr(stored, name)
-            for name in ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way")
+            for name in ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")
         },
     )
     if facts.dimensions is not None and (wrong := dimensions_error(facts, facts.dimensions)):

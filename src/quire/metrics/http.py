@@ -10,7 +10,7 @@ from prometheus_client.core import Metric as PromMetric
 from prometheus_client.utils import floatToGoString
 
 POOLING_ROUTES = (
-    *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
+    *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
     *("/rerank", "/v1/rerank", "/v2/rerank"),
 )
 OPERATE_ROUTES = {

@@ -20,6 +20,7 @@ from quire.server.pooling.bodies import (
     ScoreReply,
     TalkBody,
 )
+from quire.server.pooling.cohere import CohereBody, CohereReply, answer_cohere
 from quire.server.pooling.embeddings import answer_classify, answer_embeddings, answer_pooling
 from quire.server.pooling.scores import answer_rerank, answer_score
 
@@ -47,8 +48,13 @@ def add_pooling_routes(app: FastAPI, api: Api) -> None:
         """Documents in the order in which they fit a query."""
         return await answer_rerank(api, body, request)
 
+    async def create_cohere_embeddings(body: CohereBody, request: Request) -> Response:
+        """A vector for each text, as Cohere's clients ask for it."""
+        return await answer_cohere(api, body, request)
+
     for answer, reply, *places in (
         (create_embeddings, EmbeddingReply, "/v1/embeddings"),
+        (create_cohere_embeddings, CohereReply, "/v2/embed"),
         (create_pooling, PoolingReply, "/pooling"),
         (create_classes, ClassifyReply, "/classify"),
         (create_score, ScoreReply, "/score", "/v1/score"),

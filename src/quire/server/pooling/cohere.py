@@ -1,0 +1,170 @@
+"""/v2/embed: embeddings as Cohere's clients ask for them."""
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.data.params import INT64_MAX
+from quire.errors import RequestError
+from quire.server.errors import json_response
+from quire.server.generate import Api
+from quire.server.pooling.bodies import EmbeddingInput
+from quire.server.pooling.jobs import check_pooling, pool, read_inputs
+from quire.server.pooling.vectors import packed
+from quire.server.prompts import off_loop
+from quire.server.requests import Body, CallBody, Int, Some
+
+Kind = Literal["float", "binary", "ubinary", "base64"]
+
+
+class ContentPart(Body):
+    """A piece of an input."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+
+
+class MixedInput(Body):
+    """Pieces that are one input."""
+
+    content: Some[ContentPart]
+
+
+class CohereBody(CallBody):
+    """The body of /v2/embed, with one of texts and inputs."""
+
+    texts: Some[str] | None = Field(None, examples=[["The quick brown fox"]])
+    inputs: Some[MixedInput] | None = Field(None, description="Inputs in pieces, which must be texts.")
+    images: Some[str] | None = Field(None, description="Not supported: embeddings are made of texts.")
+    input_type: str | None = Field(
+        None, description="One of the model's own instructions, which is put in front of each input."
+    )
+    embedding_types: Some[Kind] | None = Field(None, description="Default: float.")
+    output_dimension: Int | None = Field(
+        None, description="For models that were trained for it.", json_schema_extra={"minimum": 1}
+    )
+    truncate: Literal["NONE", "START", "END"] = Field("END", description="Where what is too long is cut.")
+    max_tokens: Int | None = Field(
+        None, ge=1, le=INT64_MAX, description="Of an input. Default: what the model reads."
+    )
+
+
+class Embeddings(BaseModel):
+    """The vectors, in each of the forms that were asked for."""
+
+    floats: list[list[float]] | None = Field(None, alias="float")
+    binary: list[list[int]] | None = None
+    ubinary: list[list[int]] | None = None
+    base64: list[str] | None = None
+
+
+class BilledUnits(BaseModel):
+    """Tokens that were read."""
+
+    input_tokens: int
+    image_tokens: int
+
+
+class ApiVersion(BaseModel):
+    """Of Cohere's interface."""
+
+    version: Literal["2"]
+
+
+class Meta(BaseModel):
+    """What was read, and by which rules."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class CohereReply(BaseModel):
+    """An answer of /v2/embed."""
+
+    id: str
+    embeddings: Embeddings
+    texts: list[str] | None = None
+    meta: Meta
+    response_type: Literal["embeddings_by_type"]
+
+
+async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Response:
+    given = {
+        "model": body.model,
+        "input": [_instruction(api, body.input_type) + text for text in _texts(body)],
+        "priority": body.priority,
+        "request_id": body.request_id,
+        "dimensions": body.output_dimension,
+        "truncate_prompt_tokens": None if body.truncate == "NONE" else body.max_tokens or -1,
+        "truncation_side": "left" if body.truncate == "START" else "right",
+    }
+    plain = EmbeddingInput.model_validate(given)
+    await check_pooling(api, plain)
+    prompts = await read_inputs(api, plain)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
+        raise RequestError(
+            f"Input of {longest} tokens exceeds max_tokens={body.max_tokens} with truncate=NONE. Set "
+            "truncate to END or START to allow truncation.",
+            param="max_tokens",
+        )
+    job, outputs = await pool(api, "embd", plain, request, prompts, task="embed", dimensions=plain.dimensions)
+    vectors = np.stack([each.outputs.data for each in outputs]).astype(np.float32)
+    kinds: set[Kind] = set(body.embedding_types or ["float"])
+    made = await off_loop(vectors.size, lambda: {kind: _as(kind, vectors) for kind in sorted(kinds)})
+    reply: dict[str, Any] = {"id": job.id, "embeddings": made}
+    if body.texts is not None:
+        reply["texts"] = body.texts
+    units = {"input_tokens": sum(len(prompt.token_ids) for prompt in prompts), "image_tokens": 0}
+    reply["meta"] = {"api_version": {"version": "2"}, "billed_units": units}
+    return json_response(reply | {"response_type": "embeddings_by_type"})
+
+
+def _texts(body: CohereBody) -> list[str]:
+    if sum(each is not None for each in (body.texts, body.inputs, body.images)) != 1:
+        raise RequestError(
+            "Exactly one of texts, images, or inputs must be provided, and it must be non-empty",
+            param="texts",
+        )
+    if body.texts is not None:
+        return body.texts
+    parts = [each.content for each in body.inputs or []]
+    if body.images is not None or any(part.type == "image_url" for each in parts for part in each):
+        raise RequestError("images are not supported: embeddings are made of texts here", param="images")
+    if any(part.text is None for each in parts for part in each):
+        raise RequestError("a part with type='text' requires text", param="inputs")
+    return ["".join(part.text or "" for part in each) for each in parts]
+
+
+def _instruction(api: Api, input_type: str | None) -> str:
+    if input_type is None:
+        return ""
+    pooling = api.engine.inputs.pooling
+    known = dict(pooling.instructions if pooling else ())
+    if not known:
+        why = "This model does not define any input_type task instructions."
+    elif input_type not in known:
+        why = f"Supported values: {', '.join(sorted(known))}"
+    else:
+        return known[input_type]
+    raise RequestError(f"Unsupported input_type {input_type!r}. {why}", param="input_type")
+
+
+def _as(kind: Kind, vectors: NDArray[np.float32]) -> list[Any]:
+    if kind == "float":
+        return list(vectors.tolist())
+    if kind == "base64":
+        return [base64.b64encode(packed(each, "float32", "little")).decode() for each in vectors]
+    if vectors.shape[1] % 8:
+        raise RequestError(
+            f"Embedding dimension must be a multiple of 8 for binary embedding types, but got "
+            f"{vectors.shape[1]}.",
+            param="embedding_types",
+        )
+    bits = np.packbits(vectors >= 0, axis=1)
+    return list((bits if kind == "ubinary" else bits.astype(np.int16) - 128).tolist())

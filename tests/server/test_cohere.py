@@ -1,0 +1,78 @@
+"""/v2/embed."""
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ask import CLASSIFIER, EMBEDDER, pool, refused
+from fake_engine import FakeEngine, byte_tokenizer, numbers
+
+TEXTS = ["the dog", "a page"]
+EIGHT = replace(EMBEDDER, size=8, instructions=(("search_query", "query: "), ("clustering", "")))
+
+
+def embed(engine: FakeEngine | None = None, **body: Any) -> Any:
+    return pool("/v2/embed", engine or FakeEngine(pooling=EIGHT), **({"texts": TEXTS} | body))
+
+
+def test_every_form_of_a_vector() -> None:
+    reply = embed(embedding_types=["float", "base64", "binary", "ubinary"]).json()
+    wanted = [numbers(byte_tokenizer().encode(text), 8) for text in TEXTS]
+    found = reply["embeddings"]
+    np.testing.assert_allclose(found["float"], wanted, rtol=1e-6)
+    for text, values in zip(found["base64"], wanted, strict=True):
+        np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), values, rtol=1e-6)
+    bits = [[int("".join("1" if each >= 0 else "0" for each in values), 2)] for values in wanted]
+    assert found["ubinary"] == bits and found["binary"] == [[each - 128] for (each,) in bits]
+    count = sum(map(len, TEXTS))
+    assert reply["meta"] == {
+        "api_version": {"version": "2"},
+        "billed_units": {"input_tokens": count, "image_tokens": 0},
+    }
+    assert reply["texts"] == TEXTS and reply["response_type"] == "embeddings_by_type"
+    assert embed().json()["embeddings"].keys() == {"float"}
+
+
+def test_what_is_read() -> None:
+    engine = FakeEngine(pooling=EIGHT)
+    parts = [{"content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]}]
+    assert "texts" not in embed(engine, texts=None, inputs=parts).json()
+    embed(engine, texts=["abcdef"], max_tokens=3)
+    embed(engine, texts=["abcdef"], max_tokens=3, truncate="START")
+    embed(engine, texts=["abc"], input_type="search_query")
+    read = [prompt.token_ids for _, prompt, *_ in engine.pooled]
+    assert read == [byte_tokenizer().encode(text) for text in ("abcd", "abc", "def", "query: abc")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
+            "Exactly one of texts, images, or inputs",
+        ),
+        ({"texts": None}, "Exactly one of texts, images, or inputs"),
+        ({"texts": None, "images": ["data:image/png;base64,AA"]}, "images are not supported"),
+        ({"texts": None, "inputs": [{"content": [{"type": "image_url"}]}]}, "images are not supported"),
+        ({"texts": None, "inputs": [{"content": [{"type": "text"}]}]}, "requires text"),
+        (
+            {"input_type": "search"},
+            "Unsupported input_type 'search'. Supported values: clustering, search_query",
+        ),
+        ({"max_tokens": 3, "truncate": "NONE"}, "Input of 7 tokens exceeds max_tokens=3 with truncate=NONE"),
+        ({"embedding_types": ["int8"]}, "embedding_types"),
+        ({"texts": []}, "too_short"),
+    ],
+)
+def test_what_cannot_be_had_is_400(wrong: dict[str, Any], words: str) -> None:
+    assert words in refused(embed(**wrong))["message"]
+
+
+def test_models_that_make_none() -> None:
+    assert "does not define any" in refused(embed(FakeEngine(pooling=EMBEDDER), input_type="x"))["message"]
+    six = refused(embed(FakeEngine(pooling=EMBEDDER), embedding_types=["binary"]))["message"]
+    assert "multiple of 8" in six
+    refused(embed(FakeEngine(pooling=CLASSIFIER)))
+    refused(embed(FakeEngine()), 404)
