@@ -61,6 +61,7 @@ def test_document_is_complete_and_says_400_where_fastapi_says_422() -> None:
         "/detokenize", *POOLING_ROUTES, "/health", "/ping", "/version", "/load", "/metrics",
         "/reset_prefix_cache",
         "/v1/messages", "/v1/messages/count_tokens", "/invocations", "/inference/v1/generate",
+        "/generative_scoring",
         "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/chat/completions/batch",
         "/v1/completions/render", "/v1/completions/derender",
         "/v1/audio/transcriptions", "/v1/audio/translations",
