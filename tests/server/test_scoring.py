@@ -56,6 +56,7 @@ def test_tokens_items_in_front_and_what_is_too_long() -> None:
         ({"items": ["a", [1]]}, "items"),
         ({"query": [10**6]}, "1000000"),
         ({"query": "", "items": [""]}, "empty"),
+        ({"lora_request": {"a": 1}}, "`lora_request` is not supported"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(wrong: dict[str, Any], words: str) -> None:

@@ -13,6 +13,7 @@ from quire.data.outputs import RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import InputProcessor, Prompt
+from quire.server.asked import check_fields
 from quire.server.document import BODY, CODES, replies_of
 from quire.server.errors import json_response
 from quire.server.generate import Api, Job
@@ -67,6 +68,7 @@ def add_scoring_route(app: FastAPI, api: Api) -> None:
 
 async def answer_scoring(api: Api, body: ScoringBody, request: Request) -> Response:
     await api.check_model(body.model, pools=False)
+    check_fields(body)
     most = min(MAX_PROMPTS, api.settings.max_sequences)
     if len(body.items) > most:
         raise RequestError(

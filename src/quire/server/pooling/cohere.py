@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
+from quire.server.asked import check_fields
 from quire.server.errors import json_response
 from quire.server.generate import Api
 from quire.server.pooling.bodies import EmbeddingInput
@@ -104,6 +105,7 @@ async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Respons
         "truncation_side": "left" if body.truncate == "START" else "right",
     }
     plain = EmbeddingInput.model_validate(given)
+    check_fields(body)
     await check_pooling(api, plain)
     prompts = await read_inputs(api, plain)
     longest = max(len(prompt.token_ids) for prompt in prompts)
