@@ -59,8 +59,8 @@ def ladder(largest: int) -> list[int]:
 
 
 def short_shapes(largest: int, most_tokens: int) -> list[tuple[int, int]]:
-    """The steps with prompts that it captures, where none has more tokens: up to so many sequences, and fewer
-    tokens in all than that."""
+    """The steps with prompts that it captures, where none has more tokens: up to so many sequences and draws,
+    and fewer tokens in all than that."""
     return [(min(largest, tokens // 2, _MOST_SEQS), tokens) for tokens in _SHORT if tokens <= most_tokens]
 
 

@@ -87,11 +87,15 @@ class WithGraphs(OnCPU):
             config.scheduler.max_num_seqs,
             self._kinds,
             seconds=600,
-            prompts=32 if self.captures_prompts else 0,
+            short=[(min(16, config.scheduler.max_num_seqs * self._most_draws), 32)] * self.captures_prompts,
             follow=self._follow,
         )
         if self._fronts is not None:
             self._capture_fronts(self._fronts, config.scheduler.max_num_seqs)
+
+
+class WithPrompts(WithGraphs):
+    captures_prompts = True
 
 
 def _remembered(compute: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from quire.bench.gpu import prompts_of
 from quire.worker.cuda import Cuda
 
 BATCHES = (1, 8, 32)
-LENGTH, WRONG = 256, 560
+LENGTH, WRONG, ROUNDS = 256, 560, 5
 TRACED = 32
 FIRST, RECORDED = 40, 30
 """Steps."""
@@ -117,13 +118,21 @@ def wrong(config_dir: str, num_drafts: int) -> None:
     never = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.0] * num_drafts}
     drafting = opened(config_dir, num_gpu_blocks_override=4000, speculative_config=lookup | never)
     plain = opened(config_dir, num_gpu_blocks_override=4000)
+    steps = Steps()
     generate(plain, BATCHES[-1], 20)
-    for batch in sorted(BATCHES * 2):
-        took = [generate(llm, batch, WRONG) - generate(llm, batch, 1) for llm in (plain, drafting, plain)]
-        each, ratio = [1000 * seconds / (WRONG - 1) for seconds in took], min(took[::2]) / took[1]
+    for batch in BATCHES:
+        took: dict[str, list[float]] = {"plain": [], "drafting": []}
+        steps.num_wide = 0
+        for _ in range(ROUNDS):
+            for name, llm in (("drafting", drafting), ("plain", plain)):
+                seconds = generate(llm, batch, WRONG) - generate(llm, batch, 1)
+                took[name].append(1000 * seconds / (WRONG - 1))
+        first, each = took["plain"][0] / took["drafting"][0], {k: median(v) for k, v in took.items()}
         print(
-            f"batch {batch:3}: plain {each[0]:.3f}, {each[2]:.3f}, with drafts {each[1]:.3f} ms a step: "
-            f"{ratio:.3f}x",
+            f"batch {batch:3}: plain {each['plain']:.3f} ({min(took['plain']):.3f} to {max(took['plain']):.3f}), "
+            f"with drafts {each['drafting']:.3f} ({min(took['drafting']):.3f} to {max(took['drafting']):.3f}) ms "
+            f"a step: {each['plain'] / each['drafting']:.3f}x, the first time {first:.3f}x; drafts in "
+            f"{100 * steps.num_wide / (ROUNDS * WRONG):.1f} % of steps",
             flush=True,
         )
 

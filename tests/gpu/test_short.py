@@ -1,4 +1,4 @@
-"""Short steps with prompts as graphs: with adapters, and with tokens that stand for images."""
+"""Short steps with prompts as graphs: with adapters, with drafts, and with tokens that stand for images."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafted import Eager
 from on_gpu import SETTINGS
 from oracle import make_tiny
 from PIL import Image
@@ -63,6 +64,25 @@ def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
     alone = [said(llm, [prompt], [adapter])[0] for prompt, adapter in zip(prompts, asked, strict=True)]
     assert alone == expected
     assert [kind for kind, _ in loaded] == [adapter is not None for adapter in asked]
+
+
+def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts beside rows that have drafts, some of which hold."""
+    pace = Eager()
+    monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}
+    params = [SamplingParams(temperature=0, max_tokens=6 + 9 * (at % 4), ignore_eos=True) for at in range(12)]
+    prompts = prompts_of(9, 14, 5, 22, 30, 3, 17, 8, 40, 11, 26, 2)
+
+    def answers(**more: Any) -> list[list[int]]:
+        outputs = open_tiny(tiny, **settings, **more).generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected = answers(enforce_eager=True)
+    assert not loaded
+    assert answers(speculative_config=lookup) == expected
+    assert len(loaded) > 5 and 5 < pace.num_held < pace.num_drafts
 
 
 @pytest.mark.parametrize("budget", [48, 256])

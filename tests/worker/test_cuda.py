@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, pretend_graphs
 from oracle import make_tiny, run_hf
 from staged import Engine
 from threads import groups, run_threads
@@ -191,10 +191,6 @@ def test_blocks_that_rows_gain_reach_the_device(tiny: Any, worker: Worker) -> No
     steps = [worker.submit(plan(1, {0: 8}, admitted=[admission(0, prompt, [30, 2])]))]
     steps.append(worker.submit(plan(2, {0: 1}, **grown(0, 61))))
     assert [step.wait().token_ids.item() for step in steps] == greedy(tiny[1], prompt, 2)
-
-
-class WithPrompts(WithGraphs):
-    captures_prompts = True
 
 
 @NEEDS_KERNELS

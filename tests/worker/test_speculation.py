@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, pretend_graphs
+from cuda_on_cpu import NEEDS_KERNELS, OnCPU, WithGraphs, WithPrompts, pretend_graphs
 from drafted import Eager
 from heads import HIDDEN, layer_weights, norm_weights, save_head
 from oracle import make_tiny
@@ -21,7 +21,7 @@ from quire.config.speculation import SpecFacts
 from quire.core.build import build_scheduler
 from quire.core.engine_core import EngineCore
 from quire.data.params import SamplingParams
-from quire.data.plan import StepOutput
+from quire.data.plan import StepOutput, StepPlan
 from quire.data.request import Request
 from quire.errors import ConfigError
 from quire.kernels.triton import drafts
@@ -32,6 +32,7 @@ from quire.sched.drafting import Drafting
 from quire.worker.cuda import Cuda
 from quire.worker.device import Model
 from quire.worker.drafter import check_ahead
+from quire.worker.graphs import Graph
 from quire.worker.rows import Rows
 from quire.worker.worker import Worker
 
@@ -58,6 +59,7 @@ def draw(shown: int, logits: Tensor, asked: Asked, confined: object = None) -> T
 def hidden(self: Model, batch: Batch) -> Any:
     for group in batch.groups:
         group.seq_lens_host = batch.seq_lens.numpy().copy()
+        group.query_lens_host = np.diff(batch.query_starts.numpy())
         self.attention.plan(group)
     return self.forward(batch)
 
@@ -167,7 +169,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "windows", "method"),
-    [(WithGraphs, True, "greedy"), (OnCPU, False, "greedy"), (WithGraphs, False, "probabilistic")],
+    [(WithGraphs, True, "greedy"), (OnCPU, False, "greedy"), (WithPrompts, False, "probabilistic")],
 )
 def test_a_model_drafts(
     kind: type[Cuda], windows: bool, method: str, tiny: Path, full: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,8 +187,7 @@ def test_a_model_drafts(
     assert (pace.num_drafts > pace.num_held) != windows, "nobody was late, or who may not"
 
 
-@pytest.mark.parametrize("kind", [OnCPU, WithGraphs])
-def test_a_head_drafts(kind: type[Cuda], full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_drafts(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it sees behind each step decides what it says: drafts are the same captured or not."""
     torch.manual_seed(1)
     norms = norm_weights("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
@@ -195,23 +196,48 @@ def test_a_head_drafts(kind: type[Cuda], full: Path, tmp_path: Path, monkeypatch
     named = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     asked = {"model": str(save_head(tmp_path / "head", weights, **named)), "num_speculative_tokens": 3}
     plain = outputs(core_of(OnCPU, full, monkeypatch, None, 60))
-    pace = Eager()
-    assert outputs(core_of(kind, full, monkeypatch, pace, 60, asked)) == plain
-    assert 3 < pace.num_held < pace.num_drafts
+    paces = {kind: Eager() for kind in (OnCPU, WithGraphs, WithPrompts)}
+    for kind, pace in paces.items():
+        assert outputs(core_of(kind, full, monkeypatch, pace, 60, asked)) == plain
+        assert 3 < pace.num_held < pace.num_drafts
+    assert len({(pace.num_held, pace.num_drafts) for pace in paces.values()}) == 1
 
 
-@pytest.mark.parametrize(("kind", "num_blocks"), [(OnCPU, 60), (WithGraphs, 60), (WithGraphs, 34)])
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sequences of each step with prompts that a graph took."""
+    found: list[int] = []
+    load = Graph.load
+
+    def counted(self: Graph, plan: StepPlan, *given: Any) -> None:
+        if self.is_short:
+            found.append(len(plan.rows))
+        load(self, plan, *given)
+
+    monkeypatch.setattr(Graph, "load", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [(OnCPU, 60), (WithGraphs, 60), (WithGraphs, 34), (WithPrompts, 60)]
+)
 def test_outputs_are_those_without_drafts(
-    kind: type[Cuda], num_blocks: int, tiny: Path, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: type[Cuda],
+    num_blocks: int,
+    tiny: Path,
+    plain: dict[str, Any],
+    short: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lengths that the host knows too late, drafts beside prompts, a padded place that counts, a draw by the
-    number of another position; the last run has too few blocks for all."""
+    number of another position; one run has too few blocks for all."""
     pace = Eager()
     core = core_of(kind, tiny, monkeypatch, pace, num_blocks)
     assert outputs(core) == plain
     assert plain["logprobs 1"] == plain["1"]
     assert pace.num_held > 10 and pace.num_held < pace.num_drafts
     assert (core.scheduler.num_preemptions > 0) == (num_blocks == 34)
+    assert (kind is WithPrompts) == (len(set(short)) > 1)
 
 
 @NEEDS_KERNELS

@@ -86,7 +86,7 @@ class Cuda:
         self._pinned = cycle([_Pinned() for _ in range(in_flight)])
         room, kind = max_rows, torch.int64
         if self.speculation is not None:
-            room, kind = max_rows * (2 + self.speculation.most), torch.int32
+            room, kind = 2 * max_rows * self._most_draws + 1, torch.int32
         is_cuda = device.type == "cuda"
         self._landings = cycle(
             [(pinned(room, dtype=kind), torch.cuda.Event() if is_cuda else None) for _ in range(in_flight)]
@@ -114,14 +114,13 @@ class Cuda:
         largest = self._most_decodes(config)
         wide = [size * each for size, each in wide_shapes(largest, self.graphs.query_lens)]
         sizes = sorted([*ladder(largest), *wide]) if self._captures(config) else []
-        short = short_shapes(largest, self._longest_captured(config))
+        short = self._short(config)
         most_of_all = [(n, n) for n in sizes[-1:]] + [(n, seqs) for seqs, n in short[-1:]]
         graphs = (kinds := len(self._kinds)) * len(sizes) * GRAPH_BYTES
         graphs += max((self._peak(*each) for each in most_of_all), default=0)
         # Each graph keeps its results; only what it needs on the way is shared with the larger ones.
         facts, item = config.checkpoint.facts, getattr(torch, config.model.dtype).itemsize
-        most = 0 if self.speculation is None else self.speculation.most
-        more_draws = min(limits.max_num_seqs * (1 + most), MAX_DRAWS) - limits.max_num_seqs
+        more_draws = min(limits.max_num_seqs * self._most_draws, MAX_DRAWS) - limits.max_num_seqs
         activations += max(more_draws, 0) * facts.vocab * item
         kept = facts.vocab + facts.hidden if self.model.draws else 2 * facts.hidden
         graphs += (kinds * sum(sizes) - max(sizes, default=0)) * kept * item
@@ -145,15 +144,20 @@ class Cuda:
     def _captures(self, config: EngineConfig) -> bool:
         return self.model.attention.capturable and not config.model.enforce_eager
 
-    def _longest_captured(self, config: EngineConfig) -> int:
-        """Tokens of a step with prompts: 0 where layers must know on the host how long these are."""
-        can = self.model.attention.captures_prompts and self.model.link is None and self.speculation is None
+    @property
+    def _most_draws(self) -> int:
+        """Of a row in one step."""
+        return 1 if self.speculation is None else 1 + self.speculation.most
+
+    def _short(self, config: EngineConfig) -> list[tuple[int, int]]:
+        """Shapes of steps with prompts: none where layers must know on the host how long these are."""
+        can = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
         kinds = {spec.kind for spec in cache_specs(facts) if spec is not None}
         can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
         if not can or (facts.media is not None and facts.media.crossed):
-            return 0
-        return longest_short(config)
+            return []
+        return short_shapes(self._most_decodes(config) * self._most_draws, longest_short(config))
 
     def _compile(self, config: EngineConfig) -> None:
         """Have the kernels of all steps compiled: those of sizes between powers of two are among them."""
@@ -173,7 +177,7 @@ class Cuda:
                 self._forward_blank(lens)
             for size, each in wide_shapes(last, self.graphs.query_lens):
                 self._forward_blank(np.full(size, each, np.int32), are_decodes=True)
-            for size, tokens in short_shapes(last, self._longest_captured(config)):
+            for size, tokens in self._short(config):
                 self._forward_any(self._split(tokens, size))
             if self._fronts is not None:
                 self._compile_fronts(self._fronts, last, longest)
@@ -263,7 +267,7 @@ class Cuda:
                 largest,
                 self._kinds,
                 seconds=seconds,
-                prompts=self._longest_captured(config),
+                short=self._short(config),
                 follow=self._follow,
                 redraw=self._draw_by_masks,
             )
@@ -300,7 +304,7 @@ class Cuda:
             self.model.adapters.use()
 
     def prepare(self, plan: StepPlan, all_rows: Rows) -> Step:
-        places, ids = _joined(all_rows.block_changes)
+        places, ids = all_rows.joined_changes()
         reach = self.model.reach(plan, all_rows, self.device)
         self._draws.hold(len(plan.confined) > 0 or self._verifies_later(plan, all_rows))
         embeds = self.model.embeds(plan, all_rows, self.device)
@@ -489,12 +493,3 @@ def _one_each(found: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _decodes(count: int, *prompts: int) -> Ints:
     return np.array([*prompts, *[1] * count], np.int32)
-
-
-def _joined(changes: list[tuple[Wide, Ints]]) -> tuple[Wide, Ints]:
-    if len(changes) == 1:
-        return changes[0]
-    if not changes:
-        return np.empty(0, np.int64), np.empty(0, np.int32)
-    places, ids = zip(*changes, strict=True)
-    return np.concatenate(places), np.concatenate(ids)

@@ -67,6 +67,13 @@ class Told(NamedTuple):
     them"""
 
 
+def last_kept(batch: Batch, num_kept: Tensor) -> Tensor:
+    """[B] int64, where in the batch the last token of each sequence stands that counts. One without tokens
+    pads the batch, as its last token does."""
+    ends = batch.query_starts[:-1].long() + num_kept - 1
+    return torch.where(num_kept > 0, ends, len(batch.token_ids) - 1)
+
+
 class Drafter(Protocol):
     """Proposes tokens."""
 
@@ -235,7 +242,7 @@ class HeadDrafter:
         the next one"""
 
     def see(self, batch: Batch, told: Told) -> None:
-        at = batch.query_starts[:-1].long() + told.num_kept - 1
+        at = last_kept(batch, told.num_kept)
         shifted = batch.token_ids.roll(-1).clamp_(min=0).index_copy_(0, at, told.next_ids)
         first = replace(batch, token_ids=shifted, **_NOTHING)
         first.others = tuple(replace(group, attention=None) for group in batch.others)

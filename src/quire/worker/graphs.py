@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
-from quire.capacity import MAX_DRAWS, ladder, short_shapes
+from quire.capacity import MAX_DRAWS, ladder
 from quire.data.plan import Ints, StepPlan
 from quire.logs import get_logger
 from quire.worker.device import Computed, Passed, batch_of
@@ -81,14 +81,14 @@ class Graphs:
         kinds: Sequence[bool] = (False,),
         *,
         seconds: float,
-        prompts: int = 0,
+        short: Sequence[tuple[int, int]] = (),
         follow: Follow | None = None,
         redraw: Follow | None = None,
     ) -> None:
         """Capture the ladder up to `largest`, the largest first: the others fit into its memory. What is
-        not done within `seconds` is done without. `kinds`: without adapters, with them. `prompts`: steps
-        that have some, up to so many tokens, if these are few. `follow` and `redraw` are captured behind
-        each, and played by themselves."""
+        not done within `seconds` is done without. `kinds`: without adapters, with them. `short`: steps with
+        prompts, up to so many sequences and draws, and of fewer tokens than that. `follow` and `redraw` are
+        captured behind each, and played by themselves."""
         started, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         self.pool = pool
         for (size, each), adapters in product(reversed(wide_shapes(largest, self.query_lens)), kinds):
@@ -120,13 +120,13 @@ class Graphs:
                 log.warning("Capturing graphs takes long: batches below %d run without", size)
                 break
         self._sizes = sorted({size for size, _ in self._by_size})
-        for (size, tokens), adapters in product(reversed(short_shapes(largest, prompts)), kinds):
+        for (size, tokens), adapters in product(reversed(short), kinds):
             if time.monotonic() - started < seconds:
                 axes = 3 if self.axes and self.vectors is not None else self.axes
-                shape = Shape(size, adapters=adapters, axes=axes, tokens=tokens)
-                given = compute, self.block_tables, pool, None, self.in_flight
+                shape = Shape(size, 0, adapters, axes, tokens, drafts=bool(self.query_lens))
+                given = compute, self.block_tables, pool, None, self.in_flight, follow, redraw
                 room = None if self.vectors is None else self.vectors(tokens)
-                self._short[adapters].insert(0, Graph(shape, *given, redraw=redraw, vectors=room))
+                self._short[adapters].insert(0, Graph(shape, *given, room))
 
     def forget(self) -> None:
         """Give up all graphs: they read weights and cache where these lay when they were captured."""
@@ -134,18 +134,17 @@ class Graphs:
 
     def find(self, plan: StepPlan, *, adapters: bool = False) -> "Graph | None":
         """The smallest graph for a plan, some of whose rows have adapters or none."""
-        if len(plan.num_drafts) and not plan.is_decode:
-            return self._find_wide(plan, adapters)
         if len(plan.rows) and not plan.is_decode:
-            return None if plan.counts else self._find_short(plan, adapters)
+            if plan.counts:
+                return None
+            only_draws = plan.total_tokens == len(plan.logit_rows)
+            return self._find_wide(plan, adapters) if only_draws else self._find_short(plan, adapters)
         count = max(plan.counts, default=len(plan.rows))
         if not self._sizes or count > self._sizes[-1]:
             return None
         return self._by_size[self.size_for(count), adapters]
 
     def _find_wide(self, plan: StepPlan, adapters: bool) -> "Graph | None":
-        if plan.counts or plan.total_tokens != len(plan.logit_rows):
-            return None
         count, most = len(plan.rows), int(plan.num_drafts.max()) + 1
         kind = (shape for shape in self._wide if shape[2] == adapters)
         fitting = (shape for shape in kind if shape[0] >= count and shape[1] >= most)
@@ -154,7 +153,8 @@ class Graphs:
 
     def _find_short(self, plan: StepPlan, adapters: bool) -> "Graph | None":
         for graph in self._short[adapters]:
-            if plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs:
+            fits = plan.total_tokens < graph.sizes.tokens and len(plan.rows) < graph.sizes.seqs
+            if fits and len(plan.logit_rows) <= graph.sizes.samples:
                 return graph
         return None
 
@@ -177,6 +177,8 @@ class Shape(NamedTuple):
     """As in `Sizes`."""
     tokens: int = 0
     """Of all sequences and what pads them, where these are not all decodes."""
+    drafts: bool = False
+    """Whether, then, the device derives the inputs of those that are."""
 
 
 class Graph:
@@ -201,14 +203,14 @@ class Graph:
         redraw: Follow | None = None,
         vectors: VectorRoom | None = None,
     ) -> None:
-        size, query_len, adapters, axes, tokens = shape
+        size, query_len, adapters, axes, tokens, drafts = shape
         num_groups, num_rows, width = block_tables.shape
         num_draws, num_changes = size * max(query_len, 1), 2 * size * num_groups
         self.is_short = tokens > 0
         self.sizes = Sizes(
             *(tokens or num_draws, size + self.is_short, num_draws, num_changes, num_groups),
             adapters=adapters,
-            drafts=query_len > 0,
+            drafts=drafts or query_len > 0,
             query_len=query_len,
             axes=axes,
         )

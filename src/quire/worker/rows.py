@@ -161,6 +161,15 @@ class Rows:
         self.block_tables.reshape(-1)[places] = ids
         self.block_changes.append((places, ids))
 
+    def joined_changes(self) -> tuple[Wide, Ints]:
+        """All changes of the block tables."""
+        if len(self.block_changes) == 1:
+            return self.block_changes[0]
+        if not self.block_changes:
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        places, ids = zip(*self.block_changes, strict=True)
+        return np.concatenate(places), np.concatenate(ids)
+
     def advance(self, plan: StepPlan) -> None:
         """The plan is launched: its tokens count as computed, and each row that samples has one more. Drafts
         do not count yet."""

@@ -15,7 +15,7 @@ from quire.kernels.triton.drafts import DRAFTED, Known, Step, derive, look_up, v
 from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.transfer import to_device
-from quire.worker.drafter import Drafter, Told
+from quire.worker.drafter import Drafter, Told, last_kept
 from quire.worker.rows import Rows
 from quire.worker.sheet import slots_of
 
@@ -65,7 +65,7 @@ class Followed:
         batch, step, hidden, found = drawn
         starts, rows = step.query_starts.long(), step.rows.long()
         num_kept = torch.where(step.planned >= 0, (found & _COUNT).long(), starts[1:] - starts[:-1])
-        after = batch.positions[starts[:-1] + num_kept - 1] + 1
+        after = batch.positions[last_kept(batch, num_kept)] + 1
         told = Told(
             next_ids=known.history[rows, after].long(),
             num_kept=num_kept,
