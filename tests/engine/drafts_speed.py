@@ -127,11 +127,11 @@ def wrong(config_dir: str, num_drafts: int) -> None:
             for name, llm in (("drafting", drafting), ("plain", plain)):
                 seconds = generate(llm, batch, WRONG) - generate(llm, batch, 1)
                 took[name].append(1000 * seconds / (WRONG - 1))
-        first, each = took["plain"][0] / took["drafting"][0], {k: median(v) for k, v in took.items()}
+        shown = [f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in took.values()]
+        ratio = median(took["plain"]) / median(took["drafting"])
         print(
-            f"batch {batch:3}: plain {each['plain']:.3f} ({min(took['plain']):.3f} to {max(took['plain']):.3f}), "
-            f"with drafts {each['drafting']:.3f} ({min(took['drafting']):.3f} to {max(took['drafting']):.3f}) ms "
-            f"a step: {each['plain'] / each['drafting']:.3f}x, the first time {first:.3f}x; drafts in "
+            f"batch {batch:3}: plain {shown[0]}, with drafts {shown[1]} ms a step: {ratio:.3f}x, the first time "
+            f"{took['plain'][0] / took['drafting'][0]:.3f}x; drafts in "
             f"{100 * steps.num_wide / (ROUNDS * WRONG):.1f} % of steps",
             flush=True,
         )

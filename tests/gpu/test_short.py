@@ -67,12 +67,13 @@ def test_with_adapters(tiny: Path, loaded: list[tuple[bool, int]]) -> None:
 
 
 def test_with_drafts(tiny: Path, loaded: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts beside rows that have drafts, some of which hold."""
+    """Prompts beside rows that have drafts, some of which hold: there are three tokens to draw."""
     pace = Eager()
     monkeypatch.setattr("quire.core.build.Pace", lambda **sizes: pace)
     lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = SETTINGS | {"dtype": "float32", "max_num_batched_tokens": 128}
-    params = [SamplingParams(temperature=0, max_tokens=6 + 9 * (at % 4), ignore_eos=True) for at in range(12)]
+    few = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": [5, 6, 7]}
+    params = [SamplingParams(max_tokens=6 + 9 * (at % 4), **few) for at in range(12)]
     prompts = prompts_of(9, 14, 5, 22, 30, 3, 17, 8, 40, 11, 26, 2)
 
     def answers(**more: Any) -> list[list[int]]:
