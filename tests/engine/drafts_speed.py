@@ -130,7 +130,7 @@ def wrong(config_dir: str, num_drafts: int) -> None:
         shown = [f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in took.values()]
         ratio = median(took["plain"]) / median(took["drafting"])
         print(
-            f"batch {batch:3}: plain {shown[0]}, with drafts {shown[1]} ms a step: {ratio:.3f}x, the first time "
+            f"batch {batch:3}: plain {shown[0]}, with drafts {shown[1]} ms a step: {ratio:.3f}x, at first "
             f"{took['plain'][0] / took['drafting'][0]:.3f}x; drafts in "
             f"{100 * steps.num_wide / (ROUNDS * WRONG):.1f} % of steps",
             flush=True,
