@@ -106,7 +106,7 @@ class Cuda:
             if sampler is None:
                 return
             given = done.hidden, done.logits, done.asked
-            rehearse(sampler, self.model.head, *given, num_logprobs=config.model.max_logprobs)
+            rehearse(sampler, self.model.head_of_one, *given, num_logprobs=config.model.max_logprobs)
 
         self._compile(config)
         activations = self._peak(limits.max_num_batched_tokens, limits.max_num_seqs, ask_for_everything)

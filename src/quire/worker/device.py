@@ -179,6 +179,12 @@ class Model:
         """Whether it has the head."""
         return self.link is None or self.link.is_last
 
+    def head_of_one(self, states: Tensor) -> Tensor:
+        """Logits where all have one adapter, if any could have: that of the first slot."""
+        if self.adapters is not None:
+            self.adapters.use(logit_tokens=torch.zeros(len(states), dtype=torch.int32, device=states.device))
+        return self.head(states)
+
     def room(self, num_tokens: int) -> Tensor | None:
         """For what the stage before makes of so many tokens; None if there is none."""
         return None if self.link is None or self.link.is_first else self.link.room(num_tokens)

@@ -28,6 +28,12 @@ def launch(kernel: Any, *grid: int) -> Callable[..., Any]:
 _wanted: ContextVar[set[Any] | None] = ContextVar("kernels to compile", default=None)
 
 
+def room(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """For places that a kernel writes and something else looks up: zeros where the kernel does not run."""
+    make = torch.empty if _wanted.get() is None else torch.zeros
+    return make(shape, dtype=dtype, device=device)
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Kernels that are launched in here are compiled instead, side by side and each once; in the end all are

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import follow, launch, overlap
+from quire.kernels.triton.launch import follow, launch, overlap, room
 
 Sorted = tuple[Tensor, Tensor]
 """What `sort` gives."""
@@ -92,7 +92,7 @@ def sort(ids: Tensor, num_experts: int, height: int, *, ahead: bool) -> Sorted:
     num, bins = ids.numel(), triton.next_power_of_2(num_experts)
     chunk = next((size for size in _CHUNKS if num <= size), _CHUNKS[-1])
     chunks = triton.cdiv(num, chunk)
-    order = torch.empty(num, dtype=torch.int32, device=ids.device)
+    order = room(num, dtype=torch.int32, device=ids.device)
     work = torch.empty(4 + 4 * most_tiles(num, num_experts, height), dtype=torch.int32, device=ids.device)
     counts = order
     if chunks > 1:

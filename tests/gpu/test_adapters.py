@@ -1,0 +1,49 @@
+"""Adapters on all layers that PEFT would choose, on a GPU: experts, latent attention, fused ones."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_oracle import save_adapter
+from on_gpu import SETTINGS
+from oracle import make_tiny
+from test_zoo_adapters import RANK, chosen
+from tiny import check_against, open_tiny, prompts_of
+
+from quire import LoRARequest, SamplingParams
+
+pytestmark = pytest.mark.gpu
+SHAPES = [
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "Llama4ForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronHForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Starcoder2ForCausalLM",
+]
+WAYS: dict[str, dict[str, Any]] = {"graphs": {}, "eager": {"enforce_eager": True}}
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_answers_are_those_of_peft(architecture: str, tmp_path: Path) -> None:
+    """Rows with the adapter beside rows without, from graphs and without."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    path, hf = make_tiny(architecture, tmp_path)
+    adapted = save_adapter(hf, tmp_path / "a", 1, **RANK, **chosen(architecture, hf))
+    lora, more = LoRARequest("a", 1, str(tmp_path / "a")), {"enable_lora": True, "max_lora_rank": 8}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=-1)
+    prompts, asked = prompts_of(23, 9, 40, 5), [lora, None, lora, None]
+    for way in WAYS.values():
+        llm = open_tiny(path, dtype="float32", **SETTINGS, **more, **way)
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=asked)
+        check_against(adapted, found[::2], tolerance=5e-3, ties=5e-3)
+        llm.llm_engine.close()
+    check_against(adapted.unload(), found[1::2], tolerance=5e-3, ties=5e-3)
