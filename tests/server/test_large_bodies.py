@@ -12,6 +12,7 @@ from fake_engine import FakeEngine
 
 from quire.server import direct
 from quire.server.app import Application
+from quire.server.direct import may_have_surrogates
 from quire.server.settings import make_settings
 
 ENGINE = FakeEngine()
@@ -93,3 +94,21 @@ def test_others_are_answered_while_one_is_read(monkeypatch: pytest.MonkeyPatch) 
             assert (await large).status_code == 200
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "raw, may",
+    [
+        (b'"%s"' % (b"A" * 99), False),
+        (b'"\\n\\n\\u0041"', False),
+        (b'"\\n\\ud83d"', True),
+        (b'"%s\\uDC00"' % (b"\\\\" * 200), True),
+        (b'"%s"' % (b"\\n" * 200), False),
+        (b'"\\\\ud83d"', False),
+        (b'"\xed\xa0\x80"', True),
+        (b"\\", False),
+    ],
+)
+def test_halves_of_surrogate_pairs_are_suspected(raw: bytes, may: bool) -> None:
+    """However many escapes stand before; a backslash that is one itself spells nothing."""
+    assert may_have_surrogates(raw) == may
