@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.layers.linear import QKVLinear
 from quire.layers.lora import AdapterSlots
 from quire.layers.scope import Scope
 from quire.loader.adapter import AdapterReader
+from quire.loader.pool import single_threads
 
 HIDDEN, VOCAB = 12, 40
 LAYER = "base_model.model.model.layers.0.self_attn"
@@ -245,6 +247,92 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     (path / "adapter_config.json").write_text("[")
     with pytest.raises(RequestError, match="is not valid JSON"):
         reader().read("one", path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda entry: entry.update(data_offsets=[8, entry["data_offsets"][1]]), "bytes of .*lora_A"),
+        (lambda entry: entry.update(shape=[-2, -HIDDEN]), "bytes of .*lora_A"),
+        (lambda entry: entry.update(shape=[2, 1 << 62]), "bytes of .*lora_A"),
+        (lambda entry: entry.update(dtype="F7"), "is 'F7'; known: F64"),
+        (lambda entry: entry.update(dtype=7), "Expected `str`, got `int`"),
+    ],
+)
+def test_headers_that_lie_are_refused(change: Any, why: str, tmp_path: Path) -> None:
+    """Numbers of another tensor, or of other memory."""
+    file = save(tmp_path, tensors()) / "adapter_model.safetensors"
+    header, data = _parts(file)
+    change(header[f"{LAYER}.q_proj.lora_A.weight"])
+    _write(file, json.dumps(header).encode(), data)
+    with pytest.raises(RequestError, match=why):
+        reader().read("one", tmp_path)
+
+
+def test_bytes_that_no_tensor_has_and_headers_of_any_length(tmp_path: Path) -> None:
+    path = save(tmp_path, tensors())
+    file = path / "adapter_model.safetensors"
+    expected, (header, data) = reader().read("one", path), _parts(file)
+    for size in range(8):
+        _write(file, json.dumps(header).encode() + b" " * size, data)
+        found = reader().read("one", path)
+        assert all(map(torch.equal, *(next(iter(each.factors.values())) for each in (found, expected))))
+    _write(file, json.dumps(header).encode(), data + b"!")
+    with pytest.raises(RequestError, match="its header says"):
+        reader().read("one", path)
+    for written in (b"", b"{}", (1 << 63).to_bytes(8, "little") + b"{}"):
+        file.write_bytes(written)
+        with pytest.raises(RequestError, match="not a whole safetensors file|has no LoRA tensors"):
+            reader().read("one", path)
+
+
+def _parts(file: Path) -> tuple[dict[str, Any], bytes]:
+    written = file.read_bytes()
+    start = 8 + int.from_bytes(written[:8], "little")
+    return json.loads(written[8:start]), written[start:]
+
+
+def _write(file: Path, header: bytes, data: bytes) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def test_digests_tell_each_byte_and_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes of one adapter for another's: parts that count twice, not at all or anywhere."""
+    monkeypatch.setattr("quire.loader.adapter_files._PART_BYTES", 32)
+    path = save(tmp_path, tensors(A=torch.arange(2.0 * HIDDEN).view(2, HIDDEN)))
+    file = path / "adapter_model.safetensors"
+    whole, found = file.read_bytes(), {reader().read("one", path).facts.digest}
+    data = len(whole) - 4 * (2 * HIDDEN + 64)
+    changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(data, len(whole), 13)]
+    first = -(-data // 32) * 32
+    changed += [
+        whole[:first] + whole[first + 32 : first + 64] + whole[first : first + 32] + whole[first + 64 :]
+    ]
+    for written in changed:
+        file.write_bytes(written)
+        found.add(reader().read("one", path).facts.digest)
+    assert len(found) == 1 + len(changed)
+    file.write_bytes(whole)
+    assert reader().read("one", path).facts.digest in found
+    assert reader().read("one", save(path, _read(file), lora_alpha=5)).facts.digest not in found
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def test_threads_that_copy_leave_those_of_torch_to_others() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = single_threads(4, "few")
+        assert {*pool.map(lambda _: torch.get_num_threads(), range(32))} == {1}
+        with ThreadPoolExecutor(1) as other:
+            assert (torch.get_num_threads(), other.submit(torch.get_num_threads).result()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_some_layers_alone_take_adapters(tmp_path: Path) -> None:

@@ -478,8 +478,8 @@ class Place(NamedTuple):
         a, b = factors if self.expert is None else (each[self.expert] for each in factors)
         if self.is_table:
             return Factors(a, b)
-        ends = [sum(self.point.part_sizes[:end]) for end in (self.part.start, self.part.stop)]
-        return Factors(a[self.part], b[ends[0] : ends[1]])
+        first, end = (sum(self.point.part_sizes[:end]) for end in (self.part.start, self.part.stop))
+        return Factors(a.narrow(0, self.part.start, self.num_parts), b.narrow(0, first, end - first))
 
 
 class Stack(NamedTuple):

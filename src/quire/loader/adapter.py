@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from quire.layers.own import Own
 from quire.layers.scope import Target
 from quire.loader.adapter_files import CONFIG, AdapterFiles
 from quire.loader.own_tokens import OwnReader, token_indices
+from quire.loader.pool import single_threads
 from quire.loader.source import put
 from quire.logs import get_logger
 
@@ -29,6 +31,8 @@ _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
 """Patterns that take for ever to match: repeated groups, many repeats; and more than names of layers need."""
+_THREADS, _TOGETHER = 8, 8
+"""That copy matrices to their places, and how many of these one takes at a time."""
 _MANY_BYTES = 1 << 30
 """Of an adapter of few points; slots that are larger may be filled by larger ones."""
 _REFUSED = {
@@ -106,6 +110,7 @@ class AdapterReader:
         }
         self._own = OwnReader(slots, rooms)
         self._refused = {alias: why for name, why in slots.refused.items() for alias in _aliases(name)}
+        self._pool = single_threads(_THREADS, "quire-adapter-copy")
 
     def read(self, name: str, path: Path, within: Sequence[str] = ()) -> Adapter:
         """The adapter in that folder; FileNotFoundError if there is none, RequestError if it does not fit, or
@@ -121,9 +126,7 @@ class AdapterReader:
     def _read(self, files: AdapterFiles) -> Adapter:
         files.check_sizes(_MANY_BYTES + 8 * self.slots.num_bytes // max(self.slots.max_slots, 1))
         settings = Settings.of(Keys(CONFIG, files.config()))
-        # Not beside the rest: threads of the digest and of torch would only be in each other's way.
-        found = files.digest()
-        tensors = files.tensors()
+        digest, tensors = files.contents()
         own = self._own.take(tensors, settings.token_ids, settings.scale)
         tables = self._whole(tensors, settings)
         fits = list(self._fits(tensors, settings))
@@ -133,7 +136,7 @@ class AdapterReader:
         rank = max((len(fit.a) for fit in fits), default=settings.rank)
         parts = *factors.values(), tables.values(), *own.values()
         num_bytes = sum(each.nbytes for part in parts for each in part)
-        facts = AdapterFacts(found, rank, num_bytes, self._own.num_new(own))
+        facts = AdapterFacts(digest, rank, num_bytes, self._own.num_new(own))
         return Adapter(facts, factors, tables, own)
 
     def _whole(self, tensors: dict[str, Tensor], settings: "Settings") -> dict[str, Tensor]:
@@ -251,8 +254,9 @@ class AdapterReader:
         for name, factors in found.items():
             if filled[name] < factors.num_ranks:
                 factors.zero()
-        for fit in fits:
-            _fill(fit, fit.place.of(found[fit.place.point.name]))
+        pieces = [fits[first : first + _TOGETHER] for first in range(0, len(fits), _TOGETHER)]
+        for _ in self._pool.map(partial(_fill_all, found), pieces):
+            pass
         return found
 
 
@@ -277,16 +281,22 @@ def _of_stack(name: str, stack: Stack, pair: Pair, settings: "Settings") -> Iter
         yield settings.fit(f"{name}.{key}", place, Pair(pair.names, one_a, one_b))
 
 
+@torch.inference_mode()  # a thread of a pool does not know in which mode the tensors were made
+def _fill_all(found: Mapping[str, Factors], fits: Sequence[Fit]) -> None:
+    for fit in fits:
+        _fill(fit, fit.place.of(found[fit.place.point.name]))
+
+
 def _fill(fit: Fit, into: Factors) -> None:
-    rank, place, (name_a, name_b) = len(fit.a), fit.place, fit.names
+    rank, place, (name_a, name_b) = fit.a.shape[0], fit.place, fit.names
     if place.is_table:
         into.a[:, :rank].copy_(fit.a.t())
     else:
-        first, *others = into.a[:, :rank]
+        first, *others = into.a.narrow(1, 0, rank).unbind()
         put(fit.a, Target(name_a, first, 1, (place.inputs,)))
         for other in others:
             other.copy_(first)
-    order, target = place.order(), Target(name_b, into.b[:, :rank], 0, place.outputs)
+    order, target = place.order(), Target(name_b, into.b.narrow(1, 0, rank), 0, place.outputs)
     if order is None and target.is_whole and fit.b.dtype == into.b.dtype:
         torch.mul(fit.b, fit.scale, out=target.tensor)
         return

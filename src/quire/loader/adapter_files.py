@@ -2,25 +2,28 @@
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import msgspec
+import torch
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.loader.pt import load_pickle
+from quire.loader.safetensors import DTYPES, ask_for_large_pages
 
 _MAX_CONFIG = 1 << 20
-_DIGESTING, _DIGESTED = 8, 2 << 20
-"""Threads, and the bytes of a part."""
+_THREADS, _PART_BYTES = 8, 2 << 20
+"""That read it, and what one of them reads at a time."""
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -33,6 +36,13 @@ class _Opened(NamedTuple):
     def path(self) -> Path:
         """The file itself, whatever its name has come to mean."""
         return Path(f"/proc/self/fd/{self.fd}")
+
+
+class Contents(NamedTuple):
+    """Of all of an adapter's files."""
+
+    digest: bytes
+    tensors: dict[str, Tensor]
 
 
 class AdapterFiles:
@@ -83,42 +93,85 @@ class AdapterFiles:
 
     def config(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._config.path.read_text(encoding="utf-8"))
+            found = json.loads(self._config_bytes.decode())
         except ValueError as error:
             raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{CONFIG} holds a JSON {type(found).__name__}, expected an object")
         return found
 
-    def tensors(self) -> dict[str, Tensor]:
-        file = self._tensors
-        if file is None:
-            raise ConfigError(f"{self.folder} has neither {TENSORS} nor {PICKLE}")
-        if file.name == PICKLE:
-            try:
-                return load_pickle(file.path)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace(str(file.path), file.name)) from error
-        try:
-            tensors: dict[str, Tensor] = load_file(file.path)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file.name} is not a whole safetensors file: {error}") from error
-        return tensors
-
     @property
     def tensors_name(self) -> str:
         return PICKLE if self._tensors is None else self._tensors.name
 
-    def digest(self) -> bytes:
-        """Of the configuration and of the weights, these part by part: one core alone would take longer than
-        all the rest of reading."""
-        found = hashlib.sha256(self._config.path.read_bytes())
-        if (file := self._tensors) is not None:
-            with ThreadPoolExecutor(_DIGESTING, "quire-digest") as pool:
+    def contents(self) -> Contents:
+        """All of it, read once: what the digest is of is what the tensors are."""
+        file = self._tensors
+        if file is None:
+            raise ConfigError(f"{self.folder} has neither {TENSORS} nor {PICKLE}")
+        memory = torch.empty(file.size, dtype=torch.uint8)
+        ask_for_large_pages(memory)
+        # Threads of its own: a disk that never answers holds up no other adapter.
+        with ThreadPoolExecutor(_THREADS, "quire-adapter-file") as pool:
+            parts = pool.map(partial(_read_part, file, memory.numpy().data), range(0, file.size, _PART_BYTES))
+        digest = hashlib.sha256(hashlib.sha256(self._config_bytes).digest() + b"".join(parts)).digest()
+        if file.name == TENSORS:
+            return Contents(digest, _tensors_of(memory))
+        try:
+            return Contents(digest, load_pickle(file.path))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(file.path), file.name)) from error
 
-                def of_part(start: int) -> bytes:
-                    return hashlib.sha256(os.pread(file.fd, _DIGESTED, start)).digest()
+    @cached_property
+    def _config_bytes(self) -> bytes:
+        return self._config.path.read_bytes()
 
-                for digest in pool.map(of_part, range(0, file.size, _DIGESTED)):
-                    found.update(digest)
-        return found.digest()
+
+def _read_part(file: _Opened, memory: memoryview, start: int) -> bytes:
+    """Its digest."""
+    part = rest = memory[start : start + _PART_BYTES]
+    while rest:
+        count = os.preadv(file.fd, [rest], start + len(part) - len(rest))
+        if not count:
+            raise ConfigError(f"{file.name} became shorter while it was read")
+        rest = rest[count:]
+    return hashlib.sha256(part).digest()
+
+
+class _Stored(msgspec.Struct):
+    """A tensor as the header of a safetensors file has it. The entry that is none has other fields."""
+
+    dtype: str = ""
+    shape: list[int] = []
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _tensors_of(memory: Tensor) -> dict[str, Tensor]:
+    """Views of what a safetensors file holds, of which each byte must be some tensor's."""
+    written = memory.numpy().data
+    try:
+        start = 8 + int.from_bytes(written[:8], "little")
+        header = msgspec.json.decode(written[8:start], type=dict[str, _Stored])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _not_whole(str(error)) from error
+    header.pop("__metadata__", None)
+    found, at = {}, start
+    for name, stored in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise ConfigError(f"{name} of {TENSORS} is {stored.dtype!r}; known: {', '.join(DTYPES)}")
+        first, end = (start + offset for offset in stored.data_offsets)
+        size = math.prod(stored.shape) * dtype.itemsize
+        if first != at or end != at + size or end > len(memory) or min(stored.shape, default=0) < 0:
+            raise _not_whole(f"the bytes of {name} are not where they should be")
+        piece, at = memory[first:end], end
+        if first % dtype.itemsize:
+            piece = piece.clone()  # to where numbers of this size may lie
+        found[name] = piece.view(dtype).view(stored.shape)
+    if at != len(memory):
+        raise _not_whole(f"it has {len(memory)} bytes, and its header says {at}")
+    return found
+
+
+def _not_whole(why: str) -> ConfigError:
+    return ConfigError(f"{TENSORS} is not a whole safetensors file: {why}")

@@ -88,7 +88,7 @@ class SafetensorsSource:
     def fill(self, target: Target) -> None:
         entry, into = self.entries[target.name], target.tensor
         check_type(entry.dtype, target)
-        _ask_for_large_pages(into)
+        ask_for_large_pages(into)
         try:
             with entry.path.open("rb", buffering=0) as file:
                 for stored, own in _pieces(entry, target):
@@ -222,7 +222,7 @@ def _read(file: RawIOBase, into: Tensor) -> None:
         rest = rest[num_read:]
 
 
-def _ask_for_large_pages(into: Tensor) -> None:
+def ask_for_large_pages(into: Tensor) -> None:
     """Before the memory is touched: the kernel gives it out by the page, and small ones take longer than what
     is read into them."""
     if into.device.type != "cpu" or into.nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
