@@ -188,6 +188,7 @@ class _Hub:
         import huggingface_hub
 
         wanted = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+        wanted += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             api, settings = huggingface_hub.HfApi(token=self.settings["token"]), self.settings
             asked = partial(api.get_paths_info, self.repo, wanted, revision=settings["revision"])

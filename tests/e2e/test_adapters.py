@@ -7,12 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from serve_process import PATIENCE_S, Start, eventually, greedy
-from tiny_adapter import write_adapter
+from tiny_adapter import write_adapter, write_own
 from tiny_text import TextModel
-from tokenizers import Tokenizer
 
 SLOTS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--lora-extra-vocab-size", "256")
 
@@ -69,29 +66,13 @@ def test_an_adapter_that_cannot_be_read_ends_the_start(start: Start, adapters: P
     assert f"lora_modules: 'one' from '{broken}'" in server.text()
 
 
-def write_own(path: Path, tiny: TextModel, new: list[str]) -> None:
-    """An adapter that brings tokens, and says the last of them again and again."""
-    model = json.loads((tiny.path / "config.json").read_text())
-    write_adapter(path, model, 7)
-    backend = Tokenizer.from_file(str(tiny.path / "tokenizer.json"))
-    backend.add_tokens(new)
-    backend.save(str(path / "tokenizer.json"))
-    last = backend.token_to_id(new[-1])
-    tensors = load_file(path / "adapter_model.safetensors")
-    for name in ("model.embed_tokens", "lm_head"):
-        rows = torch.zeros(last + 1, model["hidden_size"])
-        rows[model["vocab_size"] :] = torch.randn(last + 1 - model["vocab_size"], model["hidden_size"])
-        tensors[f"base_model.model.{name}.weight"] = rows
-    save_file(tensors, path / "adapter_model.safetensors")
-
-
 def test_tokens_of_an_adapter_are_read_and_said_by_it_alone(
     start: Start, tiny: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     new = [f"<new-{number}>" for number in range(9)]
-    write_own(tmp_path / "own", tiny, new)
-    write_own(tmp_path / "many", tiny, [f"<many-{number}>" for number in range(40)])
+    write_own(tmp_path / "own", tiny.path, new)
+    write_own(tmp_path / "many", tiny.path, [f"<many-{number}>" for number in range(40)])
     server = start("--enable-lora", "--lora-extra-vocab-size", "16", "--lora-modules", f"own={tmp_path}/own")
     server.until_healthy()
 

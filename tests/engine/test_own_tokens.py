@@ -46,8 +46,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 class Base:
     """A model, and adapters of it that bring tokens."""
 
-    def __init__(self, folder: Path, tied: bool) -> None:
-        self.path, hf = make_tiny("llama", folder, tie_word_embeddings=tied)
+    def __init__(self, folder: Path, tied: bool, family: str = "llama", **settings: Any) -> None:
+        self.path, hf = make_tiny(family, folder, tie_word_embeddings=tied, **settings)
         hf.config._name_or_path = hf.name_or_path = str(self.path)
         self.models: dict[str, Any] = {"": hf}
         self.loras: dict[str, LoRARequest | None] = {"": None}
@@ -117,6 +117,10 @@ def run(llm: LLM, base: Base, names: list[str], params: SamplingParams = GREEDY)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_are_those_of_peft(llm: LLM, base: Base, name: str) -> None:
+    check_logits(llm, base, name)
+
+
+def check_logits(llm: LLM, base: Base, name: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     (output,) = run(llm, base, [name], params)
     expected, size = base.logits(name), VOCAB + KINDS[name][0]
@@ -157,6 +161,45 @@ def test_what_is_asked_of_sampling_holds_for_new_tokens(llm: LLM, base: Base) ->
     assert drawn[0] == drawn[1] != drawn[2]
     (output,) = run(llm, base, [name], SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=new))
     assert {*new} <= {*(output.outputs[0].logprobs or [{}])[0]}
+
+
+def test_all_logprobs_are_those_of_the_adapters_tokens(llm: LLM, base: Base) -> None:
+    """Room that is not used, tokens of another adapter of the step, the last few of the model's own."""
+    names = ["", "saved", "adapted", ""]
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=-1, ignore_eos=True)
+    outputs = run(llm, base, names, params)
+    for name, output in zip(names, outputs, strict=True):
+        size = VOCAB + (KINDS[name][0] if name else 0)
+        found = output.outputs[0].logprobs or []
+        assert [sorted(each) for each in found] == [list(range(size))] * 3
+        ours = torch.tensor([found[0][token_id].logprob for token_id in range(size)])
+        torch.testing.assert_close(ours, base.logits(name)[-1], atol=1e-3, rtol=1e-3)
+
+
+def test_ids_that_are_not_there_are_not_among_those_that_are_ruled_out(untied: Base) -> None:
+    """What follows a limit has no more finite numbers than that: the rest are any others, of any number."""
+    llm = LLM(str(untied.path), **SETTINGS | {"logprobs_mode": "processed_logits"})
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, allowed_token_ids=[5, 6])
+    names = ["", "saved", "adapted"]
+    try:
+        for name, output in zip(names, run(llm, untied, names, params), strict=True):
+            size = VOCAB + (KINDS[name][0] if name else 0)
+            assert all(sorted(each) == list(range(size)) for each in output.outputs[0].logprobs or [])
+    finally:
+        llm.llm_engine.close()
+
+
+def test_capped_logits_are_those_of_peft(tmp_path: Path) -> None:
+    """A cap that leaves no minus infinity, or that new tokens are spared; embeddings that are scaled."""
+    capped = Base(tmp_path, True, "gemma2", final_logit_softcapping=4.0, attn_logit_softcapping=None)
+    llm = LLM(str(capped.path), **SETTINGS | {"num_gpu_blocks_override": 160})
+    names = ["", *KINDS]
+    try:
+        for name in KINDS:
+            check_logits(llm, capped, name)
+        assert said(run(llm, capped, names)) == [capped.tokens(name) for name in names]
+    finally:
+        llm.llm_engine.close()
 
 
 def test_ids_that_nobody_has(llm: LLM, base: Base) -> None:

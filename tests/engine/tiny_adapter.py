@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from quire import LoRARequest
 
@@ -25,3 +26,19 @@ def write_adapter(path: Path, model: dict[str, Any], seed: int) -> LoRARequest:
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return LoRARequest(path.name, seed, str(path))
+
+
+def write_own(path: Path, base: Path, new: list[str]) -> None:
+    """An adapter that brings tokens, and says the last of them again and again."""
+    model = json.loads((base / "config.json").read_text())
+    write_adapter(path, model, 7)
+    backend = Tokenizer.from_file(str(base / "tokenizer.json"))
+    backend.add_tokens(new)
+    backend.save(str(path / "tokenizer.json"))
+    last = backend.token_to_id(new[-1])
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name in ("model.embed_tokens", "lm_head"):
+        rows = torch.zeros(last + 1, model["hidden_size"])
+        rows[model["vocab_size"] :] = torch.randn(last + 1 - model["vocab_size"], model["hidden_size"])
+        tensors[f"base_model.model.{name}.weight"] = rows
+    save_file(tensors, path / "adapter_model.safetensors")

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
 from fake_engine import FakeEngine
+from tokenizers import Tokenizer
 
 from quire.config.env import Env
 from quire.errors import ConfigError, EngineDead, RequestError
@@ -419,6 +420,54 @@ def test_adapters_behind_urls_are_brought_here(tmp_path: Path, monkeypatch: pyte
     contents = {name: file.read_bytes() for name, file in found.items()}
     assert contents == {"acme": b"weights", "x": b"others!"}, "what changes there is fetched again"
     assert len(list((tmp_path / "adapters").iterdir())) == 2, "the same adapter is kept once"
+
+
+def test_an_adapter_behind_a_url_brings_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To every route that reads or writes tokens, and to no other model."""
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    engine = an_engine()
+    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
+    backend.add_tokens(["<new>"])
+    last, plain = backend.token_to_id("<new>"), {"model": engine.facts.model_names[0]}
+    store = fsspec.filesystem("memory")
+    files = {"adapter_config.json": b"{}", "adapter_model.bin": b"weights"}
+    files |= {"tokenizer.json": backend.to_str().encode(), "chat_template.jinja": b"<new>"}
+    store.pipe({f"/own/acme/{name}": content for name, content in files.items()})
+    answer = {"choices": [{"index": 0, "token_ids": [last], "finish_reason": "stop"}]}
+
+    async def use(client: httpx.AsyncClient) -> None:
+        async def post(path: str, **body: Any) -> Any:
+            reply = await client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        own = {"model": "acme"}
+        assert (await post("/tokenize", **own, prompt="<new>"))["tokens"][-1] == last
+        assert (await post("/tokenize", **own, messages=MESSAGES))["tokens"][-1] == last
+        assert last not in (await post("/tokenize", **plain, prompt="<new>"))["tokens"]
+        assert (await post("/detokenize", **own, tokens=[last])) == {"prompt": "<new>"}
+        found = await post(f"{COMPLETIONS}/derender", **own, generate_responses=[answer])
+        assert (found["model"], found["choices"][0]["text"]) == ("acme", "<new>")
+        asked = {"model": "acme", "messages": MESSAGES}
+        for given in (own, own | {"chat_request": asked}, {"chat_request": asked}):
+            found = await post(f"{CHAT}/derender", **given, generate_response=answer)
+            assert found["choices"][0]["message"]["content"] == "<new>"
+        for path, body in (
+            ("/detokenize", {"tokens": [last + 16]}),
+            (f"{COMPLETIONS}/derender", {"generate_responses": [answer]}),
+        ):
+            refused(await client.post(path, json=plain | body))
+        infos = [(await client.get("/tokenizer_info", params=each)).json() for each in (own, plain, {})]
+        assert [str(last) in info["added_tokens_decoder"] for info in infos] == [True, False, False]
+        assert infos[0]["chat_template"] == "<new>" and infos[1] == infos[2]
+        refused(await client.get("/tokenizer_info", params={"model": "nobody"}), 404)
+        store.pipe("/own/acme/chat_template.jinja", b"<new><new>")
+        again = {"lora_name": "acme", "lora_path": "memory://own/acme", "load_inplace": True}
+        assert (await client.post(LOAD, json=again)).status_code == 200
+        assert (await post("/tokenize", **own, messages=MESSAGES))["tokens"][-2:] == [last, last]
+
+    with_client(use, engine, {"lora_resolver_dir": "memory://own/", "enable_tokenizer_info_endpoint": True})
 
 
 def test_a_url_that_nothing_here_can_read_says_what_is_missing(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ class AdapterSlots:
         """The room for them: of embed_tokens and lm_head."""
         self.has_own = np.zeros(max_slots + 1, np.bool_)
         """By slot; the last stands for no adapter."""
+        self.num_new = np.zeros(max_slots + 1, np.int32)
+        """Tokens beyond the model's vocabulary that the adapter of each has."""
         self.is_wide = False
         """Whether some row of the step has an adapter with rows of its own."""
         self.points: dict[str, Point] = {}
@@ -214,6 +216,8 @@ class AdapterSlots:
         for name, room in self.owned.items():
             room.put(slot, (own or {}).get(name))
         self.has_own[slot] = bool(own)
+        news = (int((each.ids >= self.owned[name].vocab).sum()) for name, each in (own or {}).items())
+        self.num_new[slot] = max(news, default=0)
 
 
 class Point:

@@ -1,6 +1,7 @@
 """Logprobs of the tokens of a sequence and of the best beside them."""
 
 from collections.abc import Callable
+from itertools import compress
 
 import numpy as np
 import torch
@@ -14,19 +15,29 @@ POSITIONS_AT_ONCE = 128
 
 
 def row_logprobs(
-    logits: Tensor, token_ids: Tensor, num_best: NDArray[np.int32], mode: str
+    logits: Tensor,
+    token_ids: Tensor,
+    num_best: NDArray[np.int32],
+    mode: str,
+    ends: NDArray[np.int32] | None = None,
 ) -> list[RowLogprobs]:
     """For each row of `logits` [R, V]: its own token [R], then its `num_best` [R] best.
 
     `mode` is a logprobs_mode: `*_logits` reports the values as they are, the others normalise them. The rank
-    counts the tokens at least as likely as its own. A NaN is reported as -inf.
+    counts the tokens at least as likely as its own. A NaN is reported as -inf. `ends` are where the tokens of
+    each row end, if some have fewer than there are logits.
     """
     token_ids = token_ids[:, None]
     own = logits.gather(1, token_ids)
     ranks = (logits >= own).sum(dim=-1).clamp_(min=1)
-    best = logits.topk(min(int(num_best.max()), logits.shape[1]))
+    most = int(num_best.max()) if ends is None or (num_best < ends).all() else logits.shape[1]
+    best = logits.topk(min(most, logits.shape[1]))
     ids = torch.cat((token_ids, best.indices), dim=1).tolist()
     values = _without_nan(torch.cat((own, best.values), dim=1) - _normaliser(logits, mode)).tolist()
+    if ends is not None:  # among those that cannot be said are some that are not there
+        for row_ids, row_values, end in zip(ids, values, ends.tolist(), strict=True):
+            there = [id < end for id in row_ids]
+            row_ids[:], row_values[:] = compress(row_ids, there), compress(row_values, there)
     return [
         RowLogprobs(row_ids[: 1 + count], row_values[: 1 + count], rank)
         for row_ids, row_values, rank, count in zip(

@@ -118,12 +118,9 @@ class SamplingRows:
         vocab: int,
         device: torch.device,
         unsaid: tuple[Sequence[int], ...] = ((), ()),
-        num_own: int = 0,
     ) -> None:
-        """Tokens that are `unsaid` no row samples, the second of them none as its first. Adapters may bring
-        `num_own` tokens beyond the vocabulary."""
+        """Tokens that are `unsaid` no row samples, the second of them none as its first."""
         self.vocab = vocab
-        self.num_own = num_own
         self.unsaid = unsaid
         self.device = device
         """Where the logits are that these rows change; the state itself stays on the host."""
@@ -141,6 +138,8 @@ class SamplingRows:
         self.frequency = np.zeros(max_rows, np.float32)
         self.presence = np.zeros(max_rows, np.float32)
         self.seed = np.zeros(max_rows, np.uint64)
+        self.ends = np.full(max_rows, vocab, np.int32)
+        """From which id on there is no token of the model's or of its adapter's."""
         self.num_logprobs = np.zeros(max_rows, np.int32)
         """How many of the best, beside the sampled token."""
         self.allowed = TokenTable()
@@ -159,10 +158,10 @@ class SamplingRows:
         prompt_len: int,
         seed: int,
         stop_ids: Sequence[int],
-        has_own: bool = False,
+        num_new: int = 0,
     ) -> None:
-        """Give the row to a request. `stop_ids` are what `min_tokens` holds back. `has_own`: its adapter
-        brings tokens."""
+        """Give the row to a request. `stop_ids` are what `min_tokens` holds back. Its adapter brings
+        `num_new` tokens."""
         self.release(row)
         self.admission[row] += 1
         flags = 0 if params.greedy else RANDOM
@@ -179,8 +178,8 @@ class SamplingRows:
         self.presence[row] = params.presence_penalty
         if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
             flags |= PENALTIES
+        end = self.ends[row] = self.vocab + num_new
         self.flags[row] = flags | self._admit_logprobs(row, params) | self._admit_tokens(row, params)
-        end = self.vocab + (self.num_own if has_own else 0)
         held = [token_id for token_id in dict.fromkeys(stop_ids) if token_id < end]
         if params.min_tokens and held:
             self.held.add(row, held, prompt_len + params.min_tokens)
@@ -197,11 +196,9 @@ class SamplingRows:
             return LOGPROBS | LISTED
         if params.logprobs is None:
             return 0
-        self.num_logprobs[row] = self._count(params.logprobs)
+        end = int(self.ends[row])
+        self.num_logprobs[row] = end if params.logprobs == -1 else min(params.logprobs, end)
         return LOGPROBS
-
-    def _count(self, num_logprobs: int) -> int:
-        return self.vocab if num_logprobs == -1 else min(num_logprobs, self.vocab)
 
     def _admit_tokens(self, row: int, params: SamplingParams) -> int:
         flags = 0

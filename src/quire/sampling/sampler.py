@@ -212,7 +212,8 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, token_ids: Tensor, rows: Ints, state: SamplingRows
     ) -> list[RowLogprobs]:
-        found = row_logprobs(logits, token_ids, state.num_logprobs[rows], self.mode)
+        ends = state.ends[rows] if logits.shape[1] > state.vocab else None
+        found = row_logprobs(logits, token_ids, state.num_logprobs[rows], self.mode, ends)
         if (state.flags[rows] & LISTED).any():
             at, listed, _ = state.listed.select(state.places(rows))
             places, ids = (to_device(part.astype(np.int64), self.device) for part in (at, listed))

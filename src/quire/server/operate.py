@@ -204,10 +204,11 @@ def _add_profile_routes(app: FastAPI, api: Api) -> None:
 
 
 def _add_tokenizer_info(app: FastAPI, api: Api) -> None:
-    @app.get("/tokenizer_info", **replies_of(dict, *_CODES))
-    async def show_tokenizer_info() -> Response:
-        """The tokenizer: its special tokens and its chat template."""
-        tokenizer = api.engine.inputs.tokenizer
+    @app.get("/tokenizer_info", **replies_of(dict, 404, *_CODES))
+    async def show_tokenizer_info(model: str | None = None) -> Response:
+        """The tokenizer, of the model or of an adapter: its special tokens and its chat template."""
+        await api.check_model(model)
+        tokenizer = api.inputs_of(model).tokenizer
         if tokenizer is None:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
         return json_response(tokenizer_info(tokenizer, api.engine.inputs.max_model_len))

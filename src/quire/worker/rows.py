@@ -107,7 +107,7 @@ class Rows:
             prompt_len=new.prompt_len,
             seed=new.seed,
             stop_ids=new.stop_ids,
-            has_own=self.slots is not None and bool(self.slots.has_own[new.adapter]),
+            num_new=0 if self.slots is None else int(self.slots.num_new[new.adapter]),
         )
 
     def _append_blocks(self, rows: Ints, block_ids: Ints) -> None:

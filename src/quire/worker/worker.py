@@ -205,9 +205,7 @@ class Worker:
             max_rows=config.scheduler.max_num_seqs,
             max_len=config.model.max_model_len,
             block_size=config.cache.block_size,
-            sampling=SamplingRows(
-                config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config), self._num_own
-            ),
+            sampling=SamplingRows(config.scheduler.max_num_seqs, facts.vocab, self.device, unsaid(config)),
             num_groups=len(self.layout.groups),
             most_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),

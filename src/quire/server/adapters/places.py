@@ -16,6 +16,8 @@ from quire.server.errors import Forbidden, NotFound
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Of an adapter that brings tokens."""
 _URL = re.compile(r"[a-zA-Z][\w+.-]*://[^:]+(:\d+)?[^:]*")
 """Not those with `::`, which name a file inside a file."""
 _ODD = re.compile(r"[%?#\\\s]|/\.{1,2}(/|$)")
@@ -93,12 +95,15 @@ class Places:
         fs, base = _opened(url)
         try:
             fs.invalidate_cache()  # of what was there when somebody looked last
-            found = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in (CONFIG, *WEIGHTS)}
+            names = (CONFIG, *WEIGHTS, *TOKENIZER)
+            found = {name: _info(fs, f"{base.rstrip('/')}/{name}") for name in names}
         except Exception as error:  # every store has its own
             raise _unreachable(url, error) from None
-        wanted = [name for name, info in found.items() if info.get("type") == "file"][:2]
-        if CONFIG not in wanted or len(wanted) < 2:
+        there = [name for name, info in found.items() if info.get("type") == "file"]
+        weights = [name for name in WEIGHTS if name in there][:1]
+        if CONFIG not in there or not weights:
             raise missing(url)
+        wanted = [CONFIG, *weights, *(name for name in TOKENIZER if name in there)]
         num_bytes = sum(int(found[name].get("size") or 0) for name in wanted)
         self._check_size(url, num_bytes)
         state = repr([url, *(sorted(found[name].items(), key=str) for name in wanted)])

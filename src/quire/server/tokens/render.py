@@ -10,7 +10,7 @@ from quire.data.media import Media
 from quire.data.outputs import CompletionOutput, RequestOutput
 from quire.data.params import SamplingParams
 from quire.errors import RequestError
-from quire.frontend.inputs import Prompt
+from quire.frontend.inputs import InputProcessor, Prompt
 from quire.server.chat import ChatEncoder
 from quire.server.completions import CompletionEncoder, begin_completion
 from quire.server.encoder import Encoder
@@ -97,7 +97,7 @@ async def derender_chat(api: Api, body: DerenderChatBody, request: Request) -> R
         job = api.job("chatcmpl", body, request, [Prompt([])], [SamplingParams()])
         talk = Talk(asked, job, api.settings.api.response_role, "")
     _check_choices([given], asked.n or 1)
-    output = await _read(api, given, _sampled(talk.job.params[0]))
+    output = await _read(api.inputs_of(talk.job.model), given, _sampled(talk.job.params[0]))
     found = await _told(ChatEncoder(api, talk), [output])
     for choice, tokens in zip(found["choices"], given.choices, strict=True):
         choice["logprobs"] = tokens.logprobs and tokens.logprobs.model_dump()
@@ -126,7 +126,10 @@ async def derender_completion(api: Api, body: DerenderCompletionBody, request: R
             f"{len(given)} generate_responses for {len(job.prompts)} prompts", param="generate_responses"
         )
     _check_choices(given, asked.n or 1)
-    read = [await _read(api, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)]
+    inputs = api.inputs_of(job.model)
+    read = [
+        await _read(inputs, each, _sampled(params)) for each, params in zip(given, job.params, strict=True)
+    ]
     found = await _told(CompletionEncoder(api, asked, job), read)
     return json_response(_counted(found, sum(body.prompt_tokens or ())))
 
@@ -156,10 +159,10 @@ def _check_choices(given: list[GivenTokens], num_choices: int) -> None:
         raise RequestError(f"there are {most} choices, and {num_choices} asked for", param="choices")
 
 
-async def _read(api: Api, given: GivenTokens, params: SamplingParams) -> RequestOutput:
+async def _read(inputs: InputProcessor, given: GivenTokens, params: SamplingParams) -> RequestOutput:
     """The answer that the engine gave, with its text."""
     size = sum(len(choice.token_ids or ()) for choice in given.choices)
-    outputs = await off_loop(size, lambda: [_choice(api, each, params) for each in given.choices])
+    outputs = await off_loop(size, lambda: [_choice(inputs, each, params) for each in given.choices])
     return RequestOutput("", None, [], None, outputs, finished=True)
 
 
@@ -168,8 +171,8 @@ async def _told(encoder: Encoder, outputs: list[RequestOutput]) -> dict[str, Any
     return await off_loop(size, lambda: encoder.whole(outputs))
 
 
-def _choice(api: Api, given: GivenChoice, params: SamplingParams) -> CompletionOutput:
-    tokenizer, ids, vocab = api.engine.inputs.tokenizer, given.token_ids or [], api.engine.facts.vocab
+def _choice(inputs: InputProcessor, given: GivenChoice, params: SamplingParams) -> CompletionOutput:
+    tokenizer, ids, vocab = inputs.tokenizer, given.token_ids or [], inputs.vocab
     if tokenizer is None:
         raise RequestError("there is no tokenizer: skip_tokenizer_init is set")
     if ids and max(ids) >= vocab:
@@ -177,7 +180,7 @@ def _choice(api: Api, given: GivenChoice, params: SamplingParams) -> CompletionO
             f"Token id {max(ids)} is out of vocabulary: ids of this model are 0 to {vocab - 1}",
             param="token_ids",
         )
-    stops = {*api.engine.inputs.eos_ids, *(params.stop_token_ids or ())}
+    stops = {*inputs.eos_ids, *(params.stop_token_ids or ())}
     stopped = given.finish_reason == "stop"
     shown = ids[:-1] if stopped and ids and ids[-1] in stops else ids
     text = tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)

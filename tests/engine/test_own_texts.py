@@ -1,0 +1,92 @@
+"""Adapters that bring tokens, and answers that have to follow a grammar, which knows none of these."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tiny_adapter import write_own
+from tiny_text import VOCAB, text_model
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.data.params import StructuredOutputsParams
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 256,
+    "use_tqdm_on_load": False,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+ASKED: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA},
+    "regex": {"regex": "[a-f]{6}"},
+    "choice": {"choice": ["yes", "no", "perhaps"]},
+}
+LAST = VOCAB + 3
+"""The token that the adapter is made to say."""
+
+
+@pytest.fixture(scope="module", params=[{}, {"method": "ngram", "num_speculative_tokens": 3}], ids=str)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    model = text_model(tmp_path_factory.getbasetemp()).path
+    llm = LLM(str(model), **SETTINGS, speculative_config=request.param or None)
+    yield llm
+    llm.llm_engine.close()
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    path = tmp_path_factory.mktemp("own") / "own"
+    write_own(path, text_model(tmp_path_factory.getbasetemp()).path, [f"<new-{n}>" for n in range(8)])
+    return LoRARequest("own", 1, str(path))
+
+
+def params_of(kind: str) -> SamplingParams:
+    """All would say the adapter's last token and nothing else."""
+    given = {"temperature": 0.7, "seed": 3, "max_tokens": 24, "logit_bias": {LAST: 100.0}}
+    asked = ASKED.get(kind)
+    return SamplingParams(**given, structured_outputs=asked and StructuredOutputsParams(**asked))
+
+
+def test_grammars_rule_out_what_an_adapter_brings(llm: LLM, own: LoRARequest) -> None:
+    kinds = ["json", "", "regex", "choice", "", "json"]
+    prompts = [f"one two <new-7> {number}" for number in range(len(kinds))]
+    given = [params_of(kind) for kind in kinds]
+    found = [each.outputs[0] for each in llm.generate(prompts, given, lora_request=own, use_tqdm=False)]
+    for kind, answer in zip(kinds, found, strict=True):
+        if not kind:
+            assert {*answer.token_ids} == {LAST} and answer.text == "<new-7>" * 24
+            continue
+        assert max(answer.token_ids) < VOCAB, "none of the adapter's own"
+        if kind == "json" and answer.finish_reason == "stop":
+            assert set(json.loads(answer.text)) >= {"a"}
+        elif kind == "regex":
+            assert re.fullmatch("[a-f]{6}", answer.text)
+        elif kind == "choice":
+            assert answer.text in ASKED["choice"]["choice"]
+    for prompt, asked, answer in zip(prompts, given, found, strict=True):
+        (alone,) = llm.generate([prompt], asked, lora_request=own, use_tqdm=False)
+        assert list(alone.outputs[0].token_ids) == list(answer.token_ids)
+
+
+def test_the_model_beside_it_is_as_it_is_alone(llm: LLM, own: LoRARequest) -> None:
+    prompts, loras = ["one two three"] * 3, [None, own, None]
+    free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    strict = SamplingParams(
+        temperature=0, max_tokens=8, structured_outputs=params_of("regex").structured_outputs
+    )
+    given = [strict, params_of(""), free]
+    together = [
+        list(each.outputs[0].token_ids)
+        for each in llm.generate(prompts, given, lora_request=loras, use_tqdm=False)
+    ]
+    alone = [
+        list(llm.generate([prompt], asked, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt, asked, lora in zip(prompts, given, loras, strict=True)
+    ]
+    assert together == alone and {*together[1]} == {LAST}
