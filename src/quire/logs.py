@@ -7,6 +7,8 @@ import sys
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _prefix = ""
+_MAX_WARNED = 1024
+"""Warnings that are remembered: some name what a client has sent."""
 
 
 class _Formatter(logging.Formatter):
@@ -37,6 +39,6 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-@functools.cache
+@functools.lru_cache(_MAX_WARNED)
 def warn_once(logger: logging.Logger, message: str) -> None:
     logger.warning(message, stacklevel=2)

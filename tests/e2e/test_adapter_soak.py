@@ -23,12 +23,16 @@ from tiny_text import TextModel
 SECONDS = float(os.environ.get("QUIRE_TEST_ADAPTER_SOAK_S", "300"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS + 600)]
 
-CLIENTS, LOOK_S, SLACK_BYTES = 16, 20.0, 32 << 20
+CLIENTS, LOOK_S, SLACK_BYTES = 16, 20.0, 12 << 20
 NAMES = [f"adapter-{letter}" for letter in "abcdef"]
 PROMPTS = [
     f"{words} {number}" for number in range(3) for words in ("The quick", "Once upon a time there was")
 ]
-FLAGS = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8")
+FLAGS = (
+    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
+    *("--num-gpu-blocks-override", "600"),
+)
+"""Few blocks: a cache has no memory for those that nobody has used yet, and would seem to grow for minutes."""
 
 
 class Soak:
@@ -136,7 +140,7 @@ def test_adapters_come_and_go_under_traffic(
     assert all(found.counts[kind] for kind in ("answer 200", "load 200", "unload 200"))
     half = len(found.num_bytes) // 2
     first, last = median(found.num_bytes[:half]), median(found.num_bytes[half:])
-    assert last < 1.05 * first + SLACK_BYTES, f"grew from {first} to {last} bytes"
+    assert last < first + SLACK_BYTES, f"grew from {first} to {last} bytes"
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         eventually(f"{gauge} is 0", lambda gauge=gauge: server.metrics()[gauge] == 0)  # type: ignore[misc]
     assert server.client.get("/v1/models").json()["data"][-1]["id"] == "also-tiny"

@@ -1,6 +1,9 @@
 """Engines whose requests have adapters: together they say what each says alone, wherever the worker is."""
 
+import gc
+import itertools
 import json
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from tiny import prompts_of
 from tiny_adapter import write_adapter
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from quire.core.operator import done
 from quire.data.outputs import RequestOutput
 from quire.errors import RequestError
 
@@ -155,3 +159,38 @@ def test_who_has_slept_has_its_adapters_again(
         llm.sleep(level=level)
         llm.wake_up()
     llm.llm_engine.close()
+
+
+def test_nothing_is_left_of_adapters_that_have_gone(
+    llm: LLM, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is kept by the name of an adapter, of a reading or of a request, in the core and beside it."""
+    monkeypatch.setattr("quire.sched.adapters.log.disabled", True)  # pytest keeps what is told
+    engine = llm.llm_engine
+    numbers = itertools.count()
+
+    def come_and_go(count: int) -> Counter[str]:
+        for _ in range(count):
+            lora = LoRARequest(f"guest-{next(numbers)}", 1, adapters[0].lora_path)
+            broken = LoRARequest(f"{lora.lora_name}-broken", 2, "/nowhere")
+            llm.generate(PROMPTS[:2], GREEDY, lora_request=[lora, broken], use_tqdm=False)
+            inplace = LoRARequest(lora.lora_name, 1, lora.lora_path, load_inplace=True)
+            llm.generate(PROMPTS[0], GREEDY, lora_request=inplace, use_tqdm=False)
+            done(engine.operator.remove_adapter(lora.lora_name))
+        gc.collect()
+        return sizes()
+
+    before = come_and_go(10)
+    grown = come_and_go(20) - before
+    assert {kind: count for kind, count in grown.items() if count >= 20} == {}
+
+
+def sizes() -> Counter[str]:
+    """How many objects of each kind there are, and how much is in them."""
+    found: Counter[str] = Counter()
+    for each in gc.get_objects():
+        kind = type(each)
+        found[kind.__qualname__] += 1
+        if kind in (dict, list, set, deque, OrderedDict, defaultdict):
+            found[f"in {kind.__qualname__}"] += len(each)
+    return found
