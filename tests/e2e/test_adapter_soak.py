@@ -28,11 +28,7 @@ NAMES = [f"adapter-{letter}" for letter in "abcdef"]
 PROMPTS = [
     f"{words} {number}" for number in range(3) for words in ("The quick", "Once upon a time there was")
 ]
-FLAGS = (
-    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8"),
-    *("--num-gpu-blocks-override", "600"),
-)
-"""Few blocks: a cache has no memory for those that nobody has used yet, and would seem to grow for minutes."""
+FLAGS = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "8")
 
 
 class Soak:

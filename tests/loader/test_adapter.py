@@ -335,6 +335,17 @@ def test_threads_that_copy_leave_those_of_torch_to_others() -> None:
         torch.set_num_threads(before)
 
 
+def test_what_is_wrong_can_be_sent_and_is_not_long(tmp_path: Path) -> None:
+    """Half a character ends whoever encodes it, and a name may be as long as a file."""
+    found = tensors() | {"x" * 100_000: torch.ones(1)}
+    with pytest.raises(RequestError, match="xxx") as refused:
+        reader().read("one", save(tmp_path / "long", found))
+    assert len(str(refused.value)) < 2000
+    with pytest.raises(RequestError, match=r"peft_type \\ud800 is not supported") as refused:
+        reader().read("one", save(tmp_path / "half", tensors(), peft_type="\ud800"))
+    assert str(refused.value).encode()
+
+
 def test_some_layers_alone_take_adapters(tmp_path: Path) -> None:
     found = tensors() | {name.replace("q_proj", "k_proj"): each[:16] for name, each in tensors().items()}
     path = save(tmp_path, found)

@@ -167,6 +167,9 @@ def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) 
     linked = adapter(tmp_path / "in/linked")
     (linked / "adapter_model.safetensors").unlink()
     (linked / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    circle = adapter(tmp_path / "in/circle")
+    (circle / "adapter_model.safetensors").unlink()
+    (circle / "adapter_model.safetensors").symlink_to("adapter_model.safetensors")
     inside = str(tmp_path / "in")
 
     async def use(client: httpx.AsyncClient) -> None:
@@ -191,7 +194,7 @@ def test_adapters_are_loaded_and_unloaded_where_that_is_allowed(tmp_path: Path) 
             "file:///",
         ):
             assert refused(await load(place, "y"), 403)["type"] == "PermissionDeniedError"
-        for place in (f"{inside}/none", inside, f"{inside}/a\0b", f"{inside}/{'a' * 5000}"):
+        for place in (f"{inside}/none", inside, f"{inside}/a\0b", f"{inside}/{'a' * 5000}", circle):
             message = refused(await load(place, "y"), 404)["message"]
             assert message.startswith("Loading lora y failed: No adapter found for")
         assert "q_proj.lora_A" in refused(await load(broken, "y"))["message"]
@@ -249,6 +252,19 @@ def test_an_adapter_that_is_unloaded_answers_those_who_have_it_and_nobody_else(t
         assert (await loading).status_code == 200 and list(engine.adapters) == ["a"]
 
     with_client(use, engine, {"lora_modules": [f"a={path}"]})
+
+
+def test_who_is_still_answered_by_an_adapter_that_leaves_is_so_with_its_tokens(tmp_path: Path) -> None:
+    engine, path = an_engine(), adapter(tmp_path / "a")
+    engine.inputs.enable_lora, engine.inputs.num_own = True, 16
+    backend = Tokenizer.from_str(engine.tokenizer.backend.to_str())
+    backend.add_tokens(["<new>"])
+    backend.save(str(path / "tokenizer.json"))
+    leaving = Roster(modules=[Module("a", str(path), str(path), is_leaving=True)])
+    api = Application(engine, make_settings({}, env=Env.read(CHANGES)), roster=leaving).api
+    assert api.adapters.get("a") is None and api.adapters.take("a", {}) is None
+    tokenizer = api.inputs_of("a").tokenizer
+    assert tokenizer is not None and tokenizer.backend.token_to_id("<new>") == backend.token_to_id("<new>")
 
 
 def test_an_adapter_that_a_core_does_not_let_go_is_still_there(tmp_path: Path) -> None:

@@ -160,10 +160,11 @@ class Desk:
 
 
 def _refusal(number: int, error: Exception) -> Reply:
+    said = str(error).encode(errors="backslashreplace").decode()  # what cannot be encoded would end the core
     if isinstance(error, RequestError | TypeError | ValueError):
-        return Reply(number, error=str(error), is_request=True, param=getattr(error, "param", None))
+        return Reply(number, error=said, is_request=True, param=getattr(error, "param", None))
     log.error("A call failed", exc_info=error)
-    return Reply(number, error=str(error) or type(error).__name__)
+    return Reply(number, error=said or type(error).__name__)
 
 
 def _sendable(reply: Reply) -> Reply:

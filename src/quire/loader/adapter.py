@@ -27,6 +27,8 @@ from quire.logs import get_logger
 log = get_logger(__name__)
 T = TypeVar("T")
 
+_MOST_SAID = 1000
+"""Characters of what is wrong."""
 _LONGEST, _MOST = 256, 3
 _HARD = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?")
 _REPEATS = re.compile(r"[*+{]")
@@ -121,7 +123,8 @@ class AdapterReader:
         except (RequestError, FileNotFoundError):
             raise
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-            raise RequestError(f"adapter {name!r}: {error}", param="lora_request") from error
+            said = str(error).encode(errors="backslashreplace").decode()  # names and values may be anything
+            raise RequestError(f"adapter {name!r}: {said:.{_MOST_SAID}}", param="lora_request") from error
 
     def _read(self, files: AdapterFiles) -> Adapter:
         files.check_sizes(_MANY_BYTES + 8 * self.slots.num_bytes // max(self.slots.max_slots, 1))

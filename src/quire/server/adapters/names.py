@@ -48,8 +48,9 @@ class Adapters:
         return None if module is None or module.is_leaving else module
 
     def request_of(self, name: str | None) -> LoRARequest | None:
-        """The adapter of this name, to read a prompt for; None: the model itself."""
-        module = None if name is None else self.get(name)
+        """The adapter of this name, to read a prompt or to write an answer for, until the last of these is
+        written; None: the model itself."""
+        module = self._roster.all().get(name) if name is not None and self.enabled else None
         return None if module is None else module.request()
 
     # ---- requests

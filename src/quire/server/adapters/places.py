@@ -61,7 +61,7 @@ class Places:
             raise self._outside(place)
         found = _checked(folder, place)
         for file in (CONFIG, *WEIGHTS):
-            if not self._may_read((found / file).resolve()):  # a link to somewhere else
+            if not self._may_read(resolved(str(found / file))):  # a link to somewhere else
                 raise self._outside(place)
         return found
 
