@@ -117,7 +117,8 @@ def max_span(config: EngineConfig) -> int | None:
 
 def _widest(facts: ArchFacts) -> int:
     """Numbers of a token that exist side by side in the widest half of a layer."""
-    heads, kv_heads = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    most = max([facts.heads, *(layer.heads for layer in facts.layers)])
+    heads, kv_heads = most * facts.head_dim, facts.kv_heads * facts.head_dim
     widths = [3 * facts.intermediate, 2 * (heads + 2 * kv_heads)]
     if facts.moe is not None:
         widths.append(3 * facts.moe.shared_intermediate)

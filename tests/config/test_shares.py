@@ -40,6 +40,11 @@ STATE = replace(
     [
         (FACTS, 3, "tensor_parallel_size=3 does not divide 32 attention heads; use 1, 2, 4, 8, 16 or 32"),
         (replace(FACTS, kv_heads=6, heads=12), 4, "6 key and value heads; use 1, 2, 3, 6 or 12"),
+        (
+            replace(FACTS, layers=(PLAIN, replace(PLAIN, heads=24))),
+            16,
+            "24 attention heads; use 1, 2, 4 or 8",
+        ),
         (replace(FACTS, intermediate=90), 4, "90 numbers of the intermediate size; use 1 or 2"),
         (MOE, 16, "24 numbers of the experts' intermediate size; use 1, 2, 4 or 8"),
         (replace(MOE, moe=replace(MOE.moe, shared_intermediate=3)), 2, "3 numbers of the shared experts'"),  # type: ignore[type-var]
@@ -74,5 +79,8 @@ def test_one_device_has_its_share() -> None:
     assert moe is not None and (moe.intermediate, moe.shared_intermediate) == (6, 8)
     spread = of_one(MOE, 4, with_experts=False).moe
     assert spread is not None and (spread.intermediate, spread.shared_intermediate) == (24, 8)
+    wider = replace(FACTS, layers=(PLAIN, replace(PLAIN, heads=48)))
+    assert [layer.heads for layer in of_one(wider, 4).layers] == [0, 12]
     sizes = {"num_tokens": 512, "num_seqs": 1}
+    assert activation_bytes(wider, "float32", **sizes) > activation_bytes(FACTS, "float32", **sizes)
     assert activation_bytes(own, "float32", **sizes) < activation_bytes(FACTS, "float32", **sizes)

@@ -127,7 +127,7 @@ def make(
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", NUMBERS)
+@pytest.mark.parametrize("activation", [*NUMBERS, "silu<0.3"])
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_plain_weights(dtype: torch.dtype, activation: str, biased: bool) -> None:
     """Rows of another expert, gate and up swapped, a bias left out or of another expert, weights that do not

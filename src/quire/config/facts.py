@@ -1,6 +1,6 @@
 """The shape of a model, as plain facts: what a model file may ask for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -51,6 +51,12 @@ class LayerFacts:
     """How it looks back: attention | latent | mamba | delta, or not at all: none"""
     moe: bool = False
     """Whether its feed-forward half is a mixture of experts."""
+    heads: int = 0
+    """Of its queries; 0: as many as the model says."""
+    activation: str = ""
+    """That of its feed-forward half, and of the expert that every token is given to; empty: the model's."""
+    expert_activation: str = ""
+    """That of the experts; empty: theirs."""
 
 
 class Routing(NamedTuple):
@@ -220,7 +226,7 @@ class ArchFacts:
     max_len: int = 2048
     """The longest sequence that the checkpoint was made for, rope scaling counted in."""
     activation: str = "silu"
-    """A key of `kernels/activations.py`."""
+    """A name of `kernels/activations.py`."""
     norm: str = "rms"
     """rms | layer, each also as _plus_one: a weight of 0 multiplies by 1"""
     norm_bias: bool = False
@@ -266,3 +272,13 @@ class ArchFacts:
     """Set of a model that only drafts."""
     borrowed: Borrowed | None = None
     """Set where transformers runs the model."""
+
+    def of_layer(self, layer: LayerFacts) -> "ArchFacts":
+        """The same with what a layer has of its own in the place of what most have."""
+        if not (layer.heads or layer.activation or layer.expert_activation):
+            return self
+        moe = self.moe
+        if moe is not None and layer.expert_activation:
+            moe = replace(moe, activation=layer.expert_activation)
+        heads, activation = layer.heads or self.heads, layer.activation or self.activation
+        return replace(self, heads=heads, activation=activation, moe=moe)

@@ -22,7 +22,8 @@ class _Count(NamedTuple):
 def _counts(facts: ArchFacts, *, with_experts: bool) -> Iterator[_Count]:
     mixers = {layer.mixer for layer in facts.layers}
     if mixers & {"attention", "latent"}:
-        yield _Count(facts.heads, "attention heads")
+        for heads in sorted({layer.heads or facts.heads for layer in facts.layers}):
+            yield _Count(heads, "attention heads")
     if "attention" in mixers:
         yield _Count(facts.kv_heads, "key and value heads", repeats=True)
     if _has_dense(facts):
@@ -85,6 +86,7 @@ def of_one(facts: ArchFacts, size: int, *, with_experts: bool = True) -> ArchFac
         heads=_share(facts.heads, size),
         kv_heads=_share(facts.kv_heads, size),
         intermediate=_share(facts.intermediate, size),
+        layers=tuple(replace(layer, heads=_share(layer.heads, size)) for layer in facts.layers),
         moe=moe,
         state=state,
     )

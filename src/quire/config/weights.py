@@ -68,7 +68,7 @@ def count(facts: ArchFacts) -> Weights:
     if facts.encoder is not None:
         positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
-    layers = tuple(_layer(facts, layer) for layer in facts.layers)
+    layers = tuple(_layer(facts.of_layer(layer), layer) for layer in facts.layers)
     tower = facts.media.tower.num_weights if facts.media is not None else 0
     return Weights(table + positions, table if has_head else 0, layers, tower)
 

@@ -1,5 +1,10 @@
-"""Activations in plain torch, by the names that configurations use."""
+"""Activations in plain torch, by the names that configurations use.
 
+`silu<7` is one with a bound: what it makes of the gate is 7 at most, and what that is multiplied with is cut
+to -7 and 7.
+"""
+
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,9 +18,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 NUMBERS = {name: number for number, name in enumerate((*ACTIVATIONS, "clamped_swiglu"))}
-"""In C, as in csrc/activations.h."""
 _CLAMP, _SLOPE = 7.0, 1.702
 """Of gpt-oss."""
+
+
+def bounded(activation: str) -> tuple[str, float]:
+    """Its name without the bound, and that; infinity: it has none."""
+    name, _, bound = activation.partition("<")
+    return name, float(bound or math.inf)
+
+
+def in_c(activation: str) -> tuple[int, float]:
+    """Its number in csrc/activations.h, and its bound, or 0."""
+    name, bound = bounded(activation)
+    return NUMBERS[name], bound if bound < math.inf else 0.0
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
@@ -24,4 +40,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=_CLAMP), up.clamp(-_CLAMP, _CLAMP)
         return gate * (gate * _SLOPE).sigmoid() * (up + 1)
-    return ACTIVATIONS[activation](gate) * up
+    name, bound = bounded(activation)
+    if bound < math.inf:
+        return ACTIVATIONS[name](gate).clamp(max=bound) * up.clamp(-bound, bound)
+    return ACTIVATIONS[name](gate) * up

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.config.facts import Routing
 from quire.kernels import cpu_experts
-from quire.kernels.activations import NUMBERS
+from quire.kernels.activations import in_c
 from quire.kernels.attention import KEPT
 from quire.kernels.native import Kernel, structure
 from quire.kernels.ops import Entry
@@ -27,7 +27,7 @@ _NormJob = structure(
     "out x weight bias residual", "num_rows size stride out_stride centred bf16 weight_bf16", "eps"
 )
 _activate = Kernel("quire_activate")
-_ActivateJob = structure("out x", "num_rows size stride activation gated bf16")
+_ActivateJob = structure("out x", "num_rows size stride activation gated bf16", "bound")
 _change = Kernel("quire_change")
 _ChangeJob = structure("x other", "num_rows size stride other_stride change bf16", "by")
 _SCALE, _SOFTCAP, _ADD, _WEIGH, _WEIGH_ROWS, _SCALE_ROWS, _SCALE_COLUMNS = range(7)
@@ -126,15 +126,17 @@ class CPUOps(Reference):
     def _activated(self, x: Tensor, activation: str, size: int) -> Tensor:
         x = _in_rows(x)
         out = torch.empty(len(x), size, dtype=x.dtype)
+        number, bound = in_c(activation)
         job = _ActivateJob(
             out.data_ptr(),
             x.data_ptr(),
             len(x),
             size,
             x.stride(0),
-            NUMBERS[activation],
+            number,
             size < x.shape[1],
             x.dtype == torch.bfloat16,
+            bound,
         )
         _activate(job, out, x)
         return out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.config.facts import Routing
-from quire.kernels.activations import NUMBERS
+from quire.kernels.activations import in_c
 from quire.kernels.experts import ExpertAdapters
 from quire.kernels.linear import FORMS, PANEL, Matrix
 from quire.kernels.native import Kernel, structure
@@ -30,6 +30,7 @@ _ExpertsJob = structure(
     "slots gate_up_a gate_up_b down_a down_b ranks",
     "num_tokens per_token num_experts num_parts hidden size x_stride activation bf16 "
     "prepared_x_bytes prepared_inner_bytes rank slot_stride adapter_bf16",
+    "bound",
 )
 
 
@@ -80,7 +81,7 @@ class Experts:
         assert len(gate_up) == len(down) and len(parts) == len(down) * len(gate_up[0])
         assert len({(part.columns, part.interleaved) for part in parts}) == 1
         assert len({(part.rows, part.columns, part.interleaved) for part in down}) == 1
-        self.activation = NUMBERS[activation]
+        self.activation, self.bound = in_c(activation)
         self._first, self._last, self._num_parts = parts[0], down[0], len(gate_up[0])
         self._num_experts, self._hidden, self._size = len(down), down[0].rows, down[0].columns
         assert sum(part.rows for part in gate_up[0]) == 2 * self._size
@@ -144,6 +145,7 @@ class Experts:
             self._first.prepared_bytes,
             self._last.prepared_bytes,
             *sizes,
+            self.bound,
         )
         _experts(job, out, x, ids, weights, *scratch, *held, *self._keep)
 

@@ -56,9 +56,10 @@ class Decoder(nn.Module):
                 facts.max_len, facts.hidden, body / self.places, first=self.first_place
             )
         rope = cache(lambda rope: Rope(rope, scope))  # a table for each kind of layer, not for each layer
+        own = [(i, facts.layers[i]) for i in stage.layers(len(facts.layers))]
         self.layers = nn.ModuleList(
-            self.Layer(facts, facts.layers[i], rope(facts.layers[i].rope), body / self.stack / i)
-            for i in stage.layers(len(facts.layers))
+            self.Layer(facts.of_layer(layer), layer, rope(layer.rope), body / self.stack / i)
+            for i, layer in own
         )
         self.hidden = facts.hidden
         levels = 0 if facts.media is None else facts.media.levels

@@ -61,7 +61,7 @@ class MTP(DraftHead):
         self.token_norm = norm_of(facts, at(names.token_norm))
         self.states_norm = norm_of(facts, at(names.states_norm))
         self.join = WholeLinear(2 * facts.hidden, facts.hidden, at(names.join))
-        self.layer = MODELS[of].Layer(facts, layer, Rope(layer.rope, scope), at(names.layer))
+        self.layer = MODELS[of].Layer(facts.of_layer(layer), layer, Rope(layer.rope, scope), at(names.layer))
         self.norm = norm_of(facts, at(names.last))
 
     def forward(self, batch: Batch, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -190,7 +190,7 @@ def test_real_shapes_in_e4m3(num: int, blocked: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS[:2], ids=str)
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu", "silu<0.3"])
 def test_every_activation(activation: str, plan: Plan) -> None:
     x, experts = 4 * random(2, 32), layer(4, 32, 32)
     ids, weights = pairs(2, 2, 4)

@@ -91,7 +91,7 @@ def test_changes_in_place(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "clamped_swiglu", "silu<1.5"])
 def test_gated(activation: str, dtype: torch.dtype) -> None:
     gate_up = 4 * random(3, 2 * 70, dtype=dtype)
     same(ops.gated(gate_up, activation), reference.gated(gate_up, activation), dtype)

@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-/* The same numbers as in cpu.py. */
+/* The same numbers as in activations.py. */
 enum { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU };
 
 #define CLAMP 7.0f /* of CLAMPED_SWIGLU */
@@ -67,9 +67,10 @@ INLINE void activate_lanes(int kind, int count, vf *x)
     }
 }
 
-/* `count` vectors: out = act(x), times `up` if there is one. Only the last may have less than LANES `left`. `out` may be `x`. */
-INLINE void activate_some(int kind, int count, const void *x, long at, const void *up, long up_at, void *out, long out_at,
-                          long left, int bf16)
+/* `count` vectors: out = act(x), times `up` if there is one. Only the last may have less than LANES `left`. `out` may be `x`.
+ * If there is a `bound`, what x becomes is that at most, and `up` lies within it. */
+INLINE void activate_some(int kind, float bound, int count, const void *x, long at, const void *up, long up_at, void *out,
+                          long out_at, long left, int bf16)
 {
     vf values[SIDE];
     for (int i = 0; i < count; i++)
@@ -80,6 +81,10 @@ INLINE void activate_some(int kind, int count, const void *x, long at, const voi
             vf by = take(up, bf16, up_at + i * LANES, left - i * LANES);
             if (kind == CLAMPED_SWIGLU)
                 by = smaller(splat(CLAMP), larger(splat(-CLAMP), by)) + 1.0f;
+            if (bound > 0.0f) {
+                values[i] = smaller(splat(bound), values[i]);
+                by = smaller(splat(bound), larger(splat(-bound), by));
+            }
             values[i] = rounded(values[i], bf16) * by;
         }
         put(out, bf16, out_at + i * LANES, left - i * LANES, values[i]);
@@ -87,13 +92,14 @@ INLINE void activate_some(int kind, int count, const void *x, long at, const voi
 }
 
 /* The same for `size` columns. */
-INLINE void activate(int kind, const void *x, long at, const void *up, long up_at, void *out, long out_at, long size, int bf16)
+INLINE void activate(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
+                     long size, int bf16)
 {
     long i = 0;
     for (; i + SIDE * LANES <= size; i += SIDE * LANES)
-        activate_some(kind, SIDE, x, at + i, up, up_at + i, out, out_at + i, SIDE * LANES, bf16);
+        activate_some(kind, bound, SIDE, x, at + i, up, up_at + i, out, out_at + i, SIDE * LANES, bf16);
     for (; i < size; i += LANES)
-        activate_some(kind, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
+        activate_some(kind, bound, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
 }
 
 #endif

@@ -141,6 +141,7 @@ typedef struct {
     int64_t num_tokens, per_token, num_experts, num_parts, hidden, size, x_stride, activation, bf16;
     int64_t prepared_x_bytes, prepared_inner_bytes; /* of a row */
     int64_t rank, slot_stride, adapter_bf16;        /* from one slot to the next: all four matrices lie in one piece of it */
+    double bound;                                   /* of the activation, or 0 */
 } ExpertsJob;
 
 static LinearJob product_of(const ExpertsJob *job, const Group *group, int which)
@@ -238,7 +239,7 @@ static void activate_rows(const ExpertsJob *job)
         for (; row >= group->first + group->count; group++)
             ;
         float *at = job->inner + row * 2 * size;
-        activate((int)job->activation, at, 0, at, size, at, 0, size, 0);
+        activate((int)job->activation, (float)job->bound, at, 0, at, size, at, 0, size, 0);
         LinearJob product = product_of(job, group, DOWN);
         prepare(&product, row - group->first, job->prepared_inner + group->prepared[DOWN] * job->prepared_inner_bytes);
     }

@@ -96,6 +96,7 @@ typedef struct {
     void *out;
     const void *x; /* gated: what is activated and what it is multiplied with, side by side */
     int64_t num_rows, size, stride, activation, gated, bf16;
+    double bound; /* or 0 */
 } ActivateJob;
 
 INLINE void activate_rows(const ActivateJob *job, int bf16)
@@ -105,7 +106,7 @@ INLINE void activate_rows(const ActivateJob *job, int bf16)
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++) {
         long row = task / pieces, i = task % pieces * COLUMNS, left = job->size - i, at = row * job->stride + i;
-        activate((int)job->activation, job->x, at, up, at + job->size, job->out, row * job->size + i,
+        activate((int)job->activation, (float)job->bound, job->x, at, up, at + job->size, job->out, row * job->size + i,
                  left < COLUMNS ? left : COLUMNS, bf16);
     }
 }

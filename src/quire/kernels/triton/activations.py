@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.activations import bounded
 from quire.kernels.triton.launch import follow, launch, overlap
 
 _AT_ONCE = 2048
@@ -40,6 +41,21 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     return y
 
 
+@triton.constexpr_function
+def has_bound(activation: str) -> bool:
+    return "<" in activation
+
+
+@triton.constexpr_function
+def bound_of(activation: str) -> float:
+    return bounded(activation)[1]
+
+
+@triton.constexpr_function
+def name_of(activation: str) -> str:
+    return bounded(activation)[0]
+
+
 @triton.jit
 def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """act(gate) * up."""
@@ -49,6 +65,12 @@ def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor
         g = tl.minimum(gate.to(tl.float32), 7.0)
         u = tl.clamp(up.to(tl.float32), -7.0, 7.0)
         y = (g * tl.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
+    elif has_bound(ACTIVATION):
+        BOUND: tl.constexpr = bound_of(ACTIVATION)
+        g = tl.minimum(
+            activated(gate.to(tl.float32), name_of(ACTIVATION)).to(gate.dtype).to(tl.float32), BOUND
+        )
+        y = (g * tl.clamp(up.to(tl.float32), -BOUND, BOUND)).to(gate.dtype)
     else:
         y = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype) * up
     return y
