@@ -110,7 +110,8 @@ def _kept(name: str) -> str:
 
 
 def _group(read: object) -> str:
-    return str(getattr(read, "__module__", "")).rpartition(".")[2]
+    module = str(getattr(read, "__module__", "")).rpartition(".")[2]
+    return "moe" if module == "step" else module
 
 
 if __name__ == "__main__":

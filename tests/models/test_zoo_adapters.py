@@ -34,6 +34,7 @@ QUICK = [
     "Qwen3MoeForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Starcoder2ForCausalLM",
+    "Step3p5ForCausalLM",
 ]
 """Those that are least like Llama, and that no other test of adapters has."""
 NOT_BY_PEFT = {

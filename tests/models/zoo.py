@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from step_twin import step35
+
 from quire.config.families import FAMILIES
 
 Settings = dict[str, Any]
@@ -108,6 +110,24 @@ _DEEPSEEK: Settings = {
 
 _INDEXED = _DEEPSEEK | {"index_topk": 48, "index_head_dim": 16, "index_n_heads": 2}
 
+_STEP: Settings = {
+    "num_hidden_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "num_attention_groups": 2,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16},
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    "moe_layers_enum": "1,2",
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 40,
+    "moe_router_scaling_factor": 1.7,
+    "swiglu_limits": [0.0, 0.0, 0.3, 0.0],
+    "swiglu_limits_shared": [0.5, 0.0, 0.4, 0.0],
+}
 _HYBRID: Settings = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -337,6 +357,18 @@ ZOO: dict[str, Specimen] = {
     ),
     "MiniMaxM2ForCausalLM": Specimen(
         {"num_local_experts": 6, "num_experts_per_tok": 2}, {"half-turned": {"rotary_dim": 8}}
+    ),
+    "Step3p5ForCausalLM": Specimen(
+        _STEP,
+        {
+            "biases": BIASES | {"swiglu_limits": None, "swiglu_limits_shared": None},
+            "stretched": {
+                "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64}
+                | {"low_freq_factor": 1.0, "high_freq_factor": 32.0},
+                "yarn_only_types": ["full_attention"],
+            },
+        },
+        step35,
     ),
     "DeepseekV2ForCausalLM": Specimen(
         _DEEPSEEK | {"topk_method": "group_limited_greedy"},

@@ -389,6 +389,24 @@ class StepStand(Stand):
         return inputs | {"squares": squares}
 
 
+class Step37Stand(StepStand):
+    """The same for a model that takes windows and wholes apart."""
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        inputs = dict(super().__call__(images, text, return_tensors))
+        counts = [sum(map(len, self.cut(image)[0])) for image in images]
+        wholes, windows, squares = [], [], iter(inputs.pop("squares"))
+        for count in counts:
+            windows += [next(squares) for _ in range(count)]
+            wholes.append(next(squares))
+        local = torch.stack(windows) if windows else None
+        of_images = {"pixel_values": torch.stack(wholes), "pixel_values_local": local}
+        return inputs | of_images | {"num_local_patches": counts}
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.cat(list(model.get_image_features(**inputs).pooler_output))
+
+
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -416,11 +434,47 @@ def _step_vl() -> tuple[Any, Any, Any, str]:
     return step, config, StepStand(tokenizer), "<im_patch>"
 
 
+def _step37() -> tuple[Any, Any, Any, str]:
+    import transformers as hf
+
+    _, config, stand, mark = _step_vl()
+    text = TEXT | {
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 7,
+        "num_sliding_attention_heads": 6,
+        "rope_theta": [5000000.0, 10000.0, 10000.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0],
+        "moe_layers_enum": "1,2",
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 24,
+        "share_expert_dim": 24,
+        "swiglu_limits": [0.0, 0.0, 0.1],
+        "swiglu_limits_shared": [0.1, 0.0, 0.0],
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+    }
+    own = {key: config[key] for key in ("image_token_id", "projector_bias", "vision_config")}
+
+    def make(config: Any) -> Any:
+        """Its patches turn by their column first: see `test_published.py`."""
+        model = hf.Step3p7ForConditionalGeneration(config)
+        rotary = model.model.vision_model.rotary_emb
+        turns = rotary.recomposition_frequencies
+        rotary.recomposition_frequencies = lambda freqs: turns(freqs.flip(1))
+        return model
+
+    return make, hf.Step3p7Config(text_config=text, **own), Step37Stand(stand.tokenizer), mark
+
+
 MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
     "dots_ocr": _dots_ocr,
     "kimi_k25": _kimi_k25,
     "minicpm_v26": _minicpm_v(2.6),
     "minicpm_v45": _minicpm_v(4.5),
     "minicpm_v46": _minicpm_v46,
+    "step37": _step37,
     "step_vl": _step_vl,
 }

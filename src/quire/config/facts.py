@@ -252,6 +252,8 @@ class ArchFacts:
     """Whether each head has a logit that takes part in its softmax and has no value."""
     output_gate: bool = False
     """Whether each head's output is weighed by a gate that comes with its query."""
+    head_gate: bool = False
+    """Whether it is weighed by one number."""
     attention_scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None

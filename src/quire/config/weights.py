@@ -107,7 +107,7 @@ def _mixture(facts: ArchFacts, mixer: int) -> LayerWeights:
 
 def _attention(facts: ArchFacts) -> int:
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    gates = queries if facts.output_gate else 0
+    gates = queries if facts.output_gate else facts.heads * facts.head_gate
     biases = (queries + 2 * keys) * facts.qkv_bias
     return facts.hidden * (2 * queries + gates + 2 * keys) + biases
 

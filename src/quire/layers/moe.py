@@ -41,8 +41,12 @@ class Names(NamedTuple):
     """This one may be beside it."""
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: str = "shared_expert_gate"
+    shared_alias: str = ""
+    """What transformers calls the shared one, where that is another name."""
 
 
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+"""What checkpoints call the numbers of a layer."""
 _FACTORS = {"relu2": "relu"}
 """An activation of x -> the one that it is x times: experts without a gate have `up` for one."""
 NAMES = {
@@ -57,6 +61,14 @@ NAMES = {
     "exaone": Names(choice_bias="e_score_correction_bias", shared="mlp.shared_experts"),
     "minimax": Names(
         "block_sparse_moe", experts=("experts", "w1", "w3", "w2"), choice_bias="e_score_correction_bias"
+    ),
+    "step": Names(
+        "moe",
+        stored="apart",
+        experts=("", "gate_proj", "up_proj", "down_proj"),
+        choice_bias="router_bias",
+        shared="share_expert",
+        shared_alias="mlp.shared_experts",
     ),
     "hunyuan": Names(router="gate.wg", shared="mlp.shared_mlp"),
     "granite": Names(
@@ -101,8 +113,11 @@ def _as_stored(names: Names, moe: MoeFacts, hidden: int, scope: Scope) -> Names:
     is_bare = names.stored == "across" and shape == (moe.experts, hidden, moe.intermediate)
     if (is_each and is_one) or (is_bare and hidden != moe.intermediate):
         return names._replace(stored="bare", experts=(where, "gate_up_proj", "down_proj"))
-    if names == NAMES["across"] and scope.is_stored(f"{scope.name}.{where}.0.gate_proj.weight"):
+    first = f"{scope.name}.experts.0.gate_proj"
+    if names == NAMES["across"] and scope.is_stored(f"{first}.weight"):
         return Names()
+    if names == NAMES["step"] and any(scope.is_stored(f"{first}.{kind}") for kind in _WEIGHTS):
+        return names._replace(stored="each", experts=("experts", *names.experts[1:]))
     return names
 
 
@@ -401,6 +416,8 @@ class MoE(nn.Module):
                 names=names.shared_parts,
                 sums=False,
             )
+            if names.shared_alias:
+                _rename_points(self.shared, (layer / names.shared).name, (layer / names.shared_alias).name)
             if moe.shared_gate:
                 self.shared_gate = WholeLinear(facts.hidden, 1, scope / names.shared_gate)
         self.sum = scope.group.all_reduce if scope.group.size > 1 else None
@@ -425,6 +442,14 @@ class MoE(nn.Module):
         assert self.shared is not None
         shared: Tensor = self.shared(x)
         return shared if self.shared_gate is None else self.ops.weigh(shared, self.shared_gate(x))
+
+
+def _rename_points(layer: nn.Module, name: str, alias: str) -> None:
+    """Adapters for what is inside of it may call it by either name."""
+    for each in layer.modules():
+        if isinstance(each, Linear) and each.point is not None:
+            places = each.point.places
+            places |= {own.replace(name, alias, 1): place for own, place in places.items()}
 
 
 class ChoiceBias(nn.Module):

@@ -55,6 +55,7 @@ MODELS = LazyTable(
         "FlexOlmoForCausalLM": "quire.models.olmo2:Olmo2",
         "GraniteMoeSWAForCausalLM": "quire.models.llama:Llama",
         "MiniMaxM2ForCausalLM": "quire.models.llama:Llama",
+        "Step3p5ForCausalLM": "quire.models.step:Step35",
         "DeepseekV2ForCausalLM": "quire.models.deepseek:Deepseek",
         "DeepseekV3ForCausalLM": "quire.models.deepseek:Deepseek",
         "DeepseekV32ForCausalLM": "quire.models.deepseek:Deepseek",

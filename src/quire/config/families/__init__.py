@@ -9,6 +9,7 @@ import quire.config.families.gguf as gguf
 import quire.config.families.latent as latent
 import quire.config.families.moe as moe
 import quire.config.families.state as state
+import quire.config.families.step as step
 import quire.config.families.windows as windows
 from quire.config.facts import ArchFacts
 from quire.config.gguf import GGUFFile
@@ -84,6 +85,7 @@ FAMILIES = {
     "FlexOlmoForCausalLM": Family("flex_olmo", moe.flex_olmo),
     "GraniteMoeSWAForCausalLM": Family("granitemoe_swa", moe.granite_moe_swa),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", moe.minimax_m2),
+    "Step3p5ForCausalLM": Family("step3p5", step.step35),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),
     "DeepseekV32ForCausalLM": Family("deepseek_v32", latent.indexed),

@@ -49,6 +49,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
+    "Step3p7ForConditionalGeneration": step.step37,
     "StepVLForConditionalGeneration": step.step_vl,
     "VoxtralForConditionalGeneration": qwen_audio.voxtral,
     "WhisperForConditionalGeneration": whisper.whisper,

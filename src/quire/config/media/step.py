@@ -1,4 +1,4 @@
-"""Step3-VL: a perception encoder over an image and its windows, in front of a decoder of Qwen3's kind."""
+"""Step3-VL and Step-3.7: a perception encoder over an image and its windows, in front of a decoder."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,20 @@ class StepFacts:
 
 
 def step_vl(keys: Keys) -> tuple[Keys, MediaFacts]:
-    text, vision = text_part(keys, default="qwen3"), part(keys, "vision_config")
+    return _read(keys, text_part(keys, default="qwen3"))
+
+
+def step37(keys: Keys) -> tuple[Keys, MediaFacts]:
+    return _read(keys, text_part(keys, default="step3p5"))
+
+
+_NAMES = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
+"""What transformers calls it, and what StepFun does."""
+
+
+def _read(keys: Keys, text: Keys) -> tuple[Keys, MediaFacts]:
+    vision = part(keys, "vision_config")
+    vision = vision.but(**{own: vision.get(own) or vision.get(other) for other, own in _NAMES.items()})
     hidden = vision.size("width", 1536)
     vit = ViTFacts(
         layers=vision.size("layers", 47),

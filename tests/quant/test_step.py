@@ -1,0 +1,85 @@
+"""Step-3.5 in fewer bits: experts in one tensor or each by itself, whose activations have bounds."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from formats import STORED
+from oracle import load_tiny, make_tiny, random_prompts, run_paged
+from requantized import loaded
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.config.quant import ONLINE
+from quire.kernels import native
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "share_expert_dim": 128,
+    "attention_other_setting": {"num_attention_heads": 6},
+}
+
+
+def logits(model: Any) -> Tensor:
+    return torch.cat(run_paged(model, random_prompts(17, 10), [[9, 5], [1, 4], [7, 1]]))
+
+
+def apart(ours: Tensor, expected: Tensor) -> float:
+    return float((ours - expected).norm() / expected.norm())
+
+
+def pack(path: Path, format: str, *, each: bool) -> Tensor:
+    """Store the weights at `path` in a format, and say what a model with the same weights in float32 says,
+    which are in a folder `wide` beside it."""
+    config, packer = STORED[format]
+    packed, wide = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(path / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or "g_proj" in name:
+            packed[name] = wide[name] = weight
+        elif weight.ndim == 2:
+            tensors, wide[name] = packer(layer, weight)
+            packed |= {f"{layer}.{suffix}": tensor.clone() for suffix, tensor in tensors.items()}
+        else:
+            found = [packer(layer, expert) for expert in weight]
+            wide[name] = torch.stack([numbers for _, numbers in found])
+            where, _, last = layer.rpartition(".")
+            for suffix in found[0][0]:
+                parts = [tensors[suffix].clone() for tensors, _ in found]
+                if each:
+                    packed |= {f"{where}.experts.{i}.{last}.{suffix}": own for i, own in enumerate(parts)}
+                else:
+                    packed[f"{layer}.{suffix}"] = torch.stack(parts)
+    save_file(wide, path / "model.safetensors")
+    shutil.copytree(path, path.parent / "wide")
+    expected = logits(load_tiny(path))
+    save_file(packed, path / "model.safetensors")
+    said = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(said))
+    return expected
+
+
+@pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
+@pytest.mark.parametrize(("format", "each"), [("fp8 block", False), ("packed", True)])
+def test_stored_experts(
+    format: str, each: bool, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales of another expert; a bound that only plain weights have."""
+    if not in_c:
+        monkeypatch.setattr(native, "library", lambda: None)
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
+    expected = pack(path, format, each=each)
+    assert apart(logits(loaded(path)), expected) < 5e-3
+
+
+@pytest.mark.parametrize("quant", ["fp8", "int8"])
+def test_narrowed_while_it_is_loaded(quant: str, tmp_path: Path) -> None:
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
+    expected = pack(path, f"{quant} channel", each=False)
+    assert apart(logits(load_tiny(tmp_path / "wide", quant=ONLINE[quant])), expected) < 5e-3
