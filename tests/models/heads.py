@@ -54,9 +54,17 @@ def add_prediction(path: Path, extra: list[str], weights: Weights) -> None:
 
 @torch.no_grad()
 def mtp(
-    hf: Any, layer: Any, weights: Weights, tokens: Tensor, states: Tensor, names: dict[str, str], plus: float
+    hf: Any,
+    layer: Any,
+    weights: Weights,
+    tokens: Tensor,
+    states: Tensor,
+    names: dict[str, str],
+    plus: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """With a layer of transformers; norms multiply by their weights and `plus`."""
+    """With a layer of transformers; norms multiply by their weights and `plus`. One with a `window` turns by
+    the table of that kind of layers."""
 
     def normed(x: Tensor, name: str) -> Tensor:
         return norm(x, weights[f"{names[name]}.weight"] + plus)
@@ -64,7 +72,9 @@ def mtp(
     both = torch.cat((normed(tokens, "token_norm"), normed(states, "states_norm")), -1)
     x, places = (both @ weights[f"{names['join']}.weight"].T)[None], torch.arange(len(tokens))[None]
     mask = torch.full((len(tokens),) * 2, -torch.inf).triu(1)[None, None]
-    turns = hf.model.rotary_emb(x, places)
+    if window:
+        mask += torch.full_like(mask, -torch.inf).tril(-window)
+    turns = hf.model.rotary_emb(x, places, *(["sliding_attention"] if window else []))
     x = layer(x, attention_mask=mask, position_ids=places, position_embeddings=turns)
     x = (x if isinstance(x, Tensor) else x[0])[0]
     return normed(x, "last"), x

@@ -1,5 +1,6 @@
 """Drafts behind steps of a target, against the same computed anew from all tokens."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 from heads import (
     CONFIG,
+    EPS,
     HIDDEN,
     VOCAB,
     add_prediction,
@@ -331,6 +333,34 @@ def test_mtp(folder: Path, family: str) -> None:
 
     pair = Pair(path, "mtp", of_states=is_qwen)
     (drive_accepting if is_qwen else drive)(pair, expected)
+
+
+def test_mtp_of_step(folder: Path) -> None:
+    """A layer with a window, bounded experts and the heads of such layers, behind one without; on states that
+    have passed no norm."""
+    path, hf = make_tiny("step3p5", folder / "mtp", rms_norm_eps=EPS)
+    torch.manual_seed(3)
+    names = DEEPSEEK | {"last": "model.layers.2.transformer.shared_head.norm"}
+    weights = norm_weights(*(names[name] for name in ("token_norm", "states_norm", "last")))
+    weights[f"{names['join']}.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN)
+    kinds = hf.config.layer_types
+    add_prediction(path, ["model.layers.2"] * 2, weights)
+    config = json.loads((path / "config.json").read_text()) | {"layer_types": kinds}
+    (path / "config.json").write_text(json.dumps(config))
+    layer, hf.model.layers, hf.model.config.num_hidden_layers = hf.model.layers[2], hf.model.layers[:2], 2
+    noted: list[Tensor] = []
+    hf.model.norm.register_forward_pre_hook(lambda _, given: noted.append(given[0][0]))
+
+    def head(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return mtp(hf, layer, weights, tokens, states, names, plus=1.0, window=5)
+
+    @torch.no_grad()
+    def expected(tokens: list[int], count: int) -> list[int]:
+        states_of(hf, tokens[:-1], [])
+        say = lambda x: int(hf.lm_head(x).argmax())  # noqa: E731
+        return drafted(head, hf.model.embed_tokens.weight, say, tokens, noted.pop(), count)
+
+    drive(Pair(path, "mtp"), expected)
 
 
 @pytest.mark.parametrize(

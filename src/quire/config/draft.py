@@ -23,10 +23,13 @@ _PREDICTS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "Step3p5ForCausalLM",
 )
 """Whose checkpoints have layers that predict more than one token."""
 
 
+_BEFORE_THE_NORM = ("Step3p5ForCausalLM",)
+"""Of those: whose layers take the target's states before its last norm, not behind it."""
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """Drafts that the worker makes."""
 
@@ -182,6 +185,9 @@ def _predicting(target: ArchFacts, path: Path) -> ArchFacts:
             f"{path}: a {target.architecture} has no layers for multi-token prediction; "
             f"those that have: {', '.join(_PREDICTS)}"
         )
-    layer = next(layer for layer in reversed(target.layers) if layer.mixer in ("attention", "latent"))
-    head = HeadFacts(target.hidden, layers_of=target.architecture, first=len(target.layers))
+    layer, count = target.predicting, len(target.layers)
+    if layer is None:
+        layer = next(layer for layer in reversed(target.layers) if layer.mixer in ("attention", "latent"))
+    taps = (count,) if target.architecture in _BEFORE_THE_NORM else ()
+    head = HeadFacts(target.hidden, taps=taps, layers_of=target.architecture, first=count)
     return replace(target, architecture="MTP", layers=(layer,), drafts=head, state=None)

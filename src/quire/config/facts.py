@@ -165,7 +165,8 @@ class HeadFacts:
 
     target_hidden: int
     taps: tuple[int, ...] = ()
-    """It takes what goes into these layers of the target, side by side; none: what the target's head sees."""
+    """It takes what goes into these layers of the target, side by side; the number behind that of the last
+    layer is what comes out of that. None: what the target's head sees."""
     vocab: int = 0
     """How many tokens its own output head knows; 0: it has none, or one of all tokens."""
     keeps_normed: bool = False
@@ -270,6 +271,8 @@ class ArchFacts:
     """An expression that finds the tensors of the checkpoint which are passed over on purpose."""
     media: MediaFacts | None = None
     """Set of a model that takes in more than text, unless nobody asked for that."""
+    predicting: LayerFacts | None = None
+    """The layer of the checkpoint that predicts the next token but one, where it is not like the last."""
     drafts: HeadFacts | None = None
     """Set of a model that only drafts."""
     borrowed: Borrowed | None = None

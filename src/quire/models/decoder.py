@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         return out
 
     def tap(self, layers: tuple[int, ...], max_tokens: int, device: torch.device) -> None:
-        """From now on, note in `batch.taps` what goes into these layers."""
+        """From now on, note in `batch.taps` what goes into these layers, or comes out of the last."""
         self.taps, self.tapped = layers, torch.arange(max_tokens, device=device)
 
     def _layer_by_layer(
@@ -106,14 +106,20 @@ class Decoder(nn.Module):
             tokens, vectors = batch.embeds
             _, *added = vectors.split(self.hidden, 1)
         for number, layer in enumerate(self.layers):
-            if number in self.taps:  # copies, since layers add in place; by kernels that a tape can hold
-                copied = self.ops.embed(places, x if residual is None else residual)
-                states[number] = copied if residual is None else self.ops.add(copied, x)
+            if number in self.taps:
+                states[number] = self._summed(places, x, residual)
             x, residual = layer(x, residual, batch)
             if number < len(added):
                 x.index_add_(0, tokens, added[number].to(x.dtype))
+        if len(self.layers) in self.taps:
+            states[len(self.layers)] = self._summed(places, x, residual)
         batch.taps = tuple(states[number] for number in self.taps)
         return x, residual
+
+    def _summed(self, places: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        """A copy, since layers add in place; by kernels that a tape can hold."""
+        copied = self.ops.embed(places, x if residual is None else residual)
+        return copied if residual is None else self.ops.add(copied, x)
 
     def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Where learned positions are the residual, the first norm adds the two."""

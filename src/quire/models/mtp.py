@@ -37,7 +37,9 @@ _DEEPSEEK = Names(
 _QWEN = Names(
     "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", True
 )
-_NAMES = {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
+_STEP = _DEEPSEEK._replace(last="model.layers.{}.transformer.shared_head.norm")
+_NAMES = {"Step3p5ForCausalLM": _STEP}
+_NAMES |= {"Qwen3NextForCausalLM": _QWEN, "Qwen3_5ForCausalLM": _QWEN, "Qwen3_5MoeForCausalLM": _QWEN}
 """By architecture; all others have DeepSeek's."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing
 from quire.config.families.decoder import check_heads, decoder, sliding_window
 from quire.config.families.dense import only, with_defaults
-from quire.config.families.moe import drafting, mixed
+from quire.config.families.moe import drafting
 from quire.config.keys import Keys
 from quire.config.rope import max_len_of, read_rope
 
@@ -33,11 +33,13 @@ def step35(keys: Keys) -> ArchFacts:
     for key, value in _ONLY.items():
         only(keys, key, value)
     keys = with_defaults(keys, **{new: keys.get(old) for old, new in _NAMES.items()})
-    head_dim, biased = keys.size("head_dim", 128), keys.flag("attention_bias")
-    facts = decoder(
+    head_dim, biased, count = keys.size("head_dim", 128), keys.flag("attention_bias"), _count(keys)
+    layers = _layers(keys, head_dim)
+    return decoder(
         keys,
         head_dim=head_dim,
-        layers=_layers(keys, head_dim),
+        layers=layers[:count],
+        predicting=layers[count] if len(layers) > count else None,
         norm="rms_plus_one",
         norm_eps=keys.number("rms_norm_eps", 1e-5),
         qkv_bias=biased,
@@ -48,8 +50,12 @@ def step35(keys: Keys) -> ArchFacts:
         attention_scale=keys.number("query_pre_attn_scalar", head_dim) ** -0.5,
         max_len=max_len_of(keys),
         unused=drafting(keys),
+        moe=_experts(keys),
     )
-    return mixed(facts, _experts(keys), _sparse(keys))
+
+
+def _count(keys: Keys) -> int:
+    return keys.size("num_hidden_layers")
 
 
 def _experts(keys: Keys) -> MoeFacts:
@@ -69,16 +75,18 @@ def _experts(keys: Keys) -> MoeFacts:
 
 
 def _layers(keys: Keys, head_dim: int) -> tuple[LayerFacts, ...]:
-    kinds = _each(keys, "layer_types", _KINDS[0])
+    """Those that draft last."""
+    kinds = _each(keys, "layer_types", _KINDS[0], more="mtp_layer_types")
     if not {*kinds} <= {*_KINDS}:
         raise keys.wrong("layer_types", f"one of {', '.join(_KINDS)} for each layer")
     ropes, turning = _ropes(keys, head_dim, kinds), _each(keys, "use_rope_layers", True)
     window, heads = sliding_window(keys, None), _heads_of_windows(keys, head_dim)
     bounds = zip(_each(keys, "swiglu_limits_shared"), _each(keys, "swiglu_limits"), strict=True)
-    layers = []
+    sparse, layers = _sparse(keys), list[LayerFacts]()
     for kind, rope, turns, (bound, expert_bound) in zip(kinds, ropes, turning, bounds, strict=True):
         layer = LayerFacts(
             rope if turns else None,
+            moe=len(layers) in sparse,
             activation=_bounded(keys, bound),
             expert_activation=_bounded(keys, expert_bound),
         )
@@ -136,9 +144,10 @@ def _sparse(keys: Keys) -> set[int]:
     """The layers with experts, by their numbers or by a name for each."""
     kinds, given = keys.get("mlp_layer_types"), keys.get("moe_layers_enum")
     if kinds is not None:
-        return {layer for layer, kind in enumerate(_each(keys, "mlp_layer_types")) if kind == "sparse"}
+        kinds = _each(keys, "mlp_layer_types", more="mtp_mlp_layer_types")
+        return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
     if given is None:
-        return set(range(3, keys.size("num_hidden_layers")))
+        return set(range(3, _count(keys)))
     numbers = given.split(",") if isinstance(given, str) else given
     try:
         return {int(number) for number in numbers}
@@ -146,11 +155,12 @@ def _sparse(keys: Keys) -> set[int]:
         raise keys.wrong("moe_layers_enum", "numbers of layers with commas between them") from None
 
 
-def _each(keys: Keys, key: str, default: Any = None) -> list[Any]:
-    """What is said of each layer, or of all."""
-    count, given = keys.size("num_hidden_layers"), keys.get(key)
+def _each(keys: Keys, key: str, default: Any = None, more: str = "") -> list[Any]:
+    """What is said of each layer, or of all; of those that draft, which may be said elsewhere, too."""
+    count, given, behind = _count(keys), keys.get(key), keys.get("num_nextn_predict_layers") or 0
     if not isinstance(given, list):
-        return [default if given is None else given] * count
+        return [default if given is None else given] * (count + behind)
     if given and len(given) < count:
         raise keys.wrong(key, f"{count} entries")
-    return given[:count] or [default] * count
+    given = [*given[: count + behind], *(keys.get(more) or [])]
+    return given + [default] * (count + behind - len(given))
