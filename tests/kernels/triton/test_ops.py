@@ -1,5 +1,9 @@
 """The Triton operations against the torch ones; in the interpreter where there is no GPU."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +99,26 @@ def test_changes_in_place(dtype: torch.dtype) -> None:
 def test_gated(activation: str, dtype: torch.dtype) -> None:
     gate_up = 4 * random(3, 2 * 70, dtype=dtype)
     same(ops.gated(gate_up, activation), reference.gated(gate_up, activation), dtype)
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from quire.kernels.triton.activations import _gated
+
+constants = {"ACTIVATION": "silu<1.5", "BLOCK": 2048, "OVERLAP": False}
+pointers = {"out": "*bf16", "x": "*bf16", "size": "i32", "stride": "i32"}
+source = ASTSource(_gated, pointers | dict.fromkeys(constants, "constexpr"), constants)
+assert "1.5" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"]
+"""
+
+
+def test_a_bound_is_compiled() -> None:
+    """What the interpreter takes, and a compiler does not: a function that is none of Triton's."""
+    quiet = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

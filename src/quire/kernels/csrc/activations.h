@@ -92,14 +92,24 @@ INLINE void activate_some(int kind, float bound, int count, const void *x, long 
 }
 
 /* The same for `size` columns. */
-INLINE void activate(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
-                     long size, int bf16)
+INLINE void activate_all(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
+                         long size, int bf16)
 {
     long i = 0;
     for (; i + SIDE * LANES <= size; i += SIDE * LANES)
         activate_some(kind, bound, SIDE, x, at + i, up, up_at + i, out, out_at + i, SIDE * LANES, bf16);
     for (; i < size; i += LANES)
         activate_some(kind, bound, 1, x, at + i, up, up_at + i, out, out_at + i, size - i, bf16);
+}
+
+/* What has no bound asks for none. */
+INLINE void activate(int kind, float bound, const void *x, long at, const void *up, long up_at, void *out, long out_at,
+                     long size, int bf16)
+{
+    if (bound > 0.0f)
+        activate_all(SILU, bound, x, at, up, up_at, out, out_at, size, bf16);
+    else
+        activate_all(kind, 0.0f, x, at, up, up_at, out, out_at, size, bf16);
 }
 
 #endif

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.activations import bounded
 from quire.kernels.triton.launch import follow, launch, overlap
 
 _AT_ONCE = 2048
@@ -48,12 +47,12 @@ def has_bound(activation: str) -> bool:
 
 @triton.constexpr_function
 def bound_of(activation: str) -> float:
-    return bounded(activation)[1]
+    return float(activation.partition("<")[2])
 
 
 @triton.constexpr_function
 def name_of(activation: str) -> str:
-    return bounded(activation)[0]
+    return activation.partition("<")[0]
 
 
 @triton.jit
@@ -67,9 +66,8 @@ def times(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor
         y = (g * tl.sigmoid(1.702 * g) * (u + 1)).to(gate.dtype)
     elif has_bound(ACTIVATION):
         BOUND: tl.constexpr = bound_of(ACTIVATION)
-        g = tl.minimum(
-            activated(gate.to(tl.float32), name_of(ACTIVATION)).to(gate.dtype).to(tl.float32), BOUND
-        )
+        g = activated(gate.to(tl.float32), name_of(ACTIVATION)).to(gate.dtype)
+        g = tl.minimum(g.to(tl.float32), BOUND)
         y = (g * tl.clamp(up.to(tl.float32), -BOUND, BOUND)).to(gate.dtype)
     else:
         y = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype) * up
