@@ -15,6 +15,7 @@ from quire.layers.linear import GateUpLinear, Linear, QKVLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import Router
 from quire.layers.scope import Scope
+from quire.quant import plain
 from quire.quant.plain import Plain
 from quire.quant.weight import LinearShape, Weight
 
@@ -117,3 +118,16 @@ def test_a_router_asks_its_weight(scope: Scope) -> None:
     layer = Router(8, MoeFacts(experts=4, intermediate=8, routing=Routing(2)), scope)
     ready(layer)
     assert [float(part) for part in layer(X, None)] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
+def test_a_layer_in_float32_does_not_round_what_it_makes_of_narrower_numbers(
+    in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router whose logits decide by their last bits."""
+    if not in_c:
+        monkeypatch.setattr(plain, "_in_c", lambda weight: False)
+    weight = made(SHAPE)
+    assert isinstance(weight, Plain)
+    for x in (X, X.bfloat16()):
+        torch.testing.assert_close(weight(x), x.float() @ weight.weight.T)

@@ -11,10 +11,12 @@ from formats import STORED
 from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from requantized import loaded
 from safetensors.torch import load_file, save_file
+from tiny import generate, open_tiny, prompts_of
 from torch import Tensor
 
 from quire.config.quant import ONLINE
 from quire.kernels import native
+from quire.layers.moe import Router
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -65,14 +67,9 @@ def pack(path: Path, format: str, *, each: bool) -> Tensor:
     return expected
 
 
-@pytest.mark.parametrize("in_c", [False, True], ids=["torch", "c"])
 @pytest.mark.parametrize(("format", "each"), [("fp8 block", False), ("packed", True)])
-def test_stored_experts(
-    format: str, each: bool, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_experts(format: str, each: bool, tmp_path: Path) -> None:
     """Scales of another expert; a bound that only plain weights have."""
-    if not in_c:
-        monkeypatch.setattr(native, "library", lambda: None)
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
     expected = pack(path, format, each=each)
     assert apart(logits(loaded(path)), expected) < 5e-3
@@ -83,3 +80,15 @@ def test_narrowed_while_it_is_loaded(quant: str, tmp_path: Path) -> None:
     path, _ = make_tiny("Step3p5ForCausalLM", tmp_path, **SIZES)
     expected = pack(path, f"{quant} channel", each=False)
     assert apart(logits(load_tiny(tmp_path / "wide", quant=ONLINE[quant])), expected) < 5e-3
+
+
+def test_routers_are_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
+    """And its decodes are taped all the same."""
+    path, _ = make_tiny("Step3p5ForCausalLM", tmp_path)
+    llm = open_tiny(path, dtype="bfloat16")
+    generate(llm, prompts_of(5, 9), count=8)
+    worker = llm.llm_engine.core.executor._worker  # type: ignore[attr-defined]
+    routers = [module for module in worker.model.modules() if isinstance(module, Router)]
+    x = torch.randn(3, 64).bfloat16()
+    assert [router.multiply(x).dtype for router in routers] == [torch.float32] * 2
+    assert native.library() is None or any(worker._runner.device._tapes._tapes.values())

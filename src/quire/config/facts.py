@@ -88,6 +88,8 @@ class MoeFacts:
     choice_bias: bool = False
     """Whether a bias counts in the choice of the experts, and not in their weights."""
     router_bias: bool = False
+    wide_router: bool = False
+    """Whether its logits are in float32, whatever type the model has."""
     expert_bias: bool = False
     activation: str = ""
     """Where experts have another than the rest of the model."""

@@ -88,14 +88,16 @@ class Matrix:
 
 
 class Product:
-    """x W^T + bias, where W is made of `parts`, all interleaved or none, stacked along the output.
+    """x W^T + bias, where W is made of `parts`, all interleaved or none, stacked along the output. If it is
+    `wide`, in float32 whatever x is.
 
     A row of the result has the same bits alone and in any batch, with any number of threads.
     """
 
-    def __init__(self, parts: Sequence[Matrix], bias: Tensor | None = None) -> None:
+    def __init__(self, parts: Sequence[Matrix], bias: Tensor | None = None, *, wide: bool = False) -> None:
         assert len({(part.columns, part.interleaved) for part in parts}) == 1
         self.parts = tuple(parts)
+        self.wide = wide
         self.bias = None if bias is None else bias.float().contiguous()
         self._in_c = torch.tensor([part.in_c() for part in parts])
         self._keep = [self._in_c, *(tensor for part in parts for tensor in part.held)]
@@ -103,10 +105,10 @@ class Product:
         self._size_in, self._size_out = parts[0].columns, sum(part.rows for part in parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, size_in] -> [T, size_out], both float32 or both bfloat16."""
+        """[T, size_in], float32 or bfloat16 -> [T, size_out], the same unless it is `wide`."""
         assert x.dtype in FORMS and x.stride(1) == 1 and x.shape[1] == self._size_in
         num_rows, is_bf16 = len(x), x.dtype == torch.bfloat16
-        out = x.new_empty(num_rows, self._size_out)
+        out = x.new_empty(num_rows, self._size_out, dtype=torch.float32 if self.wide else x.dtype)
         row_bytes = self.parts[0].prepared_bytes
         copies = torch.get_num_threads() if num_rows == 1 else 1
         kept_rows = max(num_rows, copies) + PANEL - 1
@@ -123,7 +125,7 @@ class Product:
             x.stride(0),
             self._size_out,
             is_bf16,
-            is_bf16,
+            out.dtype == torch.bfloat16,
             copies,
             row_bytes,
         )

@@ -1,6 +1,7 @@
 """A mixture of experts: the router, the experts, and the one that every token is given to."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -352,6 +353,8 @@ class Router(Linear):
     narrows = False
 
     def __init__(self, hidden: int, moe: MoeFacts, scope: Scope) -> None:
+        if moe.wide_router:  # adapters would add what is narrower
+            scope = replace(scope, dtype=torch.float32, adapters=None)
         super().__init__(hidden, {scope.name: moe.experts}, scope, bias=moe.router_bias)
         if self.point is not None and scope.name in self.point.places:
             layer, _, last = scope.name.rsplit(".", 2)

@@ -46,14 +46,14 @@ class Plain(Weight):
         return parts
 
     def find_kernels(self) -> None:
-        weight, bias = self.weight, self.bias
-        self.product = functools.partial(F.linear, weight=weight, bias=bias)
+        weight, bias, wide = self.weight, self.bias, self.shape.dtype == torch.float32
+        self.product = functools.partial(_wide_linear if wide else F.linear, weight=weight, bias=bias)
         if weight.dtype == self.shape.dtype:
             self.rows = functools.partial(choose(weight.device, weight.dtype).embed, table=weight)
         if weight.is_cuda:
             self._find_on_gpu()
         elif _in_c(weight):
-            self.product = Product([Matrix.plain(weight)], bias)
+            self.product = Product([Matrix.plain(weight)], bias, wide=wide)
             if self.rows is None:
                 self.rows = functools.partial(Lookup(Matrix.plain(weight)), dtype=self.shape.dtype)
 
@@ -109,6 +109,11 @@ class PlainFormat:
 
     def experts(self, parts: tuple[str, ...], shape: ExpertShape) -> StoredExperts:
         return PlainExperts(shape, self.kept_as)
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A layer in float32 may be given narrower numbers."""
+    return F.linear(x.float(), weight.float(), bias)
 
 
 def _in_c(weight: Tensor) -> bool:

@@ -69,6 +69,7 @@ def _experts(keys: Keys) -> MoeFacts:
             scale=keys.number("moe_router_scaling_factor", 1.0),
         ),
         choice_bias=keys.flag("use_moe_router_bias", True),
+        wide_router=keys.flag("need_fp32_gate", True),
         shared_intermediate=keys.size("share_expert_dim"),
         names="step",
     )
