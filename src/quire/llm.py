@@ -25,11 +25,12 @@ from quire.data.pooled_outputs import (
 from quire.data.pooling import PoolingParams
 from quire.errors import EngineError, RequestError
 from quire.frontend.beam import BeamSearch, continued, round_params, start_of
-from quire.frontend.chat import chat_prompt, pair_prompt, read_template
+from quire.frontend.chat import chat_prompt, read_template
 from quire.frontend.inputs import Prompt, PromptType
 from quire.frontend.outputs import AnyOutput
-from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs, text_of
+from quire.frontend.pooling import NO_TASK, cosine, pairs, pools, reads_pairs
 from quire.frontend.progress import Progress, TokenBar, with_bar
+from quire.frontend.sides import called, compared, embedded
 from quire.logs import get_logger
 from quire.metrics import Metric
 from quire.prepare import configure
@@ -280,19 +281,17 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts fit, one to one or one to many: a cross-encoder reads both at once, of an embedding
-        model it is the cosine of their embeddings."""
-        pooling = pools(self.config.pooling, "LLM.score()")
+        """How well two fit, one to one or one to many: a cross-encoder reads both at once, of an embedding
+        model it is the cosine of their embeddings. `{"content": [...]}` is one in parts, media among them."""
+        pooling, inputs = pools(self.config.pooling, "LLM.score()"), self.llm_engine.inputs
         firsts, seconds = _as_list(data_1), _as_list(data_2)
-        matched = pairs(firsts, seconds)
         if not reads_pairs(pooling):
-            parsed = self._parsed([*firsts, *seconds], tokenization_kwargs, use_tqdm)
+            bar = with_bar(called(firsts, seconds), "Rendering prompts", use_tqdm)
+            parsed = [embedded(inputs, name, each, tokenization_kwargs) for name, each in bar]
             found = self._pool(parsed, pooling_params, "embed", use_tqdm, lora_request)
-            both = pairs(found[: len(firsts)], found[len(firsts) :])
-            return [ScoringRequestOutput.from_base(cosine(*each)) for each in both]
-        texts = [(text_of(first), text_of(second)) for first, second in matched]
-        template = read_template(chat_template)
-        parsed = [pair_prompt(self.llm_engine.inputs, *each, template) for each in texts]
+            closest = pairs(found[: len(firsts)], found[len(firsts) :])
+            return [ScoringRequestOutput.from_base(cosine(*each)) for each in closest]
+        parsed = compared(inputs, firsts, seconds, read_template(chat_template) or self._template)
         found = self._pool(parsed, pooling_params, "classify", use_tqdm, lora_request)
         return [ScoringRequestOutput.from_base(each) for each in found]
 

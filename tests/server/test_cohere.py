@@ -43,7 +43,12 @@ def test_what_is_read() -> None:
     embed(engine, texts=["abcdef"], max_tokens=3, truncate="START")
     embed(engine, texts=["abc"], input_type="search_query")
     read = [prompt.token_ids for _, prompt, *_ in engine.pooled]
-    assert read == [byte_tokenizer().encode(text) for text in ("abcd", "abc", "def", "query: abc")]
+    wanted = ["user:ab\ncd\n", "abc", "def", "query: abc"]  # pieces are a message
+    assert read == [byte_tokenizer().encode(text) for text in wanted]
+    assert engine.inputs.tokenizer is not None
+    engine.inputs.tokenizer.chat_template = None
+    embed(engine, texts=None, inputs=parts, input_type="search_query")
+    assert engine.pooled[-1][1].token_ids == byte_tokenizer().encode("query: abcd")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +59,8 @@ def test_what_is_read() -> None:
             "Exactly one of texts, images, or inputs",
         ),
         ({"texts": None}, "Exactly one of texts, images, or inputs"),
-        ({"texts": None, "images": ["data:image/png;base64,AA"]}, "images are not supported"),
-        ({"texts": None, "inputs": [{"content": [{"type": "image_url"}]}]}, "images are not supported"),
+        ({"texts": None, "images": ["data:image/png;base64,AA"]}, "images: This model is not a multimodal"),
+        ({"texts": None, "inputs": [{"content": [{"type": "image_url"}]}]}, "requires image_url"),
         ({"texts": None, "inputs": [{"content": [{"type": "text"}]}]}, "requires text"),
         (
             {"input_type": "search"},

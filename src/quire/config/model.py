@@ -19,6 +19,7 @@ from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
+_CLASS_KEYS = ("id2label", "num_labels", "problem_type")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 _UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
 
@@ -82,7 +83,7 @@ def _read_directory(
 ) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
-    keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
+    whole = keys = Keys(str(path / "config.json"), _merge(read_json(path / "config.json"), overrides))
     media: MediaFacts | None = None
     if model_impl != "transformers":
         keys, media = _parted(keys)
@@ -102,7 +103,7 @@ def _read_directory(
         said = {key: generation if key in generation.values else keys for key in _UNSAID_KEYS}
         sampling |= {key: [*source.token_ids(key)] for key, source in said.items()}
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
-    pooling = read_pooling(path, keys, named)
+    pooling = read_pooling(path, *_classified(whole, keys, named))
     return Checkpoint(
         path=path,
         format="hf",
@@ -119,8 +120,17 @@ def _read_directory(
 
 def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
     """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
-    read = next((MEDIA_FAMILIES[name] for name in _architectures(keys) if name in MEDIA_FAMILIES), None)
+    named = [_media_family(name) for name in _architectures(keys)]
+    read = next((MEDIA_FAMILIES[name] for name in named if name in MEDIA_FAMILIES), None)
     return (keys, None) if read is None else read(keys)
+
+
+def _classified(whole: Keys, decoder: Keys, named: str) -> tuple[Keys, str]:
+    """What is said of pooling, and the architecture: a classifier that also sees names its classes itself,
+    whatever its decoder's part says."""
+    architecture = next((name for name in _architectures(whole) if _media_family(name) != name), named)
+    said = {key: whole.get(key) for key in _CLASS_KEYS if whole.get(key) is not None}
+    return decoder.but(**said), architecture
 
 
 def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str, ArchFacts]:
@@ -177,6 +187,13 @@ def _family(name: str) -> str:
     bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
     others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]
     return next((each for each in (name, *others) if each in FAMILIES), name)
+
+
+def _media_family(name: str) -> str:
+    """That of a classifier that also sees or hears."""
+    body = name.removesuffix(_OTHER_ENDINGS[0])
+    known = f"{body}ForConditionalGeneration"
+    return known if body != name and known in MEDIA_FAMILIES else name
 
 
 def _dtype(keys: Keys) -> str:

@@ -116,6 +116,14 @@ class MediaReader:
         self.check(given)
         return await self._kitchen.prepare(given, arguments, reading) if given and self._kitchen else []
 
+    async def prepare_each(
+        self, prompts: Sequence[Sequence[Given]], reading: Options | None, arguments: Options | None
+    ) -> list[list[Prepared]]:
+        """The same of several prompts at once, which were checked."""
+        if self._kitchen is None or not any(prompts):
+            return [[] for _ in prompts]
+        return await self._kitchen.prepare_each(prompts, arguments, reading)
+
     async def hear(self, data: bytes, rate: int, max_seconds: float) -> Samples:
         """A file of sound as samples at this rate."""
         if self._kitchen is None or "audio" not in self.modalities:

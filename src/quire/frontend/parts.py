@@ -72,13 +72,14 @@ _UNTYPED = ("image_url", "image_pil", "image", "image_embeds", "audio_url", "inp
 def part_media(messages: Messages, salt: str | None = None) -> tuple[list[Mapping[str, Any]], list[Given]]:
     """The messages with `{"type": "image"}` and the like where media are, and these in their order."""
     found: list[Given] = []
-    parted = [_parted(message, at, found) for at, message in enumerate(messages)]
+    parted = [parted_message(each, f"messages[{at}].content", found) for at, each in enumerate(messages)]
     for item in found:
         item.salt = salt
     return parted, found
 
 
-def _parted(message: Mapping[str, Any], at: int, found: list[Given]) -> Mapping[str, Any]:
+def parted_message(message: Mapping[str, Any], place: str, found: list[Given]) -> Mapping[str, Any]:
+    """One of them, whose media go behind those that were `found`; `place` is where its parts stand."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
@@ -88,7 +89,7 @@ def _parted(message: Mapping[str, Any], at: int, found: list[Given]) -> Mapping[
         if kind is None:
             parts.append(part)
             continue
-        found.append(_given(part, kind, f"messages[{at}].content[{number}]"))
+        found.append(_given(part, kind, f"{place}[{number}]"))
         parts.append({"type": found[-1].modality})
     return message if len(found) == before else {**message, "content": parts}
 

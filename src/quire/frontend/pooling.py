@@ -1,7 +1,7 @@
 """Requests to a pooling model: their params made whole, pairs of texts, and the score of two embeddings."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -94,13 +94,6 @@ def pairs(firsts: list[T], seconds: list[T]) -> list[tuple[T, T]]:
             f"Input lengths must be either 1:1, 1:N or N:N, got {len(firsts)} and {len(seconds)}"
         )
     return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-
-
-def text_of(item: Any) -> str:
-    text = item.get("prompt") if isinstance(item, dict) else item
-    if not isinstance(text, str):
-        raise RequestError(f"a cross-encoder scores pairs of texts, got {type(item).__name__}")
-    return text
 
 
 def cosine(first: Base, second: Base) -> Base:

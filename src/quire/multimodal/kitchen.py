@@ -103,30 +103,41 @@ class Kitchen:
     ) -> list[Prepared]:
         """In the order of `given`. `arguments` are mm_processor_kwargs, `reading` are media_io_kwargs, each
         beside those of the server. An error of one item, which it names, ends the work on all."""
-        told = {**self._arguments, **(arguments or {})}
-        places, num_tokens, share, twins = asyncio.Semaphore(_AT_ONCE), 0, Share(self._max_bytes), Twins()
+        (found,) = await self.prepare_each([given], arguments, reading)
+        return found
 
-        async def one(item: Given) -> Prepared:
-            nonlocal num_tokens
+    async def prepare_each(
+        self,
+        prompts: Sequence[Sequence[Given]],
+        arguments: Options | None = None,
+        reading: Options | None = None,
+    ) -> list[list[Prepared]]:
+        """The same of several prompts of one request."""
+        told = {**self._arguments, **(arguments or {})}
+        places, share, twins = asyncio.Semaphore(_AT_ONCE), Share(self._max_bytes), Twins()
+        num_tokens = [0] * len(prompts)
+
+        async def one(prompt: int, item: Given) -> Prepared:
             async with places:
                 with self._room.hold(share) as hold:
                     ready = await self._one(item, told, self._options(item.modality, reading), hold, twins)
-            num_tokens += len(ready.processed.token_ids)
-            if self._max_tokens is not None and num_tokens > self._max_tokens:
+            num_tokens[prompt] += len(ready.processed.token_ids)
+            if self._max_tokens is not None and num_tokens[prompt] > self._max_tokens:
                 raise RequestError(
-                    f"{item.place}: with it the media of the prompt stand for at least {num_tokens} tokens, "
-                    f"and this model's maximum context length is {self._max_tokens} tokens",
+                    f"{item.place}: with it the media of the prompt stand for at least {num_tokens[prompt]} "
+                    f"tokens, and this model's maximum context length is {self._max_tokens} tokens",
                     "input_tokens",
                 )
             return ready
 
-        tasks = [asyncio.create_task(one(item)) for item in given]
+        tasks = [asyncio.create_task(one(at, item)) for at, given in enumerate(prompts) for item in given]
         try:
-            return await asyncio.gather(*tasks)
+            found = iter(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        return [[next(found) for _ in given] for given in prompts]
 
     def _options(self, modality: str, reading: Options | None) -> Options:
         asked = (reading or {}).get(modality) or {}

@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,16 +13,18 @@ from quire.errors import RequestError
 from quire.frontend.chat import chat_prompt, pair_prompt
 from quire.frontend.inputs import InputProcessor, Prompt
 from quire.frontend.parts import part_media
+from quire.frontend.sides import Sides, sides_prompt
 from quire.multimodal.kitchen import Prepared
 from quire.server.engine import Engine
 from quire.server.errors import InvalidBody
 from quire.server.requests import MAX_PROMPTS, CompletionBody, Conversation, EngineBody, Message, Prompts
 from quire.server.settings import ApiSection
+from quire.text.chat_template import choose_template
 
 T = TypeVar("T")
-Wait = Callable[[Coroutine[Any, Any, list[Prepared]]], Awaitable[list[Prepared]]]
-PoolingInput = str | list[int] | tuple[str, str]
-"""A text, token ids, or a pair of texts to be read as one."""
+Wait = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+PoolingInput = str | list[int] | tuple[str, str] | Sides
+"""A text, token ids, a pair of texts to be read as one, or either in parts."""
 
 _LONG = 16384
 """More characters, or token ids, would hold up the other requests of the event loop for milliseconds."""
@@ -112,25 +115,42 @@ class PromptReader:
         body: EngineBody,
         *,
         add_special_tokens: bool = True,
+        wait: Wait | None = None,
     ) -> list[Prompt]:
         """Prompts of a pooling model. Each has a name, by which an error calls it."""
+        parted = [(name, given) for name, given in named if isinstance(given, Sides)]
+        if any(given.items for _, given in parted):
+            work = self._prepare(parted, body)
+            await (work if wait is None else wait(work))
 
         def read() -> list[Prompt]:
             found = []
             for name, given in named:
-                try:
+                with _called(name):
                     found.append(self._input(given, body, add_special_tokens))
-                except RequestError as error:
-                    field = name.partition("[")[0] if error.param == "prompt" else error.param
-                    raise RequestError(f"{name}: {error}", param=field) from None
             return found
 
-        return await off_loop(sum(_num_chars(given) for _, given in named), read)
+        size = sum(_LONG if isinstance(given, Sides) else _num_chars(given) for _, given in named)
+        return await off_loop(size, read)
 
-    async def of_conversation(self, body: Any) -> Prompt:
+    async def _prepare(self, named: Sequence[tuple[str, Sides]], body: Any) -> None:
+        """The media of inputs; a side that several inputs have is made ready once."""
+        for name, given in named:
+            with _called(name):
+                self._inputs.media.check(given.items)
+        unique = [*{id(side): side for _, given in named for side in given.sides}.values()]
+        found = await self._inputs.media.prepare_each(
+            [side.items for side in unique],
+            getattr(body, "media_io_kwargs", None),
+            getattr(body, "mm_processor_kwargs", None),
+        )
+        for side, prepared in zip(unique, found, strict=True):
+            side.prepared = prepared
+
+    async def of_conversation(self, body: Any, wait: Wait | None = None) -> Prompt:
         """A conversation that nothing is to follow."""
 
-        talk = await self._begun(body)
+        talk = await self._begun(body, wait)
 
         def read() -> Prompt:
             return self._fitted(self._conversation(talk, self._reader(body), None), body, 0)
@@ -190,6 +210,8 @@ class PromptReader:
 
     def _input(self, given: PoolingInput, body: EngineBody, add_special_tokens: bool) -> Prompt:
         inputs, size = self._reader(body), self._cut_len(body, 0)
+        if isinstance(given, Sides):
+            return self._fitted(self._in_parts(given, inputs), body, 0)
         if isinstance(given, tuple) and (size is None or self._template is not None):
             prompt = pair_prompt(inputs, *given, self._template)
         elif size is None or isinstance(given, list) or not add_special_tokens:
@@ -198,6 +220,29 @@ class PromptReader:
             texts = (given,) if isinstance(given, str) else given
             prompt = inputs.parse_cut(*texts, max_len=size, side=self._side(body))
         return self._fitted(prompt, body, 0)
+
+    def _in_parts(self, given: Sides, inputs: InputProcessor) -> Prompt:
+        """A message by the chat template, of which there is one; a pair by that of the server, if it has one;
+        what is embedded for a score by none."""
+        if not given.is_talk:
+            return sides_prompt(inputs, given.sides, self._template if len(given.sides) > 1 else None)
+        return sides_prompt(
+            inputs,
+            given.sides,
+            choose_template(self._own_template, self._template),
+            chat_template_content_format=self._settings.chat_template_content_format,
+            chat_template_kwargs=self._settings.default_chat_template_kwargs,
+            add_generation_prompt=False,
+        )
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be made prompts at all."""
+        return self._template is not None or self._own_template is not None
+
+    @property
+    def _own_template(self) -> str | dict[str, str] | None:
+        return None if self._inputs.tokenizer is None else self._inputs.tokenizer.chat_template
 
     def _reader(self, body: EngineBody) -> InputProcessor:
         return self._of(self._inputs if body.truncate_prompt_tokens is None else self._unbounded, body)
@@ -238,8 +283,18 @@ class PromptReader:
             {"prompt_token_ids": prompt.token_ids, "prompt": prompt.text}
         )
         checked.cache_salt, checked.second_start = body.cache_salt, prompt.second_start
-        checked.media = prompt.media
+        checked.media, checked.prepared = prompt.media, prompt.prepared
         return checked
+
+
+@contextmanager
+def _called(name: str) -> Iterator[None]:
+    """An error in here is one of the input with this name."""
+    try:
+        yield
+    except RequestError as error:
+        field = name.partition("[")[0] if error.param == "prompt" else error.param
+        raise type(error)(f"{name}: {error}", param=field) from None
 
 
 def _embeds_of(body: CompletionBody) -> list[dict[str, str]]:

@@ -149,7 +149,16 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-class Conversation(Body):
+class MediaBody(Body):
+    """How images, videos and sounds are read."""
+
+    mm_processor_kwargs: dict[str, JsonValue] | None = _doc("Arguments of the model's processor of media.")
+    media_io_kwargs: dict[str, JsonValue] | None = _doc(
+        'How media are read, by modality, such as {"video": {"num_frames": 16}}.'
+    )
+
+
+class Conversation(MediaBody):
     """How messages become a prompt."""
 
     messages: Some[Message] = Field(examples=[[{"role": "user", "content": "Hello!"}]])
@@ -160,10 +169,6 @@ class Conversation(Body):
     chat_template: str | None = _doc("Needs --trust-request-chat-template.")
     chat_template_kwargs: dict[str, JsonValue] | None = _doc("Variables of the chat template.")
     tools: Many[dict[str, JsonValue]] | None = _doc("Functions that the model is shown, and may call.")
-    mm_processor_kwargs: dict[str, JsonValue] | None = _doc("Arguments of the model's processor of media.")
-    media_io_kwargs: dict[str, JsonValue] | None = _doc(
-        'How media are read, by modality, such as {"video": {"num_frames": 16}}.'
-    )
 
 
 class ChatBody(GenerateBody, Conversation):

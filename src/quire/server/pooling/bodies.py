@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, JsonValue
 
 from quire.data.params import INT64_MAX
 from quire.server.replies import Usage
-from quire.server.requests import Conversation, EngineBody, Prompts, Some
+from quire.server.requests import Body, Conversation, EngineBody, MediaBody, Prompts, Some
 
 _OLDER = "An older name of use_activation."
 
@@ -87,14 +87,21 @@ class PoolingTalk(TalkBody, Vectors):
     task: PoolingTask | None = Field(None, description="Default: what the model is for.")
 
 
-Texts = str | Some[str]
+class Parts(Body):
+    """A text and media that are one, for models that take them: parts as messages have them."""
+
+    content: Some[dict[str, JsonValue]]
 
 
-class ScoreBody(PoolingBody):
+Texts = str | Parts | Some[str | Parts]
+
+
+class ScoreBody(PoolingBody, MediaBody):
     """The body of /score."""
 
     text_1: Texts = Field(
-        description="One text, or as many as in text_2. Also called `queries` or `data_1`.",
+        description="One text, or as many as in text_2. Also called `queries` or `data_1`. In place of a text"
+        " there may be `content` in parts.",
         validation_alias=AliasChoices("text_1", "queries", "data_1"),
         examples=["Who sleeps?"],
     )
@@ -105,10 +112,10 @@ class ScoreBody(PoolingBody):
     )
 
 
-class RerankBody(PoolingBody):
+class RerankBody(PoolingBody, MediaBody):
     """The body of /rerank."""
 
-    query: str = Field(examples=["Who sleeps?"])
+    query: str | Parts = Field(examples=["Who sleeps?"])
     documents: Texts = Field(examples=[["The dog sleeps.", "A page is a block."]])
     top_n: int | None = Field(0, ge=0, le=INT64_MAX, description="How many to return; 0: all.")
 
@@ -188,9 +195,10 @@ class ScoreReply(PooledReply):
 
 
 class RerankDocument(BaseModel):
-    """A document as it was sent."""
+    """A document as it was sent: its text, or its parts."""
 
-    text: str
+    text: str | None = None
+    multi_modal: list[dict[str, JsonValue]] | None = None
 
 
 class RerankResult(BaseModel):

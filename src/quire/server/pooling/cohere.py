@@ -1,21 +1,23 @@
 """/v2/embed: embeddings as Cohere's clients ask for them."""
 
 import base64
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.data.params import INT64_MAX
 from quire.errors import RequestError
+from quire.frontend.sides import Side, Sides
 from quire.server.asked import check_fields
 from quire.server.errors import json_response
 from quire.server.generate import Api
-from quire.server.pooling.bodies import EmbeddingInput
-from quire.server.pooling.jobs import check_pooling, pool, read_inputs
+from quire.server.pooling.bodies import Vectors
+from quire.server.pooling.jobs import check_count, check_pooling, named, pool, waiting
 from quire.server.pooling.vectors import packed
 from quire.server.prompts import off_loop
 from quire.server.requests import Body, CallBody, Int, Some
@@ -28,6 +30,7 @@ class ContentPart(Body):
 
     type: Literal["text", "image_url"]
     text: str | None = None
+    image_url: dict[str, JsonValue] | None = Field(None, description="With a `url`.")
 
 
 class MixedInput(Body):
@@ -37,11 +40,13 @@ class MixedInput(Body):
 
 
 class CohereBody(CallBody):
-    """The body of /v2/embed, with one of texts and inputs."""
+    """The body of /v2/embed, with one of texts, inputs and images."""
 
     texts: Some[str] | None = Field(None, examples=[["The quick brown fox"]])
-    inputs: Some[MixedInput] | None = Field(None, description="Inputs in pieces, which must be texts.")
-    images: Some[str] | None = Field(None, description="Not supported: embeddings are made of texts.")
+    inputs: Some[MixedInput] | None = Field(
+        None, description="Inputs in pieces, which the chat template joins, if there is one."
+    )
+    images: Some[str] | None = Field(None, description="Urls, such as `data:image/png;base64,...`.")
     input_type: str | None = Field(
         None, description="One of the model's own instructions, which is put in front of each input."
     )
@@ -97,17 +102,19 @@ class CohereReply(BaseModel):
 async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Response:
     given = {
         "model": body.model,
-        "input": [_instruction(api, body.input_type) + text for text in _texts(body)],
         "priority": body.priority,
         "request_id": body.request_id,
         "dimensions": body.output_dimension,
         "truncate_prompt_tokens": None if body.truncate == "NONE" else body.max_tokens or -1,
         "truncation_side": "left" if body.truncate == "START" else "right",
     }
-    plain = EmbeddingInput.model_validate(given)
+    plain = Vectors.model_validate(given)
+    instruction, (field, inputs) = _instruction(api, body.input_type), _inputs_of(body)
     check_fields(body)
     await check_pooling(api, plain)
-    prompts = await read_inputs(api, plain)
+    check_count(api, len(inputs), field)
+    called = [(name, _read(api, instruction, name, each)) for name, each in named(field, inputs)]
+    prompts = await api.reader.of_inputs(called, plain, wait=waiting(api, request))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if body.truncate == "NONE" and body.max_tokens is not None and longest > body.max_tokens:
         raise RequestError(
@@ -122,25 +129,50 @@ async def answer_cohere(api: Api, body: CohereBody, request: Request) -> Respons
     reply: dict[str, Any] = {"id": job.id, "embeddings": made}
     if body.texts is not None:
         reply["texts"] = body.texts
-    units = {"input_tokens": sum(len(prompt.token_ids) for prompt in prompts), "image_tokens": 0}
+    count = sum(len(prompt.token_ids) for prompt in prompts)
+    seen = sum(item.length for prompt in prompts if prompt.media for item in prompt.media.items)
+    units = {"input_tokens": count - seen, "image_tokens": seen}
     reply["meta"] = {"api_version": {"version": "2"}, "billed_units": units}
     return json_response(reply | {"response_type": "embeddings_by_type"})
 
 
-def _texts(body: CohereBody) -> list[str]:
-    if sum(each is not None for each in (body.texts, body.inputs, body.images)) != 1:
+def _inputs_of(body: CohereBody) -> tuple[str, Sequence[str | MixedInput]]:
+    """The field that there is, and what it holds: images are inputs of one piece."""
+    given = {"texts": body.texts, "inputs": body.inputs, "images": body.images}
+    found = [(name, each) for name, each in given.items() if each is not None]
+    if len(found) != 1:
         raise RequestError(
             "Exactly one of texts, images, or inputs must be provided, and it must be non-empty",
             param="texts",
         )
-    if body.texts is not None:
-        return body.texts
-    parts = [each.content for each in body.inputs or []]
-    if body.images is not None or any(part.type == "image_url" for each in parts for part in each):
-        raise RequestError("images are not supported: embeddings are made of texts here", param="images")
-    if any(part.text is None for each in parts for part in each):
-        raise RequestError("a part with type='text' requires text", param="inputs")
-    return ["".join(part.text or "" for part in each) for each in parts]
+    (field, inputs), *_ = found
+    if body.images is None:
+        return field, cast(Sequence[str | MixedInput], inputs)
+    return field, [
+        MixedInput(content=[ContentPart(type="image_url", image_url={"url": url})]) for url in body.images
+    ]
+
+
+def _read(api: Api, instruction: str, name: str, given: str | MixedInput) -> str | Sides:
+    """A text with what is to be put in front of it, or a message."""
+    if isinstance(given, str):
+        return instruction + given
+    for part in given.content:
+        if getattr(part, part.type) is None:
+            raise RequestError(f"{name}: a part with type={part.type!r} requires {part.type}", param="inputs")
+    texts = [part.text or "" for part in given.content if part.type == "text"]
+    if len(texts) == len(given.content) and not api.reader.has_template:
+        return instruction + "".join(texts)
+    parts = [
+        {"type": "text", "text": instruction + (part.text or "")}
+        if part.type == "text"
+        else {"type": "image_url", "image_url": part.image_url}
+        for part in given.content
+    ]
+    side = Side.of("user", parts, name)
+    if name.startswith("images"):
+        side.items[0].place = name
+    return Sides((side,), is_talk=api.reader.has_template)
 
 
 def _instruction(api: Api, input_type: str | None) -> str:

@@ -20,14 +20,14 @@ from quire.server.pooling.vectors import answer_vectors
 
 async def answer_embeddings(api: Api, body: EmbeddingInput | EmbeddingTalk, request: Request) -> Response:
     await check_pooling(api, body)
-    prompts = await read_inputs(api, body)
+    prompts = await read_inputs(api, body, request)
     job, outputs = await pool(api, "embd", body, request, prompts, task="embed", dimensions=body.dimensions)
     return await answer_vectors(api, body, job, outputs, kind="embedding", field="embedding")
 
 
 async def answer_pooling(api: Api, body: PoolingInputBody | PoolingTalk, request: Request) -> Response:
     await check_pooling(api, body)
-    prompts = await read_inputs(api, body)
+    prompts = await read_inputs(api, body, request)
     job, outputs = await pool(
         api, "pooling", body, request, prompts, task=body.task, dimensions=body.dimensions
     )
@@ -36,7 +36,7 @@ async def answer_pooling(api: Api, body: PoolingInputBody | PoolingTalk, request
 
 async def answer_classify(api: Api, body: InputBody | TalkBody, request: Request) -> Response:
     await check_pooling(api, body)
-    prompts = await read_inputs(api, body)
+    prompts = await read_inputs(api, body, request)
     job, outputs = await pool(api, "classify", body, request, prompts, task="classify")
     pooling = api.engine.inputs.pooling
     names = dict(enumerate(pooling.labels if pooling else ()))

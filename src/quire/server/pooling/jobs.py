@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -15,9 +16,10 @@ from quire.server.engine import PooledOutputs
 from quire.server.generate import Api, Job
 from quire.server.merged import Pauses
 from quire.server.pooling.bodies import InputBody, PoolingBody, TalkBody
-from quire.server.prompts import PoolingInput, each_of
+from quire.server.prompts import Wait, each_of
 
 Pooled = PoolingRequestOutput[PoolingOutput]
+T = TypeVar("T")
 
 
 async def check_pooling(api: Api, body: PoolingBody) -> None:
@@ -35,15 +37,20 @@ def check_count(api: Api, count: int, param: str) -> None:
         )
 
 
-def named(field: str, given: Sequence[PoolingInput]) -> list[tuple[str, PoolingInput]]:
+def named(field: str, given: Sequence[T]) -> list[tuple[str, T]]:
     """Each with the name that an error calls it by."""
     return [(f"{field}[{place}]" if len(given) > 1 else field, each) for place, each in enumerate(given)]
 
 
-async def read_inputs(api: Api, body: InputBody | TalkBody) -> list[Prompt]:
+def waiting(api: Api, request: Request) -> Wait:
+    """How what takes long is waited for: it ends when the client hangs up."""
+    return partial(api.answering.until_gone, request.receive)
+
+
+async def read_inputs(api: Api, body: InputBody | TalkBody, request: Request) -> list[Prompt]:
     if isinstance(body, TalkBody):
         check_template(body.chat_template, api.settings.api.trust_request_chat_template)
-        return [await api.reader.of_conversation(body)]
+        return [await api.reader.of_conversation(body, waiting(api, request))]
     given = each_of(body.input)
     check_count(api, len(given), "input")
     return await api.reader.of_inputs(named("input", given), body, add_special_tokens=body.add_special_tokens)

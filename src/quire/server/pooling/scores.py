@@ -1,4 +1,4 @@
-"""/score and /rerank: pairs of texts."""
+"""/score and /rerank: pairs of texts, or of texts and media."""
 
 from typing import Any
 
@@ -6,11 +6,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.pooling import cosine, pairs, pools, reads_pairs
+from quire.frontend.sides import ROLES, Side, Sides
 from quire.server.errors import json_response
 from quire.server.generate import Api, Job
-from quire.server.pooling.bodies import PoolingBody, RerankBody, ScoreBody, Texts
-from quire.server.pooling.jobs import Pooled, check_count, check_pooling, listing, named, pool, usage
+from quire.server.pooling.bodies import Parts, RerankBody, ScoreBody, Texts
+from quire.server.pooling.jobs import (
+    Pooled,
+    check_count,
+    check_pooling,
+    listing,
+    named,
+    pool,
+    usage,
+    waiting,
+)
 from quire.server.prompts import off_loop
+
+Text = str | Parts
 
 
 async def answer_score(api: Api, body: ScoreBody, request: Request) -> Response:
@@ -27,8 +39,8 @@ async def answer_rerank(api: Api, body: RerankBody, request: Request) -> Respons
     documents = _listed(body.documents)
     job, outputs = await _score(api, "rerank", body, request, {"query": [body.query], "documents": documents})
     results: list[dict[str, Any]] = [
-        {"index": index, "document": {"text": text}, "relevance_score": each.outputs.data.item()}
-        for index, (text, each) in enumerate(zip(documents, outputs, strict=True))
+        {"index": index, "document": _shown(document), "relevance_score": each.outputs.data.item()}
+        for index, (document, each) in enumerate(zip(documents, outputs, strict=True))
     ]
     results.sort(key=lambda result: result["relevance_score"], reverse=True)
     counted = usage(api, outputs)
@@ -38,25 +50,47 @@ async def answer_rerank(api: Api, body: RerankBody, request: Request) -> Respons
     )
 
 
-def _listed(texts: Texts) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def _listed(texts: Texts) -> list[Text]:
+    return texts if isinstance(texts, list) else [texts]
+
+
+def _shown(document: Text) -> dict[str, Any]:
+    return {"text": document} if isinstance(document, str) else {"multi_modal": document.content}
 
 
 async def _score(
-    api: Api, kind: str, body: PoolingBody, request: Request, sides: dict[str, list[str]]
+    api: Api, kind: str, body: ScoreBody | RerankBody, request: Request, given: dict[str, list[Text]]
 ) -> tuple[Job, list[Pooled]]:
-    """An output of one number for each pair: a cross-encoder reads both texts at once, of an embedding model
-    it is the cosine of their embeddings."""
+    """An output of one number for each pair: a cross-encoder reads both at once, of an embedding model it is
+    the cosine of their embeddings."""
     await check_pooling(api, body)
-    (_, firsts), (second, seconds) = sides.items()
+    (_, firsts), (second, seconds) = given.items()
     check_count(api, max(len(firsts), len(seconds)), second)
-    matched = pairs(firsts, seconds)
+    sides = [
+        [(name, _side(each, role, name, body.cache_salt)) for name, each in named(field, side)]
+        for (field, side), role in zip(given.items(), ROLES, strict=True)
+    ]
+    wait, matched = waiting(api, request), pairs(*sides)
     if reads_pairs(pools(api.engine.inputs.pooling, kind)):
-        prompts = await api.reader.of_inputs(named(second, matched), body)
+        both = [_pair(first, second) for (_, first), (_, second) in matched]
+        prompts = await api.reader.of_inputs(named(second, both), body, wait=wait)
         return await pool(api, kind, body, request, prompts, task="classify")
-    texts = [each for name, side in sides.items() for each in named(name, side)]
-    prompts = await api.reader.of_inputs(texts, body)
+    alone = [
+        (name, Sides((each,)) if isinstance(each, Side) else each) for side in sides for name, each in side
+    ]
+    prompts = await api.reader.of_inputs(alone, body, wait=wait)
     job, found = await pool(api, kind, body, request, prompts, task="embed")
-    both = pairs(found[: len(firsts)], found[len(firsts) :])
+    closest = pairs(found[: len(firsts)], found[len(firsts) :])
     size = sum(each.outputs.data.size for each in found)
-    return job, await off_loop(size, lambda: [cosine(*each) for each in both])
+    return job, await off_loop(size, lambda: [cosine(*each) for each in closest])
+
+
+def _side(given: Text, role: str, name: str, salt: str | None) -> str | Side:
+    return given if isinstance(given, str) else Side.of(role, given.content, name, salt)
+
+
+def _pair(first: str | Side, second: str | Side) -> tuple[str, str] | Sides:
+    if isinstance(first, str) and isinstance(second, str):
+        return first, second
+    both = zip(ROLES, (first, second), strict=True)
+    return Sides(tuple(Side.of(role, each, role) if isinstance(each, str) else each for role, each in both))
