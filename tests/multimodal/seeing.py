@@ -41,6 +41,9 @@ class Twin:
         self.media = media
         self.tokenizer = load_tokenizer(self.path, "hf")
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
+        self.image_id = getattr(self.ours, "image_id", None) or media.tower.image_id
+        self.least = 20 if media.family == "lighton_ocr" else 5
+        """Pixels of a side; of fewer, when a long one was made shorter, nothing may be left."""
         if isinstance(self.processor, Stand):
             self.processor.ours = self.ours
 
@@ -76,7 +79,7 @@ class Twin:
             text = self.ours.spelled(text)
         tokens, media = place(self.tokenizer.encode(text), ready, self.ours)
         places = [at for item in media.items for first, n in item.places() for at in range(first, first + n)]
-        assert places == [at for at, token in enumerate(tokens) if token == self.ours.image_id]
+        assert places == [at for at, token in enumerate(tokens) if token == self.image_id]
         return tokens
 
 
@@ -196,6 +199,24 @@ def _mistral3() -> tuple[str, Any, Any, str]:
         image_token_index=processor.image_token_id,
     )
     return "Mistral3ForConditionalGeneration", config, processor, "[IMG]"
+
+
+def _lighton_ocr() -> tuple[str, Any, Any, str]:
+    """Whose sides are whole patches, and not whole squares of them."""
+    import transformers as hf
+
+    parts, vision = _pixtral_parts(2)
+    tokenizer = parts.tokenizer
+    for name, mark in zip(("", "_break", "_end"), ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), strict=True):
+        tokenizer._set_model_specific_special_tokens({f"image{name}_token": mark})
+    processor = hf.LightOnOcrProcessor(parts.image_processor, tokenizer, patch_size=7, spatial_merge_size=2)
+    config = hf.LightOnOcrConfig(
+        vision_config=vision,
+        text_config=hf.Qwen3Config(**TEXT, head_dim=16),
+        image_token_id=processor.image_token_id,
+        tie_word_embeddings=False,
+    )
+    return "LightOnOcrForConditionalGeneration", config, processor, "[IMG]"
 
 
 def _llava_next() -> tuple[str, Any, Any, str]:
@@ -341,6 +362,7 @@ FAMILIES = {
     "internvl": _internvl,
     "pixtral": _pixtral,
     "mistral3": _mistral3,
+    "lighton_ocr": _lighton_ocr,
     "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,

@@ -112,7 +112,7 @@ def test_what_is_laid_out_leaves_nothing_to_the_host(
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Glm4v", "GlmOcr"])
 def test_two_devices_that_share_a_tower_see_the_same(family: str, base: Path) -> None:
     path, _ = made(family, base)
     items = [{"pixels": torch.randn(*grid, 96)} for grid in GRIDS]

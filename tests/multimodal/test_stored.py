@@ -342,3 +342,31 @@ def test_smolvlm_is_idefics_by_another_name(tmp_path: Path) -> None:
     kinds = ("pixel_values", "pixel_attention_mask")
     (theirs,) = model.model.get_image_features(**{name: inputs[name] for name in kinds}).pooler_output
     torch.testing.assert_close(_vectors(twin), theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_paddleocr_is_read_as_its_makers_publish_it(tmp_path: Path) -> None:
+    """The decoder's keys beside the tower, in the words of before, and other names in front of tensors."""
+    twin = Twin(tmp_path, "paddleocr_vl")
+    expected, facts = _vectors(twin), twin.checkpoint.facts
+    names = {"model.language_model.": "model.", "model.projector.": "mlp_AR.", "model.visual.": "visual."}
+    tensors = {}
+    for name, each in load_file(tmp_path / "model.safetensors").items():
+        front = next((front for front in names if name.startswith(front)), "")
+        tensors[names.get(front, "") + name.removeprefix(front)] = each
+    save_file(tensors | {"visual.vision_model.head.probe": torch.zeros(1)}, tmp_path / "model.safetensors")
+    said = json.loads((tmp_path / "config.json").read_text())
+    text = said.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_scaling": {"type": "default", **rope}, "rope_theta": rope.pop("rope_theta")}
+    (tmp_path / "config.json").write_text(json.dumps({**text, **said}))
+    twin.reread()
+    assert twin.checkpoint.facts == facts
+    torch.testing.assert_close(_vectors(twin), expected)
+    load_model(
+        twin.checkpoint,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=TorchSDPA(),
+        max_model_len=64,
+        show_progress=False,
+    )

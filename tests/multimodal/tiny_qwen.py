@@ -65,6 +65,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         _VISION | {"model_type": "glm4v_vision", "image_size": 20},
     ),
+    "GlmOcr": (
+        {"head_dim": 32, "rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
+        _VISION | {"attention_bias": True, "rms_norm_eps": 1e-4},
+    ),
     "Glm4vMoe": (
         {
             "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},

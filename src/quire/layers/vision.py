@@ -43,7 +43,8 @@ class VisionAttention(nn.Module):
     """Queries, keys and values, the mix of all in the same span, and the way back.
 
     `names` are those of the checkpoint: query, key and value, or all as one; `norms` those of the RMS norms
-    of queries and keys over all heads. With `pairs` neighbours turn together, else the halves of a head.
+    of queries and keys over all heads, `head_norms` of such over each head. With `pairs`
+    neighbours turn together, else the halves of a head.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class VisionAttention(nn.Module):
         key_bias: bool = True,
         out_bias: bool = True,
         norms: tuple[str, ...] = (),
+        head_norms: tuple[str, ...] = (),
         eps: float = 1e-6,
         pairs: bool = False,
     ) -> None:
@@ -79,6 +81,7 @@ class VisionAttention(nn.Module):
         )
         size = divided(scope.group, heads * head_dim)
         self.norms = nn.ModuleList(RMSNorm(size, eps, scope / name) for name in norms)
+        self.head_norms = nn.ModuleList(RMSNorm(head_dim, eps, scope / name) for name in head_norms)
         self.eps = eps
         self.out = RowLinear(heads * head_dim, hidden, scope / out, bias=out_bias)
 
@@ -89,9 +92,12 @@ class VisionAttention(nn.Module):
             weights = tuple(norm.weight for norm in self.norms if isinstance(norm, RMSNorm))
             qkv = self.qkv.norm_parts(qkv, weights, self.eps)
         heads = qkv.view(len(x), -1, self.qkv.head_dim)
+        parts = heads.split(self.qkv.heads, 1)
+        for norm, part in zip(self.head_norms, parts, strict=False):
+            part.copy_(norm.alone(part.reshape(-1, self.qkv.head_dim)).view(part.shape))  # type: ignore[operator]
         if angles is not None:
             self.turn(heads[:, : 2 * self.qkv.heads], angles)
-        q, k, v = heads.split(self.qkv.heads, 1)
+        q, k, v = parts
         out: Tensor = self.out(self.attend(q, k, v, spans, None).flatten(1))
         return out
 

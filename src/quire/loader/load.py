@@ -58,7 +58,8 @@ _BEFORE = {
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|^rope_(freqs|factors_\w+)\.weight$|\.att(n|ention)\.(masked_)?bias$|^(model\.)?mtp"
     r"|^(model\.)?(vision_tower|vision_model|visual|audio_tower|vpm|resampler|merger|connector|mlp1)\."
-    r"|^(model\.)?(multi_modal_projector|mm_projector|vit_large_projector)\."
+    r"|^(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
+    r"|^(model\.)?(vision_encoder|vision_projection)\."
     r"|^(model\.)?image_newline$"
     r"|\.(q_scale|prob_scale|input_scale(_ub)?|input_zero_point|weight_format|g_idx|weight_shape)$"
 )

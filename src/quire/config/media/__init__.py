@@ -11,6 +11,7 @@ import quire.config.media.kimi as kimi
 import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.minicpm as minicpm
+import quire.config.media.paddle as paddle
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
@@ -24,6 +25,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "Glm46VForConditionalGeneration": qwen.glm46v,
     "Glm4vForConditionalGeneration": qwen.glm4v,
     "Glm4vMoeForConditionalGeneration": qwen.glm4v,
+    "GlmOcrForConditionalGeneration": qwen.glm_ocr,
     "Qwen2AudioForConditionalGeneration": qwen_audio.qwen2_audio,
     "Qwen2VLForConditionalGeneration": qwen.qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": qwen.qwen2_5_vl,
@@ -41,6 +43,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "KimiK25ForConditionalGeneration": kimi.kimi_k25,
     "KimiVLForConditionalGeneration": kimi.kimi_vl,
     "Kimi_K25ForConditionalGeneration": kimi.kimi_k25,
+    "LightOnOcrForConditionalGeneration": pixtral.lighton_ocr,
     "Llama4ForConditionalGeneration": llama4.llama4,
     "LlavaForConditionalGeneration": llava.llava,
     "LlavaNextForConditionalGeneration": anyres.llava_next,
@@ -48,6 +51,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "MiniCPMV": minicpm.minicpm_v,
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
+    "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
     "Step3p7ForConditionalGeneration": step.step37,
     "StepVLForConditionalGeneration": step.step_vl,

@@ -1,6 +1,6 @@
-"""Pixtral and Mistral 3: images of any size, whose patches turn by row and column; a token ends each row."""
+"""Pixtral, Mistral 3 and LightOnOCR: images of any size, whose patches turn by row and column."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
@@ -34,6 +34,10 @@ class PixtralFacts:
     """The token in whose places an image's vectors stand."""
     projector_activation: str
     bias: bool
+    breaks: bool = True
+    """Whether a token ends each row."""
+    names: tuple[str, str] = ("vision_tower", "multi_modal_projector")
+    """Of the tower and of the projector in checkpoints."""
 
     @property
     def num_weights(self) -> int:
@@ -57,6 +61,14 @@ def mistral3(keys: Keys) -> tuple[Keys, MediaFacts]:
     merge, bias = keys.size("spatial_merge_size", 2), keys.flag("multimodal_projector_bias")
     facts = _facts(keys, text, merge=merge, is_merged=True, bias=bias)
     return text, MediaFacts("pixtral", ("image",), facts)
+
+
+def lighton_ocr(keys: Keys) -> tuple[Keys, MediaFacts]:
+    """Mistral 3's with Qwen3's decoder, whose rows nothing ends."""
+    text = text_part(keys, default="qwen3")
+    facts = _facts(keys, text, merge=keys.size("spatial_merge_size", 2), is_merged=True, bias=False)
+    facts = replace(facts, breaks=False, names=("vision_encoder", "vision_projection"))
+    return text, MediaFacts("lighton_ocr", ("image",), facts)
 
 
 def _facts(keys: Keys, text: Keys, *, merge: int, is_merged: bool, bias: bool) -> PixtralFacts:

@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3.5, and GLM-4.1V and 4.5V: images and videos in patches of a grid."""
+"""Qwen2-VL to Qwen3.5, GLM-4.1V, 4.5V and GLM-OCR: images and videos in patches of a grid."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,17 +56,19 @@ class GridFacts:
     times: str = ""
     """How frames of a video are told apart: by their time `before` each, or `behind`, or by that with the
     word `seconds`; or not at all."""
-    is_wide: bool = False
-    """Whether layers are as wide within as the decoder, and `intermediate` is the merger's."""
+    merger: int = 0
+    """Numbers between the halves of a merger that has a gate; 0: it has none."""
+    head_norms: bool = False
+    """Whether queries and keys are normed, head by head."""
 
     @property
     def num_weights(self) -> int:
         """About."""
         first = self.hidden * (self.channels * self.frames * self.patch**2 + self.positions**2)
         wide, size = self.merge**2 * self.hidden, self.size_out
-        if self.is_wide:
-            merger = size * (wide + size + 3 * self.intermediate)
-            return first + merger + stack_weights(self.depth, self.hidden, size, 3)
+        if self.merger:
+            merger = size * (wide + size + 3 * self.merger)
+            return first + merger + stack_weights(self.depth, self.hidden, self.intermediate, 3)
         matrices = 3 if self.activation == "silu" else 2
         mergers = (1 + len(self.taps)) * wide * (wide + size)
         return first + mergers + stack_weights(self.depth, self.hidden, self.intermediate, matrices)
@@ -105,7 +107,7 @@ def _channels(vision: Keys) -> int:
 
 def _qwen2(keys: Keys) -> Keys:
     rope = {"mrope_section": [16, 24, 24]}
-    return _text(keys, "Qwen2ForCausalLM", rope, rms_norm_eps=1e-5, rope_theta=1000000.0)
+    return decoder_part(keys, "Qwen2ForCausalLM", rope, rms_norm_eps=1e-5, rope_theta=1000000.0)
 
 
 def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), deep: bool = True) -> Read:
@@ -122,7 +124,7 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
             taps=taps,
             times="before",
         )
-        text = _text(keys, architecture, {"mrope_section": [*sections]}, rope_theta=500000.0)
+        text = decoder_part(keys, architecture, {"mrope_section": [*sections]}, rope_theta=500000.0)
         text = _with_rope(text.but(norm_topk_prob=True), {"mrope_interleaved": True}, over=True)
         return text, MediaFacts("qwen3_vl", ("image", "video"), grid, levels=len(taps))
 
@@ -130,18 +132,36 @@ def qwen3_vl(architecture: str, *, sections: tuple[int, ...] = (24, 20, 20), dee
 
 
 def glm4v(keys: Keys, times: str = "behind") -> tuple[Keys, MediaFacts]:
-    """Also GLM-4.5V, whose decoder has experts."""
+    """Also GLM-4.5V, whose decoder has experts. Layers are as wide within as the decoder, and the
+    `intermediate_size` is the merger's."""
     vision = _vision(keys)
-    sizes = {"hidden_size": 1536, "num_heads": 12, "depth": 24, "intermediate_size": 13696}
     grid = _grid(
         keys,
-        sizes | {"out_hidden_size": 4096},
+        {"hidden_size": 1536, "num_heads": 12, "depth": 24, "out_hidden_size": 4096},
         _GLM_MARKS,
+        intermediate=vision.size("out_hidden_size", 4096),
+        merger=vision.size("intermediate_size", 13696),
         norm_eps=vision.number("rms_norm_eps", 1e-5),
         qkv_bias=vision.flag("attention_bias"),
         positions=vision.size("image_size", 336) // vision.size("patch_size", 14),
         times=times,
-        is_wide=True,
+    )
+    return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
+
+
+def glm_ocr(keys: Keys) -> tuple[Keys, MediaFacts]:
+    """Without learned positions, and with norms of queries and keys."""
+    vision = _vision(keys)
+    sizes = {"hidden_size": 1024, "depth": 24, "intermediate_size": 4096, "out_hidden_size": 1536}
+    grid = _grid(
+        keys,
+        sizes,
+        _GLM_MARKS,
+        merger=vision.size("out_hidden_size", 1536) * vision.size("in_channels", 3),
+        norm_eps=vision.number("rms_norm_eps", 1e-5),
+        qkv_bias=vision.flag("attention_bias", True),
+        times="seconds",
+        head_norms=True,
     )
     return _glm4(keys), MediaFacts("glm4v", ("image", "video"), grid)
 
@@ -153,12 +173,16 @@ def glm46v(keys: Keys) -> tuple[Keys, MediaFacts]:
 
 def _glm4(keys: Keys) -> Keys:
     rope = {"mrope_section": [8, 12, 12]}
-    has_experts = (keys.get("text_config") or {}).get("model_type") == "glm4v_moe_text"
+    kind = (keys.get("text_config") or {}).get("model_type")
+    has_experts = kind == "glm4v_moe_text"
     if has_experts:
-        text = _text(keys, "Glm4MoeForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+        text = decoder_part(keys, "Glm4MoeForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=0.5)
     else:
-        text = _text(keys, "Glm4ForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=1.0)
-    own = {"attention_bias": True, "head_dim": text.size("hidden_size") // text.size("num_attention_heads")}
+        text = decoder_part(keys, "Glm4ForCausalLM", rope, rms_norm_eps=1e-5, partial_rotary_factor=1.0)
+    head_dim = text.size("hidden_size") // text.size("num_attention_heads")
+    if kind == "glm_ocr_text":
+        return with_defaults(text, head_dim=head_dim).but(attention_bias=False)
+    own = {"attention_bias": True, "head_dim": head_dim}
     return with_defaults(text, **own) if has_experts else text.but(**own)
 
 
@@ -228,7 +252,7 @@ def _numbers(keys: Keys, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _text(keys: Keys, architecture: str, rope: dict[str, Any], **defaults: Any) -> Keys:
+def decoder_part(keys: Keys, architecture: str, rope: dict[str, Any], **defaults: Any) -> Keys:
     """The decoder as if it were alone: in text_config, or, in the first checkpoints, beside the tower."""
     part = keys.get("text_config")
     text = part if isinstance(part, dict) else {}

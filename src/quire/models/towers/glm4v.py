@@ -1,7 +1,8 @@
-"""GLM-4.1V's tower, and 4.5V's: Qwen2.5-VL's layers, learned positions, and a convolution behind."""
+"""The tower of GLM-4.1V, 4.5V and GLM-OCR: Qwen2.5-VL's layers, and a convolution behind."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,8 +32,29 @@ class Layer(qwen2_5_vl.Layer):
         )
 
     def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
-        inner, activation = facts.size_out, facts.activation
+        inner, activation = facts.intermediate, facts.activation
         return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=False)
+
+
+class OcrLayer(Layer):
+    """GLM-OCR's: queries and keys are normed, and all products have biases, or none."""
+
+    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
+        return VisionAttention(
+            facts.hidden,
+            facts.heads,
+            scope,
+            names=("qkv",),
+            out="proj",
+            bias=facts.qkv_bias,
+            out_bias=facts.qkv_bias,
+            head_norms=("q_norm", "k_norm"),
+            eps=facts.norm_eps,
+        )
+
+    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+        inner, activation = facts.intermediate, facts.activation
+        return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=facts.qkv_bias)
 
 
 class Merger(nn.Module):
@@ -43,9 +65,7 @@ class Merger(nn.Module):
         size = facts.size_out
         self.first = PatchEmbedding((size,), size, scope / "proj", bias=False)
         self.norm = LayerNorm(size, 1e-5, scope / "post_projection_norm")
-        self.mlp = VisionMLP(
-            size, facts.intermediate, scope, names=_MLP, activation=facts.activation, bias=False
-        )
+        self.mlp = VisionMLP(size, facts.merger, scope, names=_MLP, activation=facts.activation, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.mlp(F.gelu(self.norm.alone(self.first(x))))
@@ -58,10 +78,13 @@ class Glm4v(GridTower):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__(facts, scope, patch_bias=True)
         tower, scope = self.facts, self.scope
-        self.first_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_conv_layernorm")
-        places = scope / "embeddings" / "position_embedding" / "weight"
-        self.learned = Learned(places, tower.positions**2, tower.hidden)
-        self.layers = nn.ModuleList(Layer(tower, scope / "blocks" / i) for i in range(tower.depth))
+        self.first_norm: RMSNorm | None = None
+        if tower.positions:
+            self.first_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_conv_layernorm")
+            places = scope / "embeddings" / "position_embedding" / "weight"
+            self.learned = Learned(places, tower.positions**2, tower.hidden)
+        kind = OcrLayer if tower.head_norms else Layer
+        self.layers = nn.ModuleList(kind(tower, scope / "blocks" / i) for i in range(tower.depth))
         self.last_norm = RMSNorm(tower.hidden, tower.norm_eps, scope / "post_layernorm")
         kernel = (tower.hidden, tower.merge, tower.merge)
         self.squares = PatchEmbedding(kernel, tower.size_out, scope / "downsample")
@@ -69,12 +92,15 @@ class Glm4v(GridTower):
 
     def layout(self, grids: Sequence[Grid]) -> Placed:
         places = self.places(grids)
-        return Placed(self.images(grids), self.angles(places), self.positions(places, grids))
+        none = torch.empty(0, device=self.device)
+        positions = self.positions(places, grids) if self.facts.positions else none
+        return Placed(self.images(grids), self.angles(places), positions)
 
     def forward(self, x: Tensor, layout: Placed) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
         images, angles, positions = layout
-        x = self.first_norm.alone(x) + positions
+        if self.first_norm is not None:
+            x = self.first_norm.alone(x) + positions
         for layer in self.layers:
             x = layer(x, images, angles)
         x = self.last_norm.alone(x).view(-1, self.facts.merge**2, self.facts.hidden)

@@ -47,6 +47,23 @@ class Placed(NamedTuple):
     """[T, hidden], which are added to them."""
 
 
+def stretched(table: Tensor, places: Tensor, sizes: Tensor) -> Tensor:
+    """Of each patch the mean of the four learned positions around its own, weighed by nearness: corners of
+    the grid are those of the square. [side^2, hidden], [T, 2] and [T, 2] -> [T, hidden]"""
+    side = math.isqrt(len(table))
+    at = places.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    first = at.floor()
+    part = at - first
+    first = first.long()
+    out = torch.zeros(len(places), table.shape[1], dtype=torch.float32, device=table.device)
+    for down in (0, 1):
+        for across in (0, 1):
+            near = (first + first.new_tensor([down, across])).clamp(max=side - 1)
+            row, column = (part if step else 1 - part for step in (down, across))
+            out += table[near[:, 0] * side + near[:, 1]] * (row[:, :1] * column[:, 1:])
+    return out.to(table.dtype)
+
+
 class GridTower(nn.Module):
     """Patches become vectors; `merge` x `merge` of them one for the decoder. Each step of a video is seen for
     itself. `root` and `embed` are the names of checkpoints; `is_flat`: a patch has no time there."""

@@ -1,4 +1,4 @@
-"""Pixtral's tower, and Mistral 3's: images of any size, whose patches turn by row and column."""
+"""The tower of Pixtral, Mistral 3 and LightOnOCR: images of any size, patches that turn by row and column."""
 
 from collections.abc import Mapping, Sequence
 
@@ -83,7 +83,8 @@ class PixtralViT(nn.Module):
 
 
 class Merger(nn.Module):
-    """Mistral 3's: each square of patches becomes one, number by number side by side."""
+    """Mistral 3's: each square of patches becomes one, number by number side by side; a last row or column
+    that is no part of a square is left out."""
 
     def __init__(self, facts: PixtralFacts, scope: Scope) -> None:
         super().__init__()
@@ -96,9 +97,12 @@ class Merger(nn.Module):
         parts = self.norm.alone(x).split([rows * columns for rows, columns in grids])
         square = self.square
         merged = [
-            part.view(rows // square, square, columns // square, square, -1)
+            part.view(rows, columns, -1)[: rows // square * square, : columns // square * square]
+            .unflatten(1, (-1, square))
+            .unflatten(0, (-1, square))
             .permute(0, 2, 4, 1, 3)
-            .reshape(rows * columns // square**2, -1)
+            .flatten(2)
+            .flatten(0, 1)
             for part, (rows, columns) in zip(parts, grids, strict=True)
         ]
         out: Tensor = self.product(torch.cat(merged))
@@ -113,8 +117,8 @@ class Pixtral(nn.Module):
         assert facts.media is not None
         self.facts: PixtralFacts = facts.media.tower
         self.device = scope.device
-        self.vit = PixtralViT(self.facts, scope / "model" / "vision_tower")
-        projector = scope / "model" / "multi_modal_projector"
+        vit, projector = (scope / "model" / name for name in self.facts.names)
+        self.vit = PixtralViT(self.facts, vit)
         self.merger = Merger(self.facts, projector) if self.facts.is_merged else None
         self.projector = VisionMLP(
             self.facts.hidden,
@@ -137,7 +141,7 @@ class Pixtral(nn.Module):
         grids = [(image.shape[1] // patch, image.shape[2] // patch) for image in images]
         x = self.vit(images)
         x = x if self.merger is None else self.merger(x, grids)
-        return list(self.projector(x).split([rows * columns // merge**2 for rows, columns in grids]))
+        return list(self.projector(x).split([rows // merge * (columns // merge) for rows, columns in grids]))
 
     def blank(self, modality: str, num_vectors: int) -> dict[str, Tensor]:
         each = self.facts.patch * self.facts.merge

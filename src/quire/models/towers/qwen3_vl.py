@@ -11,7 +11,7 @@ from quire.layers.norm import LayerNorm
 from quire.layers.scope import Scope
 from quire.layers.vision import Learned, VisionMLP
 from quire.models.towers import qwen2_vl
-from quire.models.towers.grid import Grid, GridTower, Placed
+from quire.models.towers.grid import Grid, GridTower, Placed, stretched
 
 _MLP = ("linear_fc1", "linear_fc2")
 
@@ -54,7 +54,8 @@ class Qwen3VL(GridTower):
 
     def layout(self, grids: Sequence[Grid]) -> Placed:
         places = self.places(grids)
-        return Placed(self.images(grids), self.angles(places), self.positions(places, grids))
+        positions = stretched(self.learned.vectors, places, self.sizes(grids))
+        return Placed(self.images(grids), self.angles(places), positions)
 
     def forward(self, x: Tensor, layout: Placed) -> Tensor:
         """[T, hidden] patches of all items -> [T / merge^2, size_out * (1 + taps)]."""
@@ -64,20 +65,3 @@ class Qwen3VL(GridTower):
             x = layer(x, images, angles)
             deep += [self.deep[i](x) for i, tap in enumerate(self.facts.taps) if tap == number]
         return torch.cat([self.merger(x), *deep], 1)
-
-    def positions(self, places: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Of each patch the mean of the four learned positions around its own, weighed by nearness: corners
-        of the grid are those of the square."""
-        side = self.facts.positions
-        at = places.float() * (side - 1) / (self.sizes(grids) - 1).clamp(min=1)
-        first = at.floor()
-        part = at - first
-        first = first.long()
-        out = torch.zeros(len(places), self.facts.hidden, dtype=torch.float32, device=self.device)
-        for down in (0, 1):
-            for across in (0, 1):
-                near = (first + first.new_tensor([down, across])).clamp(max=side - 1)
-                row, column = (part if step else 1 - part for step in (down, across))
-                weights = row[:, :1] * column[:, 1:]
-                out += self.learned.vectors[near[:, 0] * side + near[:, 1]] * weights
-        return out.to(self.learned.vectors.dtype)

@@ -44,6 +44,8 @@ class GridSettings:
     most: int
     counts_frames: bool = False
     """Whether those are of all frames together."""
+    lifts: bool = False
+    """Whether a side that is less than a unit becomes one, and the other as much longer."""
     finish: Finish
     resample: Image.Resampling
     samples: bool = False
@@ -71,6 +73,10 @@ class GridSettings:
         if self.counts_frames and min(height, width) < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
+        if self.lifts and height < unit:
+            height, width = unit, round(width * unit / height)
+        if self.lifts and width < unit:
+            height, width = round(height * unit / width), unit
         if max(height, width) > _MOST_UNEQUAL * min(height, width):
             raise RequestError(
                 f"an image of {width} x {height} pixels is too narrow: its longer side may be at most "
@@ -188,6 +194,7 @@ _ARGUMENTS: dict[str, Reads] = {
 _PIXELS = {
     ("qwen2_vl", "image"): (56 * 56, 28 * 28 * 1280),
     ("qwen2_vl", "video"): (128 * 28 * 28, 28 * 28 * 768),
+    ("paddleocr_vl", "image"): (384 * 384, 1536 * 1536),
     ("qwen3_vl", "video"): (128 * 32 * 32, 32 * 32 * 768),
     ("glm4v", "image"): (112 * 112, 28 * 28 * 15000),
     ("glm4v", "video"): (112 * 112, 28 * 28 * 2 * 30000),
@@ -220,6 +227,7 @@ def _read(keys: Keys, facts: MediaFacts, modality: str) -> GridSettings:
         least=keys.size("min_pixels", least),
         most=keys.size("max_pixels", most),
         counts_frames=facts.family == "glm4v" or is_timed,
+        lifts=facts.family == "paddleocr_vl",
         finish=Finish.read(keys, HALF, HALF) if is_half else Finish.read(keys, CLIP_MEAN, CLIP_STD),
         resample=resample_of(keys, Image.Resampling.BICUBIC),
         samples=keys.flag("do_sample_frames", is_timed),

@@ -1,4 +1,4 @@
-"""Pixtral and Mistral 3: an image in its own shape, row by row."""
+"""Pixtral, Mistral 3 and LightOnOCR: an image in its own shape, row by row."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from PIL import Image
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 from quire.config.media.pixtral import PixtralFacts
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 from quire.multimodal.families import Content, Processed
 from quire.multimodal.families.pictures import Pictures, token_of
 from quire.multimodal.images import (
@@ -36,10 +36,20 @@ class PixtralProcessor(Pictures):
         self.facts: PixtralFacts = facts.tower
         super().__init__(self.facts.image_id, self.facts.image_id, self.facts.size_out, tokenizer)
         said = whole_settings(path)
-        self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
-        self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
+        if self.facts.breaks:
+            self.break_id = token_of(tokenizer, said.get("image_break_token") or "[IMG_BREAK]")
+            self.end_id = token_of(tokenizer, said.get("image_end_token") or "[IMG_END]")
         self.side: int = self.facts.patch * self.facts.merge
         self.settings = stored_settings(path, size={"longest_edge": self.facts.image})
+        self.unit = self.side if self.facts.breaks else self._unit()
+        """Both sides are multiples of so many pixels."""
+
+    def _unit(self) -> int:
+        """As the processor's file has it, which may be a patch, and no square of them."""
+        said = self.settings.get("patch_size")
+        if isinstance(said, dict):
+            said = said.get("height")
+        return Keys(self.settings.source, {"patch_size": said}).size("patch_size", 16)
 
     def process(self, modality: str, content: Content, arguments: Mapping[str, Any]) -> Processed:
         assert isinstance(content, Image.Image)
@@ -51,6 +61,13 @@ class PixtralProcessor(Pictures):
         except ConfigError as error:
             raise wrong_argument(error) from error
         rows, columns = size[0] // self.side, size[1] // self.side
+        if not rows or not columns:
+            raise RequestError(
+                f"an image of {content.width} x {content.height} pixels becomes one of {size[1]} x "
+                f"{size[0]}, and {self.side} x {self.side} are the least that can be seen"
+            )
+        if not self.facts.breaks:
+            return self.spread([self.image_id] * (rows * columns), arrays=finish(pixels))
         row = [*[self.image_id] * columns, self.break_id]
         token_ids = [*(row * rows)[:-1], self.end_id]
         return self.spread(token_ids, arrays=finish(pixels))
@@ -66,7 +83,7 @@ class PixtralProcessor(Pictures):
         too_large = max(height / highest, width / widest)
         if too_large > 1:
             height, width = int(height / too_large), int(width / too_large)
-        return -(-height // self.side) * self.side, -(-width // self.side) * self.side
+        return -(-height // self.unit) * self.unit, -(-width // self.unit) * self.unit
 
     def most_vectors(self, modality: str) -> int:
         width, height = self.largest(modality)

@@ -1,4 +1,5 @@
-"""Qwen's and GLM's: an image or a video becomes patches of a grid, of a number of pixels within bounds."""
+"""Qwen's, GLM's and PaddleOCR-VL's: an image or a video becomes patches of a grid, of a number of pixels
+within bounds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +33,8 @@ _MOST_SECONDS = 86400
 class GridProcessor:
     """Images and videos in patches; the times of a video's frames are tokens among them, or not."""
 
-    modalities = ("image", "video")
-
     def __init__(self, path: Path, facts: MediaFacts, tokenizer: Tokenizer) -> None:
+        self.modalities = facts.modalities
         self.tower: GridFacts = facts.tower
         self.width = self.tower.size_out * (1 + facts.levels)
         self.tokenizer = tokenizer

@@ -1,0 +1,83 @@
+"""PaddleOCR-VL's tower: SigLIP over grids of any shape, whose patches turn by row and column."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from quire.config.facts import ArchFacts
+from quire.config.media.qwen import GridFacts
+from quire.kernels.encoder import Spans
+from quire.layers.norm import LayerNorm
+from quire.layers.scope import Scope
+from quire.layers.vision import Angles, Learned, VisionAttention, VisionMLP
+from quire.models.towers.grid import Grid, GridTower, Placed, stretched
+
+_PROJECTOR_EPS = 1e-5
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each behind a norm."""
+
+    def __init__(self, facts: GridFacts, scope: Scope) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "layer_norm1")
+        self.attention = VisionAttention(facts.hidden, facts.heads, scope / "self_attn")
+        self.mlp_norm = LayerNorm(facts.hidden, facts.norm_eps, scope / "layer_norm2")
+        self.mlp = VisionMLP(facts.hidden, facts.intermediate, scope / "mlp", activation=facts.activation)
+
+    def forward(self, x: Tensor, images: Spans, angles: Angles) -> Tensor:
+        x = x + self.attention(self.attention_norm.alone(x), images, angles)
+        out: Tensor = x + self.mlp(self.mlp_norm.alone(x))
+        return out
+
+
+class Projector(nn.Module):
+    """Squares of patches become vectors of the decoder's size."""
+
+    def __init__(self, facts: GridFacts, scope: Scope) -> None:
+        super().__init__()
+        self.size = facts.hidden * facts.merge**2
+        self.norm = LayerNorm(facts.hidden, _PROJECTOR_EPS, scope / "pre_norm")
+        names = ("linear_1", "linear_2")
+        self.mlp = VisionMLP(self.size, self.size, scope, size_out=facts.size_out, names=names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.norm.alone(x).view(-1, self.size))
+        return out
+
+
+class PaddleOCRVL(GridTower):
+    """The tower."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(
+            facts,
+            scope,
+            patch_bias=True,
+            root="model.visual.vision_model",
+            embed="embeddings.patch_embedding",
+            is_flat=True,
+        )
+        tower, own = self.facts, self.scope
+        table = own / "embeddings" / "position_embedding" / "weight"
+        self.learned = Learned(table, tower.positions**2, tower.hidden)
+        layers = own / "encoder" / "layers"
+        self.layers = nn.ModuleList(Layer(tower, layers / i) for i in range(tower.depth))
+        self.last_norm = LayerNorm(tower.hidden, tower.norm_eps, own / "post_layernorm")
+        # The hub's checkpoints have another name for it than transformers saves.
+        is_first = scope.is_stored("mlp_AR.linear_1.weight")
+        self.projector = Projector(tower, scope / ("mlp_AR" if is_first else "model.projector"))
+
+    def layout(self, grids: Sequence[Grid]) -> Placed:
+        places = self.places(grids)
+        positions = stretched(self.learned.vectors, places, self.sizes(grids))
+        return Placed(self.images(grids), self.angles(places), positions)
+
+    def forward(self, x: Tensor, layout: Placed) -> Tensor:
+        """[T, hidden] patches of all items -> [T / merge^2, size_out]."""
+        images, angles, positions = layout
+        x = x + positions
+        for layer in self.layers:
+            x = layer(x, images, angles)
+        out: Tensor = self.projector(self.last_norm.alone(x))
+        return out
