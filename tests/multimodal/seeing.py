@@ -219,6 +219,27 @@ def _lighton_ocr() -> tuple[str, Any, Any, str]:
     return "LightOnOcrForConditionalGeneration", config, processor, "[IMG]"
 
 
+def _aya_vision() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    tiles = [f"TILE_{number}" for number in range(1, 3)]  # the others are spelled
+    marks = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", *tiles, "TILE_GLOBAL"]
+    images = hf.models.got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil(
+        size={"height": 28, "width": 28}, max_patches=6
+    )
+    tokenizer = make_tokenizer(marks)
+    tokenizer.pad_token = "<unk>"
+    processor = hf.AyaVisionProcessor(images, tokenizer, patch_size=7, img_size=28, downsample_factor=2)
+    config = hf.AyaVisionConfig(
+        vision_config=hf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, vision_use_head=False),
+        text_config=hf.Cohere2Config(**TEXT, head_dim=8, sliding_window=16, logit_scale=1.0),
+        image_token_index=processor.image_token_id,
+        vision_feature_layer=-2,
+        alignment_intermediate_size=40,
+    )
+    return "AyaVisionForConditionalGeneration", config, processor, "<image>"
+
+
 def _llava_next() -> tuple[str, Any, Any, str]:
     import transformers as hf
 
@@ -363,6 +384,7 @@ FAMILIES = {
     "pixtral": _pixtral,
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
+    "aya_vision": _aya_vision,
     "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from published import OlderMiniCPM, dots, step
 from safetensors.torch import save_file
+from seeing_stands import STANDS
 from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
 
 _DEEPSEEK = TEXT | {
@@ -407,53 +408,6 @@ class Step37Stand(StepStand):
         return torch.cat(list(model.get_image_features(**inputs).pooler_output))
 
 
-class PaddleStand(Stand):
-    """transformers' own, whose patches lie row by row, and not square by square."""
-
-    settings = {"patch_size": 7, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
-
-    def __init__(self, tokenizer: Any) -> None:
-        import transformers as hf
-
-        super().__init__(tokenizer)
-        made = hf.models.paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil
-        tokenizer._set_model_specific_special_tokens({"image_token": "<|IMAGE|>"})
-        self.processor = hf.PaddleOCRVLProcessor(made(**self.settings), tokenizer)
-
-    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
-        found = self([image], "<|IMAGE|>", "pt")
-        _, rows, columns = found["image_grid_thw"][0].tolist()
-        patches = np.asarray(found["pixel_values"]).reshape(rows // 2, 2, columns // 2, 2, 3, 7, 7)
-        return {"pixels": patches.swapaxes(1, 2).reshape(-1, 3, 7, 7)}
-
-    def features(self, model: Any, inputs: Any) -> torch.Tensor:
-        own = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
-        return torch.cat(list(model.model.get_image_features(**own).pooler_output))
-
-    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
-        return self.processor(images=images, text=text, return_tensors=return_tensors)
-
-
-def _paddleocr_vl() -> tuple[str, Any, Any, str]:
-    import transformers as hf
-
-    tokenizer = make_tokenizer(["<|START|>", "<|END|>", "<|IMAGE|>", "<|VIDEO|>"])
-    start, end, image, video = tokenizer.convert_tokens_to_ids(
-        ["<|START|>", "<|END|>", "<|IMAGE|>", "<|VIDEO|>"]
-    )
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    config = hf.PaddleOCRVLConfig(
-        vision_config=VISION | {"image_size": 28, "patch_size": 7},
-        text_config=TEXT | {"head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": False},
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        tie_word_embeddings=False,
-    )
-    return "PaddleOCRVLForConditionalGeneration", config, PaddleStand(tokenizer), "<|IMAGE|>"
-
-
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -523,6 +477,6 @@ MORE: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
     "minicpm_v45": _minicpm_v(4.5),
     "minicpm_v46": _minicpm_v46,
     "step37": _step37,
-    "paddleocr_vl": _paddleocr_vl,
     "step_vl": _step_vl,
+    **STANDS,
 }

@@ -12,13 +12,17 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from hearing import save_qwen_audio, save_whisper, sound
 from PIL import Image
 from seeing import Twin as Seeing
+from test_hearing import MARK
+from test_hearing import Twin as Hearing
 from test_qwen import LARGE, SEES, SMALL, WIDE, Content, asked, open_llm, prompts
 from test_qwen import Twin as Qwen
 from test_seeing_engine import prompts as seen_prompts
 
 from quire import LLM
+from quire.errors import ConfigError
 from quire.prepare import configure
 from quire.private import private_engine
 from quire.server.app import Application
@@ -87,6 +91,24 @@ def test_embeddings_are_those_of_transformers(family: str, tmp_path_factory: pyt
     by_token = llm.encode(contents, pooling_task="token_embed", use_tqdm=False)
     for output, wanted in zip(by_token, expected, strict=True):
         assert np.abs(output.outputs.data - normed(wanted)).max() < 1e-5
+
+
+def test_sounds_are_embedded(tmp_path: Path) -> None:
+    """Beside texts; and Whisper, of which no token stands for a sound, does not pool."""
+    twin = Hearing(tmp_path / "hears", save_qwen_audio)
+    given = [("what is " + MARK, [sound(5000)]), (f"{MARK}or{MARK}?", [sound(9000, 1), sound(700, 2)])]
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"audio": [(each.samples, each.rate) for each in sounds]}}
+        for text, sounds in given
+    ]
+    llm = LLM(str(twin.path), runner="pooling", max_num_batched_tokens=32, use_tqdm_on_load=False, **SETTINGS)
+    outputs = llm.embed([*prompts, "nothing to hear"], use_tqdm=False)
+    for (text, sounds), output in zip(given, outputs[:2], strict=True):
+        last = states(twin.model, twin.inputs(text, sounds))[-1]
+        assert np.abs(np.array(output.outputs.embedding) - normed(last)).max() < 1e-5
+    save_whisper(tmp_path / "writes")
+    with pytest.raises(ConfigError, match="does not pool"):
+        configure({"model": str(tmp_path / "writes"), "runner": "pooling"})
 
 
 def test_means_are_over_images_too(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -370,3 +370,18 @@ def test_paddleocr_is_read_as_its_makers_publish_it(tmp_path: Path) -> None:
         max_model_len=64,
         show_progress=False,
     )
+
+
+def test_the_mark_of_aya_vision_need_not_be_a_token(tmp_path: Path) -> None:
+    """And a request may ask for an image without tiles."""
+    twin = Twin(tmp_path, "aya_vision")
+    image = picture(60, 28)
+    with_token = twin.token_ids("a<image>b", [image])
+    vocab = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in vocab["added_tokens"]:
+        token["content"] = "<other>" if token["content"] == "<image>" else token["content"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocab))
+    twin.reread()
+    assert twin.token_ids("a<image>b", [image]) == with_token
+    whole = twin.ours.process("image", image, {"crop_to_patches": False})
+    assert whole.token_ids.count(twin.image_id) == 4 < with_token.count(twin.image_id)

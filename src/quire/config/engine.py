@@ -178,6 +178,10 @@ def _for_pooling(
         raise ConfigError("a model that transformers runs only generates: leave runner and convert out")
     if pooling is None:
         return values
+    if facts.media is not None and facts.media.crossed:
+        raise ConfigError(
+            f"{facts.architecture} writes down what it hears, and does not pool: leave runner out"
+        )
     off = {"async_scheduling": "a pooling model"}
     if pooling.needs_all_states:
         off["enable_prefix_caching"] = f"pooling of the type {pooling.type}"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import quire.config.media.anyres as anyres
+import quire.config.media.aya as aya
 import quire.config.media.dots as dots
 import quire.config.media.gemma as gemma
 import quire.config.media.idefics as idefics
@@ -22,6 +23,8 @@ from quire.config.keys import Keys
 
 MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
+    "AyaVisionForConditionalGeneration": aya.aya_vision,
+    "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,
     "Glm46VForConditionalGeneration": qwen.glm46v,
     "Glm4vForConditionalGeneration": qwen.glm4v,
     "Glm4vMoeForConditionalGeneration": qwen.glm4v,

@@ -45,6 +45,8 @@ class Repeats(Protocol):
 TOWERS = LazyTable(
     "tower",
     {
+        "aya_vision": "quire.models.towers.aya:Aya",
+        "cohere2_vision": "quire.models.towers.aya:Aya",
         "dots_ocr": "quire.models.towers.dots:DotsOCR",
         "gemma3": "quire.models.towers.gemma:Gemma3",
         "idefics3": "quire.models.towers.idefics:Idefics3",

@@ -133,6 +133,8 @@ PROCESSORS: LazyTable = LazyTable(
         "audio_flamingo3": "quire.multimodal.families.qwen_audio:AudioFlamingoProcessor",
         "qwen2_audio": "quire.multimodal.families.qwen_audio:QwenAudioProcessor",
         "qwen3_vl": "quire.multimodal.families.qwen:GridProcessor",
+        "aya_vision": "quire.multimodal.families.aya:AyaProcessor",
+        "cohere2_vision": "quire.multimodal.families.aya:Cohere2VisionProcessor",
         "dots_ocr": "quire.multimodal.families.dots:DotsProcessor",
         "gemma3": "quire.multimodal.families.gemma:Gemma3Processor",
         "idefics3": "quire.multimodal.families.idefics:Idefics3Processor",

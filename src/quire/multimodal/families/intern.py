@@ -1,6 +1,6 @@
 """InternVL: an image in as many tiles as fit its shape best, and once more as a whole."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,22 +76,10 @@ class InternVLProcessor(Pictures):
             if isinstance(content, Video):
                 return self._film(content, finish, keys)
             assert isinstance(content, Image.Image)
-            tiles = self._tiles(content, keys)
+            tiles = tiles_of(content, keys, self.facts.vit.image)
         except ConfigError as error:
             raise wrong_argument(error) from error
         return self.spread(self._span(len(tiles)), arrays=finish(tiles))
-
-    def _tiles(self, image: Image.Image, keys: Keys) -> NDArray[np.uint8]:
-        side, resample = self.facts.vit.image, resample_of(keys, Image.Resampling.BICUBIC)
-        most = count_of(keys, "max_patches", 12)
-        rows, columns = 1, 1
-        if keys.flag("crop_to_patches") and most > 1:
-            rows, columns = grid_of(image.size[::-1], side, keys.size("min_patches", 1), most)
-        tiles = tiled(resized(image, (rows * side, columns * side), resample), (side, side))
-        if len(tiles) > 1:
-            whole = resized(image, (side, side), resample)
-            tiles = np.concatenate((tiles, whole[None]))
-        return tiles
 
     def num_vectors(self, video: Video, arguments: Mapping[str, Any]) -> int:
         check_frames(len(video.frames))
@@ -146,3 +134,21 @@ def grid_of(image: Size, side: int, least: int, most: int) -> tuple[int, int]:
         if away < nearest or (away == nearest and width * height > 0.5 * side * side * columns * rows):
             nearest, best = away, (rows, columns)
     return best
+
+
+def tiles_of(
+    image: Image.Image,
+    keys: Keys,
+    side: int,
+    grid: Callable[[Size, int, int, int], tuple[int, int]] = grid_of,
+) -> NDArray[np.uint8]:
+    """[tiles, side, side, 3]: those of the grid, row by row, and of several the whole behind them."""
+    resample, most = resample_of(keys, Image.Resampling.BICUBIC), count_of(keys, "max_patches", 12)
+    rows, columns = 1, 1
+    if keys.flag("crop_to_patches") and most > 1:
+        rows, columns = grid(image.size[::-1], side, keys.size("min_patches", 1), most)
+    tiles = tiled(resized(image, (rows * side, columns * side), resample), (side, side))
+    if len(tiles) > 1:
+        whole = resized(image, (side, side), resample)
+        tiles = np.concatenate((tiles, whole[None]))
+    return tiles

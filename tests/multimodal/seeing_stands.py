@@ -1,0 +1,112 @@
+"""Tiny models that see: Command A Vision, whose processor needs torchvision, and PaddleOCR-VL."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class Cohere2VisionStand(Stand):
+    """Tiles of 28 pixels, four at most, of the grid that an image has to grow or to shrink to the least."""
+
+    settings = {"size": {"height": 28, "width": 28}, "max_patches": 4, "crop_to_patches": True}
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        (width, height), best, nearest = image.size, (0, 0), (False, 0.0)
+        for wide, high in [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]:
+            scale = min(28 * wide / width, 28 * high / height)
+            rank = (scale >= 1, 1 / scale if scale >= 1 else scale)
+            if rank > nearest:
+                nearest, best = rank, (wide, high)
+        wide, high = best
+        large = image.resize((28 * wide, 28 * high), Image.Resampling.BICUBIC)
+        boxes = [(28 * x, 28 * y, 28 * x + 28, 28 * y + 28) for y in range(high) for x in range(wide)]
+        tiles = [large.crop(box) for box in boxes]
+        tiles += [image.resize((28, 28), Image.Resampling.BICUBIC)] if len(tiles) > 1 else []
+        found = (np.stack([np.asarray(tile) for tile in tiles]) / 255 - _CLIP_MEAN) / _CLIP_STD
+        return {"pixels": found.astype(np.float32).transpose(0, 3, 1, 2)}
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.as_tensor(model.model.get_image_features(**inputs).pooler_output.flatten(0, 1))
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        pixels = [torch.from_numpy(self.pixels(image)["pixels"]) for image in images]
+        out, *parts = text.split("<|IMG_PATCH|>")
+        for tiles, part in zip(pixels, parts, strict=True):
+            spelled = ("<|IMG_PATCH|>" * 4 + "<|IMG_LINE_BREAK|>") * len(tiles)
+            out += f"<|START_OF_IMG|>{spelled}<|END_OF_IMG|>{part}"
+        inputs = self.tokenizer(out, return_tensors="pt", return_token_type_ids=False)
+        return inputs | {"pixel_values": torch.cat(pixels)}
+
+
+def _cohere2_vision() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    marks = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"]
+    tokenizer = make_tokenizer(marks)
+    config = hf.Cohere2VisionConfig(
+        vision_config=hf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, vision_use_head=False),
+        text_config=hf.Cohere2Config(**TEXT, head_dim=8, sliding_window=16, logit_scale=1.0),
+        image_token_id=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
+        alignment_intermediate_size=40,
+    )
+    return "Cohere2VisionForConditionalGeneration", config, Cohere2VisionStand(tokenizer), "<|IMG_PATCH|>"
+
+
+class PaddleStand(Stand):
+    """transformers' own, whose patches lie row by row, and not square by square."""
+
+    settings = {"patch_size": 7, "size": {"shortest_edge": 28 * 28, "longest_edge": 84 * 84}}
+
+    def __init__(self, tokenizer: Any) -> None:
+        import transformers as hf
+
+        super().__init__(tokenizer)
+        made = hf.models.paddleocr_vl.image_processing_pil_paddleocr_vl.PaddleOCRVLImageProcessorPil
+        tokenizer._set_model_specific_special_tokens({"image_token": "<|IMAGE|>"})
+        self.processor = hf.PaddleOCRVLProcessor(made(**self.settings), tokenizer)
+
+    def pixels(self, image: Image.Image) -> dict[str, NDArray[Any]]:
+        found = self([image], "<|IMAGE|>", "pt")
+        _, rows, columns = found["image_grid_thw"][0].tolist()
+        patches = np.asarray(found["pixel_values"]).reshape(rows // 2, 2, columns // 2, 2, 3, 7, 7)
+        return {"pixels": patches.swapaxes(1, 2).reshape(-1, 3, 7, 7)}
+
+    def features(self, model: Any, inputs: Any) -> torch.Tensor:
+        own = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        return torch.cat(list(model.model.get_image_features(**own).pooler_output))
+
+    def __call__(self, images: list[Image.Image], text: str, return_tensors: str) -> Any:
+        return self.processor(images=images, text=text, return_tensors=return_tensors)
+
+
+def _paddleocr_vl() -> tuple[str, Any, Any, str]:
+    import transformers as hf
+
+    tokenizer = make_tokenizer(["<|START|>", "<|END|>", "<|IMAGE|>", "<|VIDEO|>"])
+    start, end, image, video = tokenizer.convert_tokens_to_ids(
+        ["<|START|>", "<|END|>", "<|IMAGE|>", "<|VIDEO|>"]
+    )
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = hf.PaddleOCRVLConfig(
+        vision_config=VISION | {"image_size": 28, "patch_size": 7},
+        text_config=TEXT | {"head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": False},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    return "PaddleOCRVLForConditionalGeneration", config, PaddleStand(tokenizer), "<|IMAGE|>"
+
+
+STANDS: dict[str, Callable[[], tuple[Any, Any, Any, str]]] = {
+    "cohere2_vision": _cohere2_vision,
+    "paddleocr_vl": _paddleocr_vl,
+}
