@@ -9,7 +9,7 @@ import torch
 from finished import finished
 from PIL import Image
 from seeing_more import MORE
-from tiny_seeing import TEXT, VISION, Stand, make_tokenizer, save_tiny
+from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
 from tiny_seeing import picture as picture
 from tiny_seeing import sizes as sizes
@@ -212,7 +212,7 @@ def _lighton_ocr() -> tuple[str, Any, Any, str]:
     processor = hf.LightOnOcrProcessor(parts.image_processor, tokenizer, patch_size=7, spatial_merge_size=2)
     config = hf.LightOnOcrConfig(
         vision_config=vision,
-        text_config=hf.Qwen3Config(**TEXT, head_dim=16),
+        text_config=hf.Qwen3Config(**STRONG, head_dim=16),
         image_token_id=processor.image_token_id,
         tie_word_embeddings=False,
     )
@@ -232,7 +232,7 @@ def _aya_vision() -> tuple[str, Any, Any, str]:
     processor = hf.AyaVisionProcessor(images, tokenizer, patch_size=7, img_size=28, downsample_factor=2)
     config = hf.AyaVisionConfig(
         vision_config=hf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, vision_use_head=False),
-        text_config=hf.Cohere2Config(**TEXT, head_dim=8, sliding_window=16, logit_scale=1.0),
+        text_config=hf.Cohere2Config(**STRONG, head_dim=8, sliding_window=16, logit_scale=1.0),
         image_token_index=processor.image_token_id,
         vision_feature_layer=-2,
         alignment_intermediate_size=40,
@@ -240,7 +240,7 @@ def _aya_vision() -> tuple[str, Any, Any, str]:
     return "AyaVisionForConditionalGeneration", config, processor, "<image>"
 
 
-def _llava_next() -> tuple[str, Any, Any, str]:
+def _llava_next(**own: Any) -> tuple[str, Any, Any, str]:
     import transformers as hf
 
     shapes = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
@@ -255,12 +255,26 @@ def _llava_next() -> tuple[str, Any, Any, str]:
         num_additional_image_tokens=1,
     )
     config = hf.LlavaNextConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7),
-        text_config=hf.MistralConfig(**TEXT),
-        image_token_index=processor.image_token_id,
-        image_grid_pinpoints=shapes,
+        **{
+            "vision_config": hf.CLIPVisionConfig(**VISION, image_size=28, patch_size=7),
+            "text_config": hf.MistralConfig(**TEXT),
+            "image_token_index": processor.image_token_id,
+            "image_grid_pinpoints": shapes,
+            **own,
+        }
     )
     return "LlavaNextForConditionalGeneration", config, processor, "<image>"
+
+
+def _granite_vision() -> tuple[str, Any, Any, str]:
+    """States of several layers, among embeddings that are scaled, and images with them."""
+    import transformers as hf
+
+    scales = {"embedding_multiplier": 5.0, "residual_multiplier": 0.5}
+    return _llava_next(
+        text_config=hf.GraniteConfig(**STRONG, **scales, attention_multiplier=0.2),
+        vision_feature_layer=[-3, -1],
+    )
 
 
 def _llava_onevision() -> tuple[str, Any, Any, str]:
@@ -388,6 +402,7 @@ FAMILIES = {
     "llama4": _llama4,
     "idefics3": _idefics3,
     "llava_next": _llava_next,
+    "granite_vision": _granite_vision,
     "llava_onevision": _llava_onevision,
     **MORE,
 }

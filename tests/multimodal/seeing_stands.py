@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tiny_seeing import TEXT, VISION, Stand, make_tokenizer
+from tiny_seeing import STRONG, VISION, Stand, make_tokenizer
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -52,7 +52,7 @@ def _cohere2_vision() -> tuple[str, Any, Any, str]:
     tokenizer = make_tokenizer(marks)
     config = hf.Cohere2VisionConfig(
         vision_config=hf.SiglipVisionConfig(**VISION, image_size=28, patch_size=7, vision_use_head=False),
-        text_config=hf.Cohere2Config(**TEXT, head_dim=8, sliding_window=16, logit_scale=1.0),
+        text_config=hf.Cohere2Config(**STRONG, head_dim=8, sliding_window=16, logit_scale=1.0),
         image_token_id=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
         alignment_intermediate_size=40,
     )
@@ -96,7 +96,7 @@ def _paddleocr_vl() -> tuple[str, Any, Any, str]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     config = hf.PaddleOCRVLConfig(
         vision_config=VISION | {"image_size": 28, "patch_size": 7},
-        text_config=TEXT | {"head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": False},
+        text_config=STRONG | {"head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": False},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,

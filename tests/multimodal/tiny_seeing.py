@@ -24,6 +24,8 @@ TEXT = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+STRONG = TEXT | {"initializer_range": 0.3}
+"""Weights of a size at which all that goes in shows in what comes out."""
 VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 

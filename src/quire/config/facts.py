@@ -196,6 +196,8 @@ class MediaFacts:
     crossed: int = 0
     """Where no tokens stand for an item, and all of the sequence see its vectors: how many these are. Each
     prompt has one item then. 0: tokens stand for items."""
+    scale: float = 1.0
+    """By which the vectors of items are multiplied, for a decoder that does so with all that goes into it."""
     transcribes: bool = False
     """Whether it writes down what it hears: what /v1/audio/transcriptions and /translations are for."""
 

@@ -122,7 +122,12 @@ def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
     """What a model says of its decoder, as if that were alone, and what it takes in beside text."""
     named = [_media_family(name) for name in _architectures(keys)]
     read = next((MEDIA_FAMILIES[name] for name in named if name in MEDIA_FAMILIES), None)
-    return (keys, None) if read is None else read(keys)
+    if read is None:
+        return keys, None
+    text, media = read(keys)
+    if _architectures(text)[0].startswith("Granite"):
+        media = replace(media, scale=text.number("embedding_multiplier", 1.0))
+    return text, media
 
 
 def _classified(whole: Keys, decoder: Keys, named: str) -> tuple[Keys, str]:

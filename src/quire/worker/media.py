@@ -45,15 +45,17 @@ class Encoder:
         *,
         hidden: int,
         levels: int = 0,
+        scale: float = 1.0,
         dtype: torch.dtype,
         device: torch.device,
         group: Group = ALONE,
         graphs: TowerGraphs | None = None,
     ) -> None:
-        """Vectors have `hidden` numbers, and as many more for each of the layers that are given some. Each of
-        a `group` encodes some of the items."""
+        """Vectors have `hidden` numbers, and as many more for each of the layers that are given some.
+        They are multiplied by `scale`. Each of a `group` encodes some of the items."""
         self.tower = tower
         self.hidden, self.width = hidden, hidden * (1 + levels)
+        self.scale = scale
         self.dtype = dtype
         self.device = device
         self.group = group
@@ -89,7 +91,7 @@ class Encoder:
         for modality, those in seen.items():
             vectors = self._run(modality, those) if self.group.size == 1 else self._spread(modality, those)
             made |= {item.key: part for item, part in zip(those, vectors, strict=True)}
-        self.kept |= made
+        self.kept |= made if self.scale == 1 else {key: each * self.scale for key, each in made.items()}
 
     def _run(self, modality: str, items: Sequence[Item]) -> list[Tensor]:
         given = [self._given(item.arrays or {}) for item in items]
@@ -286,6 +288,7 @@ def open_encoder(config: EngineConfig, model: Any, group: Group, device: torch.d
         tower,
         hidden=config.checkpoint.facts.hidden,
         levels=media.levels,
+        scale=media.scale,
         dtype=getattr(torch, config.model.dtype),
         device=device,
         group=ALONE if tower_group(config, group) is group else group,
