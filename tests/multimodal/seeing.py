@@ -41,7 +41,8 @@ class Twin:
         self.media = media
         self.tokenizer = load_tokenizer(self.path, "hf")
         self.ours = PROCESSORS[media.family](self.path, media, self.tokenizer)
-        self.image_id = getattr(self.ours, "image_id", None) or media.tower.image_id
+        own: int | None = getattr(self.ours, "image_id", None)
+        self.image_id = media.tower.image_id if own is None else own
         self.least = 20 if media.family == "lighton_ocr" else 5
         """Pixels of a side; of fewer, when a long one was made shorter, nothing may be left."""
         if isinstance(self.processor, Stand):
