@@ -1,5 +1,7 @@
 """A tiny Whisper behind a server: a sound in pieces is written down as its twin hears each of them."""
 
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -8,39 +10,60 @@ import numpy as np
 import openai
 import torch
 from fake_inputs import wav
-from hearing import SECONDS, save_whisper
-from seeing import make_tokenizer
+from hearing import SECONDS, save_scribe
 from serve_process import PATIENCE_S, ServeProcess, eventually
 
 from quire.frontend.speech import RATE, pieces_of
 
-MARKS = "endoftext startoftranscript en de translate transcribe startofprev notimestamps"
-PROMPT = "<|startoftranscript|><|de|><|transcribe|><|notimestamps|>"
+PROMPT = "<|startoftranscript|><|de|><|transcribe|>"
 NUM_TOKENS = 9
 
 
-def heard(model: Any, processor: Any, tokenizer: Any, samples: np.ndarray) -> str:
+@torch.no_grad()
+def heard(model: Any, processor: Any, samples: np.ndarray, *, timed: bool = False) -> list[int]:
     """What the twin writes, greedily."""
+    from transformers import WhisperTimeStampLogitsProcessor
+
     mel = processor.features(samples, sampling_rate=RATE, return_tensors="pt").input_features
-    ids = tokenizer(PROMPT, add_special_tokens=False).input_ids
+    prompt = PROMPT if timed else PROMPT + "<|notimestamps|>"
+    ids: list[int] = processor.tokenizer(prompt, add_special_tokens=False).input_ids
+    rules = WhisperTimeStampLogitsProcessor(model.generation_config, len(ids))
     for _ in range(NUM_TOKENS):
-        with torch.no_grad():
-            logits = model(input_features=mel, decoder_input_ids=torch.tensor([ids])).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return str(tokenizer.decode(ids[-NUM_TOKENS:], skip_special_tokens=True))
+        so_far = torch.tensor([ids])
+        logits = model(input_features=mel, decoder_input_ids=so_far).logits[:, -1]
+        ids.append(int((rules(so_far, logits) if timed else logits).argmax()))
+    return ids[-NUM_TOKENS:]
+
+
+def check_moments(found: Any, said: list[list[int]], starts: list[int], zero: int, end_id: int) -> None:
+    """Every token of text is in a segment, between the moments around it; so are words."""
+    segments = iter(found.segments)
+    for start, ids in zip(starts, said, strict=True):
+        assert ids[0] >= zero
+        moment = 0
+        for is_time, each in groupby(ids, lambda id: id >= zero):
+            if is_time:
+                *_, moment = each
+            elif text := [id for id in each if id < end_id]:
+                segment = next(segments)
+                assert segment.tokens == text and segment.seek == round(start / RATE, 3)
+                assert segment.start == round(start / RATE + 0.02 * (moment - zero), 3) <= segment.end
+                assert 0 < segment.no_speech_prob < 1 and segment.avg_logprob < 0
+    assert next(segments, None) is None
+    times = [(word.start, word.end) for word in found.words]
+    assert times and all(start <= end for start, end in times) and times[-1][1] <= found.duration
 
 
 def test_sounds_are_written_down(tmp_path: Path) -> None:
     path = tmp_path / "whisper"
-    model, processor = save_whisper(path)
-    tokenizer = make_tokenizer([f"<|{name}|>" for name in MARKS.split()])
-    tokenizer.eos_token = "<|endoftext|>"
-    tokenizer.save_pretrained(path)
+    model, processor = save_scribe(path)
     samples = np.random.default_rng(0).normal(0, 0.2, 5 * RATE).astype(np.float32)
     file = wav(samples[:, None], RATE, kind=3)
-    pieces = [piece for _, piece in pieces_of(samples, SECONDS * RATE)]
+    starts, pieces = zip(*pieces_of(samples, SECONDS * RATE), strict=True)
     assert len(pieces) > 2
-    expected = "".join(heard(model, processor, tokenizer, piece) for piece in pieces)
+    decode = partial(processor.tokenizer.decode, skip_special_tokens=True)
+    expected = "".join(decode(heard(model, processor, piece)) for piece in pieces)
+    timed = [heard(model, processor, piece, timed=True) for piece in pieces]
     flags = ("--dtype", "float32", "--served-model-name", "tiny")
     with ServeProcess(str(path), *flags, log=tmp_path / "log") as server:
         server.until_healthy()
@@ -49,6 +72,11 @@ def test_sounds_are_written_down(tmp_path: Path) -> None:
         asked: Any = {"model": "tiny", "file": ("a.wav", file), "language": "de", "extra_body": few}
         whole = client.audio.transcriptions.create(**asked)
         assert whole.text == expected.strip()
+        verbose = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
+        zero = model.generation_config.no_timestamps_token_id + 1
+        end_id = model.generation_config.eos_token_id
+        found = client.audio.transcriptions.create(**asked, **verbose)
+        check_moments(found, timed, list(starts), zero, end_id)
         stream: Any = client.audio.transcriptions.create(**asked, stream=True)
         assert "".join(chunk.choices[0]["delta"]["content"] for chunk in stream) == expected.lstrip()
         with (

@@ -80,6 +80,8 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
     tokenizer = make_tokenizer(marks)
     tokenizer.eos_token = marks[0]
     features = hf.WhisperFeatureExtractor(feature_size=20, chunk_length=SECONDS)
+    ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    ends["decoder_start_token_id"] = tokenizer.convert_tokens_to_ids(marks[1])
     config = hf.WhisperConfig(
         vocab_size=160,
         num_mel_bins=20,
@@ -92,15 +94,34 @@ def save_whisper(path: Path, **settings: Any) -> tuple[Any, Any]:
         decoder_ffn_dim=48,
         max_source_positions=SECONDS * 50,
         max_target_positions=64,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.convert_tokens_to_ids(marks[1]),
-        **({"init_std": 0.6, "tie_word_embeddings": False} | settings),
+        **(ends | {"init_std": 0.6, "tie_word_embeddings": False} | settings),
     )
     model = save_tiny(path, "WhisperForConditionalGeneration", config, features)
     tokenizer.save_pretrained(path)
     return model, Heard(features, tokenizer)
+
+
+SPEECH = "endoftext startoftranscript en de translate transcribe startofprev nospeech notimestamps"
+"""What a model that writes down has names for; what is behind are moments."""
+
+
+def save_scribe(path: Path, **settings: Any) -> tuple[Any, Any]:
+    """Whisper with a name for everything that the routes ask of it, and 43 moments."""
+    marks = [f"<|{name}|>" for name in SPEECH.split()]
+    tokenizer = make_tokenizer(marks)
+    tokenizer.eos_token = marks[0]
+    ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    start = tokenizer.convert_tokens_to_ids(marks[1])
+    model, heard = save_whisper(path, **ends, decoder_start_token_id=start, **settings)
+    told = {
+        "no_timestamps_token_id": tokenizer.convert_tokens_to_ids(marks[-1]),
+        "max_initial_timestamp_index": 20,
+    }
+    for name, value in told.items():
+        setattr(model.generation_config, name, value)
+    model.generation_config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model, Heard(heard.features, tokenizer)
 
 
 class Heard(NamedTuple):

@@ -66,6 +66,7 @@ class Published:
             "is_multilingual": True,
             "no_timestamps_token_id": UNTIMED,
             "max_initial_timestamp_index": 50,
+            "alignment_heads": [[1, 0], [1, 1]],
             "max_length": 448,
             "forced_decoder_ids": [[1, None], [2, TRANSCRIBE]],
             "decoder_start_token_id": START,
@@ -82,9 +83,8 @@ class Published:
         for name, value in said.items():
             setattr(self.model.generation_config, name, value)
         self.model.generation_config.forced_decoder_ids = None  # this transformers knows them no more
-        self.llm = LLM(
-            str(path), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=200, use_tqdm_on_load=False
-        )
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 200}
+        self.llm = LLM(str(path), dtype="float32", use_tqdm_on_load=False, **sizes)
 
     @property
     def speech(self) -> Scribe:
@@ -125,6 +125,67 @@ def test_tasks_and_pieces_are_written_as_transformers_writes_them(published: Pub
         said.append(published.says(piece, task, language))
         assert said[-1] == expected[0].tolist()[-len(said[-1]) :] and len(said[-1]) > 4
     assert said[0] != said[1]
+
+
+@torch.inference_mode()
+def test_moments_come_as_transformers_has_them_come(published: Published) -> None:
+    """By all of its rules, with their tokens, beside answers without moments."""
+    speech, told = published.speech, list[tuple[Any, str, str, bool]]()
+    for seconds, task, language in ((3, "transcribe", "de"), (29, "translate", "yo")):
+        told += [(noise(seconds * RATE, seconds), task, language, timed) for timed in (True, False)]
+    prompts = [
+        {
+            "prompt_token_ids": speech.prompt(task, language, timed=timed),
+            "multi_modal_data": {"audio": (samples, RATE)},
+        }
+        for samples, task, language, timed in told
+    ]
+    params = [SamplingParams(temperature=0, max_tokens=COUNT + 4, timestamps=each[-1]) for each in told]
+    outputs = published.llm.generate(prompts, params, use_tqdm=False)
+    for output, (samples, task, language, timed) in zip(outputs, told, strict=True):
+        said = list(output.outputs[0].token_ids)
+        expected = published.model.generate(
+            input_features=published.features(samples),
+            task=task,
+            language=language,
+            max_new_tokens=COUNT + 4,
+            return_timestamps=timed,
+            force_unique_generate_call=True,  # or it goes on behind the last moment
+        )
+        assert said == expected[0].tolist()[-len(said) :]
+        if timed:
+            assert UNTIMED < said[0] <= UNTIMED + 51 and sum(id > UNTIMED for id in said) >= 3
+
+
+@torch.inference_mode()
+def test_tokens_were_said_when_transformers_says(published: Published) -> None:
+    """By two heads of the upper layer, in chunks and of other lengths at once."""
+    model, told = published.model, list[Any]()
+    model.set_attn_implementation("eager")
+    params, expected = list[SamplingParams](), list[list[int]]()
+    for seconds in (3, 12, 29):
+        samples = noise(seconds * RATE, seconds)
+        heard = published.extractor(
+            samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
+        )
+        found = model.generate(
+            **heard,
+            language="de",
+            max_new_tokens=COUNT + seconds,
+            return_timestamps=True,
+            return_token_timestamps=True,
+            force_unique_generate_call=True,
+            return_dict_in_generate=True,
+        )
+        moments, ids = found["token_timestamps"][0], found["sequences"][0].tolist()
+        expected.append((moments[3:-1] * 50).round().int().tolist())
+        prompt_ids, aligning = published.speech.aligning(ids[:3], ids[3:], len(samples))
+        told.append({"prompt_token_ids": prompt_ids, "multi_modal_data": {"audio": (samples, RATE)}})
+        asked = {"max_tokens": 1, "temperature": 0, "skip_reading_prefix_cache": True}
+        params.append(SamplingParams(**asked, aligning=aligning))
+    outputs = published.llm.generate(told, params, use_tqdm=False)
+    assert [output.aligned for output in outputs] == expected
+    assert all(len(set(each)) > 2 for each in expected[::2])
 
 
 @torch.inference_mode()

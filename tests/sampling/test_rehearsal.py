@@ -25,6 +25,7 @@ from quire.sampling.rows import (
     LOGPROBS,
     PENALTIES,
     RANDOM,
+    TIMED,
     SamplingRows,
 )
 from quire.sampling.sampler import LOGPROBS_MODES, Sampled, Sampler
@@ -122,5 +123,5 @@ def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rehearsal, "POSITIONS_AT_ONCE", 16)
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
     rehearse(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
-    every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS
+    every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
     assert seen == [AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

@@ -68,12 +68,16 @@ def test_a_sound_becomes_text() -> None:
 
 
 def test_what_was_said_before_and_the_task_are_in_the_prompt() -> None:
-    reply = send(TRANSLATIONS, language="DE", prompt="x" * 300, response_format="text")
+    long = {"prompt": "x" * 300, "response_format": "text"}
+    reply = send(TRANSLATIONS, language="DE", **long)
     assert reply.text == "Hallo.\n" and reply.headers["content-type"].startswith("text/plain")
     ids = ENGINE.seen[0][1].token_ids
     assert ids[0] == BEFORE and ids[-4:] == [START, DE, TRANSLATE, UNTIMED]
     assert len(ids) == 1 + 223 + 4
     assert send(TRANSLATIONS, language="de").json() == {"text": "Hallo."}
+    assert send(language="en", hotwords="Quire", prompt="So").json()["text"] == "Hallo."
+    spelled = ENGINE.tokenizer.encode(" Quire So", False)
+    assert ENGINE.seen[0][1].token_ids == [BEFORE, *spelled, START, EN, TRANSCRIBE, UNTIMED]
 
 
 def test_the_language_is_found_out() -> None:
@@ -181,6 +185,23 @@ def test_moments_part_the_text() -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:00.500\nJa.\n\n") and "Nein -> doch." in vtt
 
 
+def test_words_have_times_of_their_own() -> None:
+    """Of all segments and pieces; without those of segments where nobody asks for them."""
+    script = timed(0.0, " Ja, so", 2.0, 2.0, " ist", 2.8)
+    form = {"script": script, "language": "en", "response_format": "verbose_json"}
+    found = send(file=sound(40), **form, **{"timestamp_granularities[]": ["word", "segment"]}).json()
+    first, seek = found["words"], found["segments"][2]["seek"]
+    assert [word["word"] for word in first] == ["Ja,", "so", "ist"] * 2 and 29 <= seek <= 30
+    assert [(word["start"], word["end"]) for word in first[:3]] == [(0.0, 0.8), (0.8, 1.4), (2.0, 2.6)]
+    assert math.isclose(first[4]["start"], seek + 0.8)
+    *_, asked = ENGINE.seen
+    assert asked[1].token_ids[:3] == [START, EN, TRANSCRIBE] and asked[1].token_ids[3:-1] == script
+    assert asked[2].aligning.first == 3 and asked[2].skip_reading_prefix_cache
+    alone = send(**form, **{"timestamp_granularities[]": ["word"]}).json()
+    assert "segments" not in alone and len(alone["words"]) == 3
+    assert "words" not in send(**form).json()
+
+
 def test_moments_of_later_pieces_count_from_the_beginning() -> None:
     script = timed(1.0, " Ja.", 2.0)
     found = send(file=sound(40), script=script, language="en", response_format="verbose_json").json()
@@ -200,7 +221,12 @@ def test_moments_of_later_pieces_count_from_the_beginning() -> None:
         ({"response_format": "diarized_json"}, 400, "body.response_format", "literal_error"),
         ({"response_format": "srt", "stream": "true"}, 400, "response_format", "doesn't support streaming"),
         ({"stream_include_usage": "true"}, 400, "stream", "only be defined when `stream=True`"),
-        ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]", "words have no times"),
+        (
+            {"timestamp_granularities[]": "word"},
+            400,
+            "timestamp_granularities[]",
+            "need response_format=verbose",
+        ),
         ({"temperature": "9"}, 400, "temperature", "temperature"),
         ({"temperature": "nan"}, 400, "body.temperature", "finite"),
         ({"top_p": "x"}, 400, "body.top_p", "float_parsing"),

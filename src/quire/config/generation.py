@@ -22,6 +22,7 @@ _SAMPLING_KEYS = {
 
 
 _UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
+_FIRST_KEY, _HEADS_KEY = "max_initial_timestamp_index", "alignment_heads"
 
 
 def unsaid(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
@@ -33,9 +34,37 @@ def unsaid(config: EngineConfig) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(id for id in merged.get(key) or () if 0 <= id < vocab) for key in _UNSAID_KEYS)
 
 
+def max_first_moment(config: EngineConfig) -> int | None:
+    """How late an answer that tells the time may begin, in moments; None: at any of them."""
+    found = _merged(config).get(_FIRST_KEY)
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def alignment_heads(config: EngineConfig) -> list[tuple[int, int]]:
+    """The heads that follow a sound, by layer and number: those that the checkpoint names, else all of the
+    upper half, as with Whisper's makers."""
+    facts, named = config.checkpoint.facts, _merged(config).get(_HEADS_KEY)
+    num_layers = len(facts.layers)
+    if not named:
+        return [(layer, head) for layer in range(num_layers // 2, num_layers) for head in range(facts.heads)]
+    try:
+        found = [(int(layer), int(head)) for layer, head in named]
+    except (TypeError, ValueError):
+        found = [(-1, -1)]
+    if not all(0 <= layer < num_layers and 0 <= head < facts.heads for layer, head in found):
+        raise ConfigError(
+            f"{_HEADS_KEY} of generation_config.json must be pairs of a layer below {num_layers} and a head "
+            f"below {facts.heads}, got {named!r:.80}"
+        )
+    return found
+
+
 def default_sampling(config: EngineConfig) -> dict[str, Any]:
     """Sampling parameters that a request gets where it says nothing, under SamplingParams' names."""
-    unread = sorted(set(config.model.override_generation_config) - {*_SAMPLING_KEYS, *_UNSAID_KEYS})
+    unread = sorted(
+        set(config.model.override_generation_config)
+        - {*_SAMPLING_KEYS, *_UNSAID_KEYS, _FIRST_KEY, _HEADS_KEY}
+    )
     if unread:
         warn_once(
             logger,

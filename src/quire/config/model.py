@@ -21,6 +21,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 _CLASS_KEYS = ("id2label", "num_labels", "problem_type")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+_HEARING_KEYS = ("max_initial_timestamp_index", "alignment_heads")
+"""Of models that write down what they hear."""
 _UNSAID_KEYS = ("suppress_tokens", "begin_suppress_tokens")
 
 
@@ -102,6 +104,7 @@ def _read_directory(
     if media is not None and media.transcribes:
         said = {key: generation if key in generation.values else keys for key in _UNSAID_KEYS}
         sampling |= {key: [*source.token_ids(key)] for key, source in said.items()}
+        sampling |= {key: generation.get(key) for key in _HEARING_KEYS if generation.get(key) is not None}
     bos_ids = generation.token_ids("bos_token_id") or keys.token_ids("bos_token_id")
     pooling = read_pooling(path, *_classified(whole, keys, named))
     return Checkpoint(

@@ -250,6 +250,7 @@ _BY_REQUEST = (
     "logprobs",
     "drafted",
     "prompt_logprobs",
+    "aligned",
     "pooled",
     "admitted",
     "resumed",

@@ -160,6 +160,8 @@ class RequestOutput:
     num_cache_creation_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+    aligned: list[int] | None = None
+    """Of a prompt that was: the state of its sound at which each token begins."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import msgspec
 
+from quire.data.moments import Aligning, Moments
 from quire.errors import RequestError
 from quire.logs import get_logger, warn_once
 from quire.unbuilt import UNBUILT, refuse
@@ -181,6 +182,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     reasoning: ReasoningIds | None = None
     """Internal: what comes before the text that `structured_outputs` is about, and is counted by
     `thinking_token_budget`."""
+    timestamps: bool = False
+    """Tell the time, by Whisper's rules; the prompt does without `<|notimestamps|>` then."""
+    moments: Moments | None = None
+    """Internal: the tokens of which these rules are."""
+    aligning: Aligning | None = None
+    """Internal: find out when the tokens of the prompt were said."""
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
@@ -357,7 +364,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 _SWITCHES = (
     "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "skip_clone",
+    "include_stop_str_in_output", "skip_clone", "timestamps",
 )  # fmt: skip
 
 

@@ -186,6 +186,8 @@ class StepResult(msgspec.Struct):
     """By row, for the rows that asked, and by new token."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """By row: the positions that this step's chunk covered, in order."""
+    aligned: dict[int, list[int]] = {}
+    """By row whose prompt was aligned: the state of its sound at which each token begins."""
     pooled: dict[int, Pooled] = {}
     """Of a pooling model, by row: for each row with `samples` what has come of its prompt."""
     drafted: Ints = _NONE
@@ -239,6 +241,7 @@ class StepOutput(msgspec.Struct, omit_defaults=True):
     drafted: dict[str, int] = {}
     """Of requests that had drafts: how many. The tokens that they got, but the last, are those that held."""
     prompt_logprobs: dict[str, list[RowLogprobs]] = {}
+    aligned: dict[str, list[int]] = {}
     pooled: dict[str, Pooled] = {}
     """What came of the prompts of a pooling model; each such request is among `finished`."""
     admitted: dict[str, FirstRun] = {}

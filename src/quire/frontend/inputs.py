@@ -14,6 +14,7 @@ from quire.config.pooling import PoolingFacts
 from quire.data.embeds import Embeds
 from quire.data.lora import LoRARequest
 from quire.data.media import Media
+from quire.data.moments import Moments
 from quire.data.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from quire.data.pooling import PoolingParams
 from quire.data.request import Request
@@ -412,6 +413,7 @@ class InputProcessor:
         params = params.clone()
         if params.bad_words:
             params.bad_words_token_ids = self._bad_words(params.bad_words)
+        params.moments = self._moments() if params.timestamps else None
         num_own = self.vocab - self.model_vocab
         params.verify(vocab=self.model_vocab, max_logprobs=max_logprobs, num_own=num_own)
         if params.stop_token_ids:  # an id that no token has stops nothing, and has no logit to hold back
@@ -441,6 +443,11 @@ class InputProcessor:
         self.grammars.open()
         with limited(seconds, "structured_outputs: the grammar"):
             self.grammars.compile(asked)
+
+    def _moments(self) -> Moments:
+        if self.media.speech is None or self.media.speech.moments is None:
+            raise RequestError("this model does not tell the time", param="timestamps")
+        return self.media.speech.moments
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it stands at the start of a text and after a space."""

@@ -12,6 +12,7 @@ from PIL import Image
 from quire.capacity import max_span
 from quire.config.engine import EngineConfig
 from quire.config.env import Env
+from quire.config.generation import max_first_moment
 from quire.config.keys import read_json
 from quire.config.media.caches import CacheKind, max_bytes, max_object_bytes
 from quire.config.media.limits import limits_of
@@ -201,7 +202,14 @@ def _speech(config: EngineConfig, processor: Processor, tokenizer: Tokenizer) ->
         most = processor.most_vectors("audio")
         return Dictation.of(tokenizer, max_len=max_len, at_once=at_once, num_vectors=most)
     is_english = said.is_file() and read_json(said).get("is_multilingual") is False
-    return Speech.of(tokenizer, max_len=max_len, at_once=at_once, is_english=is_english)
+    return Speech.of(
+        tokenizer,
+        max_len=max_len,
+        at_once=at_once,
+        is_english=is_english,
+        end=next(iter(config.checkpoint.eos_ids), None),
+        max_first=max_first_moment(config),
+    )
 
 
 # ---- multi_modal_data

@@ -146,6 +146,7 @@ class _Parent:
     put_text: Callable[[str, int], None] | None = None
     """Where text goes that needs no output around it."""
     prompt_logprobs: PromptLogprobs | None = None
+    aligned: list[int] | None = None
     pools: bool = False
     lora: LoRARequest | None = None
     tokenizer: Tokenizer | None = None
@@ -279,6 +280,9 @@ class OutputProcessor:
         for id, positions in step.prompt_logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 self._add_prompt_logprobs(sequence.parent, positions)
+        for id, begins in step.aligned.items():
+            if (sequence := sequences.get(id)) is not None:
+                sequence.parent.aligned = begins
         for id, positions in step.logprobs.items():
             if (sequence := sequences.get(id)) is not None:
                 for found in positions:
@@ -407,6 +411,7 @@ class OutputProcessor:
             prompt=parent.prompt.text,
             prompt_token_ids=parent.prompt.token_ids,
             prompt_logprobs=parent.prompt_logprobs,
+            aligned=parent.aligned,
             outputs=[make(sequence) for sequence in sequences],
             finished=finished,
             num_cached_tokens=parent.sequences[0].num_cached,

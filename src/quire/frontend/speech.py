@@ -3,12 +3,14 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.data.moments import Aligning, Moments
 from quire.errors import RequestError
+from quire.frontend.words import UNSPACED, words_of
 from quire.logs import get_logger
 from quire.text.tokenizer import Tokenizer
 
@@ -21,9 +23,11 @@ _SEARCHED = RATE
 """At the end of a piece, for the quietest place."""
 _WINDOW = 1600
 _MOMENT_S = 0.02
-"""From one token of time to the next."""
+"""From one token of time to the next, and from one state of a sound."""
+_STATES_S = 50
 TASKS = ("transcribe", "translate")
 _MARKS = ("<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>")
+_NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")
 _ASKED = ("<s>", "[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]")
 _WRITE = "[TRANSCRIBE]"
 _SPOKEN = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
@@ -57,14 +61,25 @@ class Segment:
     end: float
     text: str
     token_ids: list[int]
+    places: list[int]
+    """Where each of them stands in the answer."""
     place: slice
-    """Where they stand in the answer."""
+    """Where they do, and what is no text between them."""
 
     @property
     def compression_ratio(self) -> float:
         """Of texts that repeat themselves it is high."""
         raw = self.text.encode()
         return len(raw) / len(zlib.compress(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A word, and when it was said, in seconds."""
+
+    text: str
+    start: float
+    end: float
 
 
 class Scribe(Protocol):
@@ -87,7 +102,8 @@ class Scribe(Protocol):
         """Whether it must be told the language, so that it is asked for that first."""
 
     @property
-    def tells_time(self) -> bool: ...
+    def moments(self) -> Moments | None:
+        """The tokens by which it tells the time; None: it does not."""
 
     @property
     def between(self) -> str:
@@ -102,6 +118,18 @@ class Scribe(Protocol):
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
         """What an answer with moments in it says, of a sound of so many seconds."""
+
+    @property
+    def no_speech(self) -> int | None:
+        """The token that says, in place of a language, that nobody speaks."""
+
+    def aligning(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
+    ) -> tuple[list[int], Aligning]:
+        """The prompt that tells when the tokens of an answer were said."""
+
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
+        """Of a segment, by the states at which what follows each token of the answer begins."""
 
 
 def _checked(language: str, known: Mapping[str, int]) -> str:
@@ -125,16 +153,29 @@ class Speech:
     """The tokens by which Whisper is told what to do: languages, tasks, and whether to tell the time."""
 
     tasks = TASKS
-    asks_first = tells_time = True
+    asks_first = True
     between = ""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_len: int,
+        at_once: int,
+        is_english: bool = False,
+        end: int | None = None,
+        max_first: int | None = None,
+    ) -> None:
         """`max_len`: of a prompt and its answer; `at_once`: samples that are heard. `is_english`: models that
-        know no other language are not told of it, nor of tasks."""
+        know no other language are not told of it, nor of tasks. `end` ends an answer, and `max_first` is how
+        late one begins, in moments."""
         self._tokenizer, self._max_len, self.at_once = tokenizer, max_len, at_once
         self._is_english = is_english
         vocab = tokenizer.get_vocab()
         self._start, self._before, self._untimed = (vocab[name] for name in _MARKS)
+        self.no_speech = next((vocab[name] for name in _NO_SPEECH if name in vocab), None)
+        end = self._start - 1 if end is None else end
+        self.moments = Moments(self._untimed + 1, end, max_first)
         self._tasks = {task: vocab[f"<|{task}|>"] for task in TASKS}
         between = range(self._start + 1, min(self._tasks.values()))
         names = tokenizer.convert_ids_to_tokens(between)
@@ -146,11 +187,11 @@ class Speech:
         """By their codes, such as `en`: the tokens."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, max_len: int, at_once: int, is_english: bool) -> "Speech | None":
+    def of(cls, tokenizer: Tokenizer, **facts: Any) -> "Speech | None":
         """None where there are no such tokens."""
         if _lacks(tokenizer, (*_MARKS, *(f"<|{task}|>" for task in TASKS))):
             return None
-        return cls(tokenizer, max_len=max_len, at_once=at_once, is_english=is_english)
+        return cls(tokenizer, **facts)
 
     def check_language(self, language: str) -> str:
         return _checked(language, self.languages)
@@ -172,16 +213,33 @@ class Speech:
         return [self._before, *found[-(self._max_len // 2 - 1) :]]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
-        zero = self._untimed + 1
+        zero = self.moments.zero
         moments = [(place, (id - zero) * _MOMENT_S) for place, id in enumerate(token_ids) if id >= zero]
         start, first = 0.0, 0
         for place, moment in [*moments, (len(token_ids), seconds)]:
             end = max(start, min(moment, seconds))
-            said = [id for id in token_ids[first:place] if not self._tokenizer.is_special(id)]
+            places = [at for at in range(first, place) if not self._tokenizer.is_special(token_ids[at])]
+            said = [token_ids[at] for at in places]
             text = self._tokenizer.decode(said)
             if text:
-                yield Segment(start, end, text, said, slice(first, place))
+                yield Segment(start, end, text, said, places, slice(first, place))
             start, first = end, place + 1
+
+    def aligning(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
+    ) -> tuple[list[int], Aligning]:
+        told = [*prompt_ids, *token_ids][: self._max_len - 1]
+        num_states = max(min(num_samples, self.at_once) * _STATES_S // RATE, 1)
+        return told, Aligning(len(prompt_ids), num_states)
+
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
+        moments = [max(begin * _MOMENT_S, segment.start) for begin in begins]
+        for word in words_of(self._tokenizer, segment.token_ids, spaced=language not in UNSPACED):
+            start, end = (
+                moments[at] if 0 <= at < len(moments) else (segment.start if at < 0 else segment.end)
+                for at in (segment.places[word.place.start] - 1, segment.places[word.place.stop - 1])
+            )
+            yield Said(word.text, start, max(start, end))
 
 
 class Dictation:
@@ -189,7 +247,8 @@ class Dictation:
     language that may be named. It finds that by itself, and knows nothing of what was said before."""
 
     tasks = ("transcribe",)
-    asks_first = tells_time = False
+    asks_first = False
+    moments = no_speech = None
     between = " "
 
     def __init__(self, tokenizer: Tokenizer, *, at_once: int) -> None:
@@ -215,4 +274,12 @@ class Dictation:
         return [*self._asked, *self._tokenizer.encode(named, add_special_tokens=False), self._write]
 
     def segments(self, token_ids: Sequence[int], seconds: float) -> Iterator[Segment]:
+        raise AssertionError("it tells no time")
+
+    def aligning(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], num_samples: int
+    ) -> tuple[list[int], Aligning]:
+        raise AssertionError("it tells no time")
+
+    def words(self, segment: Segment, begins: Sequence[int], language: str | None) -> Iterator[Said]:
         raise AssertionError("it tells no time")

@@ -48,6 +48,10 @@ class CrossAttention(nn.Module):
         heads = sum(self.q.sizes_out) // facts.head_dim
         self.spec = AttentionSpec(heads, self.kv.kv_heads, facts.head_dim, scope.dtype)
         self.backend = scope.backend
+        self.is_watched = False
+        """Whether somebody wants to know what tokens look for."""
+        self.queries: Tensor | None = None
+        """Those of the last step that was watched, [N, heads, head_dim]."""
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
 
@@ -61,10 +65,17 @@ class CrossAttention(nn.Module):
         for cache, made in zip((self.k_cache, self.v_cache), self.kv(vectors), strict=True):
             cache[first:].flatten(0, 1)[: len(made)].copy_(made)
 
+    def keys_of(self, blocks: Tensor, heads: list[int]) -> Tensor:
+        """What these heads see of the item in `blocks`, [vectors, heads, head_dim]."""
+        assert self.k_cache is not None, "bind() comes before keys_of()"
+        shared = self.spec.heads // self.spec.kv_heads
+        return self.k_cache[blocks.long()].flatten(0, 1)[:, [head // shared for head in heads]]
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert batch.crossed is not None, "the model has not said what tokens see"
         assert self.k_cache is not None and self.v_cache is not None, "bind() comes before forward()"
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
+        self.queries = q if self.is_watched else None
         mixed = self.backend.forward(q, self.k_cache, self.v_cache, batch.crossed, self.spec)
         out: Tensor = self.out(mixed.flatten(1))
         return out

@@ -1,4 +1,5 @@
-"""What changes logits before tokens are sampled: allowed ids, bad words, min_tokens, biases, penalties."""
+"""What changes logits before tokens are sampled: allowed ids, bad words, min_tokens, biases, penalties, and
+the rules of telling the time."""
 
 import numpy as np
 import torch
@@ -6,10 +7,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.sampling.counts import Counts
-from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, Ints, SamplingRows
+from quire.sampling.moments import tell_time
+from quire.sampling.rows import ALLOWED, BANNED, BIASED, HELD, PENALTIES, TIMED, Ints, SamplingRows
 from quire.sampling.transfer import to_device
 
-REMOVING = ALLOWED | BANNED | HELD
+REMOVING = ALLOWED | BANNED | HELD | TIMED
 """What may leave a row without a token."""
 _ADJUSTING = REMOVING | BIASED | PENALTIES
 
@@ -49,6 +51,8 @@ def adjust(
         counts.penalise(logits, rows, state, tokens, num_tokens, prompt_lens)
     elif present & PENALTIES:
         _penalise(logits, np.flatnonzero(flags & PENALTIES), rows, state, tokens, num_tokens, prompt_lens)
+    if present & TIMED:
+        tell_time(logits, rows, state, tokens, num_tokens, prompt_lens)
 
 
 def _index(logits: Tensor, at: Ints, token_ids: Ints) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.capacity import rows_at_once
+from quire.data.moments import Moments
 from quire.data.params import SamplingParams
 from quire.data.plan import Masks
 from quire.sampling.chance import Asked
@@ -29,6 +30,7 @@ def everything(vocab: int, num_logprobs: int) -> SamplingParams:
         logit_bias={0: 1.0, vocab - 1: -1.0},
         allowed_token_ids=list(range(min(vocab, 1024))),
         bad_words_token_ids=[[1], [0, 2]],
+        moments=Moments(zero=vocab - 1, end=0),
     )
 
 

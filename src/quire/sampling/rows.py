@@ -24,6 +24,8 @@ BIASED = 1 << 6
 LOGPROBS = 1 << 7
 LISTED = 1 << 8
 """logprob_token_ids"""
+TIMED = 1 << 9
+"""timestamps"""
 
 _ENTRY = np.dtype([("row", np.int32), ("token_id", np.int32), ("value", np.float64)])
 _PAD = -1
@@ -148,6 +150,9 @@ class SamplingRows:
         self.biased = TokenTable()
         self.listed = TokenTable()
         self.banned = WordTable()
+        self.moments: Ints = np.zeros((3, max_rows), np.int32)
+        """Of each row that tells the time the first token of it, the end, and how late it may begin: -1 is at
+        any time."""
         self._places = np.full(max_rows, -1, np.int32)
 
     def admit(
@@ -212,6 +217,9 @@ class SamplingRows:
         if params.logit_bias:
             self.biased.add(row, list(params.logit_bias), list(params.logit_bias.values()))
             flags |= BIASED
+        if (told := params.moments) is not None:
+            self.moments[:, row] = told.zero, told.end, -1 if told.max_first is None else told.max_first
+            flags |= TIMED
         return flags
 
     def release(self, row: int) -> None:

@@ -37,6 +37,8 @@ class Sampled:
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """By row, of each of its draws."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    aligned: dict[int, list[int]] = field(default_factory=dict)
+    """By row, of prompts that were."""
     counts: Counts | None = None
     """Where tokens of rows with several draws are counted, as if all would hold."""
 
@@ -45,7 +47,7 @@ class Sampled:
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: found[: count_of[row]] for row, found in self.logprobs.items()}
-        return StepResult(token_ids, counts, self.logprobs, self.prompt_logprobs)
+        return StepResult(token_ids, counts, self.logprobs, self.prompt_logprobs, self.aligned)
 
 
 class Sampler:

@@ -84,6 +84,7 @@ class Flight:
                 drafted=drafted[here] if len(drafted) else drafted,
                 logprobs={row: found for row, found in result.logprobs.items() if row in left},
                 prompt_logprobs={row: found for row, found in result.prompt_logprobs.items() if row in left},
+                aligned={row: found for row, found in result.aligned.items() if row in left},
             )
             num_drafts = num_drafts[here] if len(num_drafts) else num_drafts
         starts = {row: int(self.starts[rows == row][0]) for row in result.prompt_logprobs}

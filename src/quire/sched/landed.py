@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -100,7 +100,12 @@ class Landed:
             self.result, token_ids=self.result.token_ids[keeps], counts=kept
         )
 
-    def fresh_prompt_logprobs(self) -> dict[str, list[RowLogprobs]]:
+    def of_prompts(self) -> dict[str, Any]:
+        """What is told of tokens that nobody sampled, by request id."""
+        aligned = {self.running.ids[row]: found for row, found in self.result.aligned.items()}
+        return {"prompt_logprobs": self._fresh_prompt_logprobs(), "aligned": aligned}
+
+    def _fresh_prompt_logprobs(self) -> dict[str, list[RowLogprobs]]:
         """By request id, without the positions that a preempted request computes for the second time."""
         fresh = {}
         for row, positions in self.result.prompt_logprobs.items():

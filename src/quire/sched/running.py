@@ -15,7 +15,7 @@ RowIds = NDArray[np.intp]
 def looks_back(params: SamplingParams) -> bool:
     """Whether the sampler reads, on the host, the tokens before its own. Penalties are counted on the
     device."""
-    return any(len(word) > 1 for word in params.bad_words_token_ids or ())
+    return params.moments is not None or any(len(word) > 1 for word in params.bad_words_token_ids or ())
 
 
 def is_constrained(params: SamplingParams) -> bool:

@@ -254,7 +254,7 @@ class Scheduler:
             counts=result.counts.tolist(),
             drafted=drafted,
             logprobs={running.ids[row]: logprobs for row, logprobs in result.logprobs.items()},
-            prompt_logprobs=landed.fresh_prompt_logprobs(),
+            **landed.of_prompts(),
             pooled={running.ids[row]: vector for row, vector in result.pooled.items()},
             admitted=flight.notes.admitted,
             resumed=flight.notes.resumed,

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +164,10 @@ class Api:
         stream: bool,
         respond: Callable[[Any], Response] = json_response,
         in_order: bool = False,
+        then: Callable[[list[RequestOutput]], Coroutine[Any, Any, None]] | None = None,
     ) -> Response:
-        """The job done, in the words of the encoder. `in_order`: a stream goes prompt by prompt."""
+        """The job done, in the words of the encoder. `in_order`: a stream goes prompt by prompt. `then`: what
+        is done before a whole answer is written."""
         timeline = job.timeline
         if timeline is not None:
             encoder = Timed(encoder, timeline)
@@ -173,6 +175,8 @@ class Api:
             outputs = await self.streamed(job, in_order=in_order)
             return EventStream(outputs, encoder=encoder, answering=self.answering)
         found = await self.answering.until_gone(request.receive, self.finished(job))
+        if then is not None:
+            await self.answering.until_gone(request.receive, then(found))
         response = respond(encoder.whole(found))
         if timeline is not None and timeline.header:
             response.headers[HEADER] = timeline.header

@@ -17,7 +17,7 @@ from quire.comm.world import World
 from quire.config.engine import EngineConfig
 from quire.config.experts import Eplb
 from quire.config.facts import ArchFacts
-from quire.config.generation import unsaid
+from quire.config.generation import alignment_heads, unsaid
 from quire.config.layout import CacheLayout, cache_specs, layout
 from quire.config.pooling import PoolingFacts
 from quire.config.profiling import Profiling
@@ -37,12 +37,13 @@ from quire.sampling.counts import Counts
 from quire.sampling.rows import SamplingRows
 from quire.sampling.sampler import Sampler
 from quire.worker.adapters import Adapters, check_slots, slots_of, why_no_own
+from quire.worker.alignment import Alignment
 from quire.worker.balance import Balancer
 from quire.worker.device import Device, Model, device_failures
 from quire.worker.drafter import Drafter, check_ahead, draft_bytes, load_draft, open_drafter
 from quire.worker.host import Host
 from quire.worker.host import draw as draw_on_host
-from quire.worker.media import Encoder, open_encoder, tower_group
+from quire.worker.media import CrossEncoder, Encoder, open_encoder, tower_group
 from quire.worker.memory import Needs, bind, cache_room, free_bytes, table, unite_memory
 from quire.worker.parts import Part, PromptLogprobs
 from quire.worker.pooling import PoolingRunner, pooling_builder
@@ -445,6 +446,9 @@ class Worker:
             counts = Counts(config.scheduler.max_num_seqs, facts.vocab + self._num_own, self.device)
         sampler = Sampler(facts.vocab, self.device, config.model.logprobs_mode, device.sample, counts)
         parts: list[Part] = [PromptLogprobs(model.logits, all_rows, config.model.logprobs_mode, slots)]
+        if isinstance(self.encoder, CrossEncoder):
+            heads = alignment_heads(config)
+            parts.append(Alignment(self.encoder.crossing, heads, all_rows, self.world.tp))
         self._runner = Runner(device=device, all_rows=all_rows, sampler=sampler, parts=parts)
         return device, sampler
 

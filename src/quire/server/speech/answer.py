@@ -1,11 +1,13 @@
 """/v1/audio/transcriptions and /v1/audio/translations."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.data.outputs import RequestOutput
 from quire.data.params import RequestOutputKind, SamplingParams
 from quire.errors import RequestError
 from quire.frontend.inputs import Prompt
@@ -47,13 +49,17 @@ async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request)
     samples, pieces = await wait(_read(api, form, speech.at_once))
     if language is None and speech.asks_first:
         language = await wait(_language(api, task, speech, form, pieces[0][1], request))
-    is_timed = form.response_format in _TIMED
-    ids = speech.prompt(task, language, timed=is_timed, before=form.prompt[-_MAX_PROMPT:])
+    is_timed, silent = form.response_format in _TIMED, list[float | None]()
+    if form.response_format == "verbose_json" and speech.no_speech is not None:
+        silent = await wait(_no_speech(api, task, speech, form, pieces, request))
+    ids = speech.prompt(task, language, timed=is_timed, before=_before(form))
     prompts = [_prompt(api, ids, piece) for _, piece in pieces]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = _params(api, form, api.output_limit(form.max_completion_tokens, longest), timed=is_timed)
     job = api.job(_KINDS[task], form, request, prompts, [params] * len(prompts))
-    heard = Heard(task, form, job, speech, language, [start for start, _ in pieces], len(samples))
+    heard = Heard(
+        task, form, job, speech, language, [start for start, _ in pieces], len(samples), _wanted(form), silent
+    )
     return await api.answer(
         job,
         SpeechEncoder(api, heard),
@@ -61,12 +67,13 @@ async def answer_speech(api: Api, task: str, form: SpeechForm, request: Request)
         stream=form.stream,
         respond=respond(form),
         in_order=True,
+        then=partial(_align, api, heard, pieces, request) if "word" in heard.wanted else None,
     )
 
 
 def _check(form: SpeechForm, speech: Scribe) -> None:
     check_fields(form)
-    if form.response_format in _TIMED and not speech.tells_time:
+    if form.response_format in _TIMED and speech.moments is None:
         raise RequestError(
             f"{form.response_format} needs a model that tells the time, which this is not: use json or text",
             param="response_format",
@@ -77,14 +84,24 @@ def _check(form: SpeechForm, speech: Scribe) -> None:
         raise RequestError(
             f"{form.response_format} format doesn't support streaming case", param="response_format"
         )
-    if isinstance(form, TranscriptionForm) and "word" in form.timestamp_granularities:
+    if "word" in _wanted(form) and form.response_format != "verbose_json":
         raise RequestError(
-            "words have no times here: `segment` is the only granularity", param="timestamp_granularities[]"
+            "times of words need response_format=verbose_json", param="timestamp_granularities[]"
         )
     if isinstance(form, TranslationForm) and form.to_language not in (None, "en"):
         raise RequestError(
             f"to_language {form.to_language!r:.40} is not known: this model translates to `en`", "to_language"
         )
+
+
+def _before(form: SpeechForm) -> str:
+    return f"{form.hotwords.strip()} {form.prompt}".strip()[-_MAX_PROMPT:]
+
+
+def _wanted(form: SpeechForm) -> frozenset[str]:
+    """Of what the times are told."""
+    asked = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
+    return frozenset(asked or ["segment"])
 
 
 async def _read(api: Api, form: SpeechForm, at_once: int) -> tuple[Samples, list[tuple[int, Prepared]]]:
@@ -118,6 +135,46 @@ async def _language(
     return codes[found.outputs[0].token_ids[0]]
 
 
+async def _no_speech(
+    api: Api,
+    task: str,
+    speech: Scribe,
+    form: SpeechForm,
+    pieces: list[tuple[int, Prepared]],
+    request: Request,
+) -> list[float | None]:
+    """Of each piece, how likely it is that nobody speaks: what would come in place of a language."""
+    assert (token_id := speech.no_speech) is not None
+    ids = speech.prompt(task, None, before=_before(form))
+    prompts = [_prompt(api, ids, piece) for _, piece in pieces]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[token_id])
+    job = api.job(f"{_KINDS[task]}-mute", form, request, prompts, [params] * len(prompts))
+    told = [output.outputs[0].logprobs for output in await api.finished(job)]
+    found = [each[0].get(token_id) if each and each[0] else None for each in told]
+    # Where logprobs are told as they are sampled by, what is never said is never likely.
+    return [None if one is None or math.isinf(one.logprob) else math.exp(one.logprob) for one in found]
+
+
+async def _align(
+    api: Api,
+    heard: Heard,
+    pieces: list[tuple[int, Prepared]],
+    request: Request,
+    outputs: list[RequestOutput],
+) -> None:
+    """Find out when the tokens of all pieces were said."""
+    ends = [*heard.starts[1:], heard.length]
+    asked = [
+        heard.speech.aligning(prompt.token_ids, output.outputs[0].token_ids, end - start)
+        for prompt, output, start, end in zip(heard.job.prompts, outputs, heard.starts, ends, strict=True)
+    ]
+    prompts = [_prompt(api, ids, piece) for (ids, _), (_, piece) in zip(asked, pieces, strict=True)]
+    once = partial(SamplingParams, max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
+    params = [once(aligning=aligning) for _, aligning in asked]
+    job = api.job(f"{_KINDS[heard.task]}-words", heard.form, request, prompts, params)
+    heard.begins.extend([output.aligned or [] for output in await api.finished(job)])
+
+
 def _params(api: Api, form: SpeechForm, max_tokens: int, *, timed: bool) -> SamplingParams:
     default = api.engine.facts.default_sampling
     given = {name: getattr(form, name) for name in _SAMPLING}
@@ -127,5 +184,6 @@ def _params(api: Api, form: SpeechForm, max_tokens: int, *, timed: bool) -> Samp
         max_tokens=max_tokens,
         logprobs=0 if form.response_format == "verbose_json" else None,
         skip_special_tokens=True,
+        timestamps=timed,
         output_kind=RequestOutputKind.DELTA if form.stream else RequestOutputKind.FINAL_ONLY,
     )

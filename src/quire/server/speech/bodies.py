@@ -24,6 +24,7 @@ class SpeechForm(CallBody):
         None, description="Of the sound: a code such as `en`. Default: the model finds out."
     )
     prompt: str = Field("", description="What was said before, or words that may come; its end counts.")
+    hotwords: str = Field("", description="Words that may come: they are heard before `prompt`.")
     response_format: Format = "json"
     temperature: float = Field(
         0.0, description="0 is greedy.", json_schema_extra={"minimum": 0, "maximum": 2}
@@ -56,7 +57,7 @@ class TranscriptionForm(SpeechForm):
     timestamp_granularities: list[Literal["segment", "word"]] = Field(
         default_factory=list,
         alias="timestamp_granularities[]",
-        description="With verbose_json: `segment`, as without it. Words have no times.",
+        description="With verbose_json: `segment`, as without it, or `word`, or both.",
     )
 
 
@@ -89,6 +90,15 @@ class SegmentReply(BaseModel):
     temperature: float
     avg_logprob: float | None
     compression_ratio: float
+    no_speech_prob: float | None = Field(None, description="How likely nobody speaks in the whole piece.")
+
+
+class WordReply(BaseModel):
+    """A word, and when it is said, in seconds."""
+
+    word: str
+    start: float
+    end: float
 
 
 class SpeechReply(BaseModel):
@@ -100,6 +110,7 @@ class SpeechReply(BaseModel):
     language: str | None = None
     duration: float | None = None
     segments: list[SegmentReply] | None = None
+    words: list[WordReply] | None = None
 
 
 class SpeechDelta(BaseModel):

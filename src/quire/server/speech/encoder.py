@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import PlainTextResponse, Response
@@ -33,6 +33,12 @@ class Heard:
     """Of its pieces, in samples."""
     length: int
     """Its samples."""
+    wanted: frozenset[str] = frozenset({"segment"})
+    """Of what the times are told with verbose_json: segments, words."""
+    no_speech: Sequence[float | None] = ()
+    """Of each piece how likely it is that nobody speaks."""
+    begins: list[list[int]] = field(default_factory=list)
+    """Of each piece, once it is known, the state at which what follows each of its tokens begins."""
 
     @property
     def seconds(self) -> float:
@@ -120,8 +126,11 @@ def _json(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
 
 def _verbose(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
     told, texts = list[dict[str, Any]](), list[str]()
-    for start, segment, output in _segments(heard, found):
+    words = list[dict[str, Any]]()
+    for piece, start, segment in _segments(heard, found):
         texts.append(segment.text)
+        if heard.begins:
+            words += _words(heard, piece, start, segment)
         told.append(
             {
                 "id": len(told),
@@ -131,20 +140,31 @@ def _verbose(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
                 "text": segment.text,
                 "tokens": segment.token_ids,
                 "temperature": heard.form.temperature,
-                "avg_logprob": _mean_logprob(output, segment),
+                "avg_logprob": _mean_logprob(found[piece], segment),
                 "compression_ratio": segment.compression_ratio,
+                "no_speech_prob": heard.no_speech[piece] if heard.no_speech else None,
             }
         )
-    more = {"task": heard.task, "language": heard.language, "duration": heard.seconds, "segments": told}
+    more: dict[str, Any] = {"task": heard.task, "language": heard.language, "duration": heard.seconds}
+    times = {"segment": {"segments": told}, "word": {"words": words}}
+    for name in sorted(heard.wanted):
+        more |= times[name]
     return _json(heard, found) | {"text": "".join(texts).strip()} | more
 
 
-def _segments(heard: Heard, found: list[CompletionOutput]) -> list[tuple[float, Segment, CompletionOutput]]:
-    """Each with the seconds before its piece."""
+def _words(heard: Heard, piece: int, start: float, segment: Segment) -> list[dict[str, Any]]:
+    return [
+        {"word": word.text, "start": round(start + word.start, 3), "end": round(start + word.end, 3)}
+        for word in heard.speech.words(segment, heard.begins[piece], heard.language)
+    ]
+
+
+def _segments(heard: Heard, found: list[CompletionOutput]) -> list[tuple[int, float, Segment]]:
+    """Each with its piece, and the seconds before that."""
     ends = [*heard.starts[1:], heard.length]
     return [
-        (start / RATE, segment, output)
-        for start, end, output in zip(heard.starts, ends, found, strict=True)
+        (piece, start / RATE, segment)
+        for piece, (start, end, output) in enumerate(zip(heard.starts, ends, found, strict=True))
         for segment in heard.speech.segments(output.token_ids, (end - start) / RATE)
     ]
 
@@ -160,7 +180,7 @@ def _mean_logprob(output: CompletionOutput, segment: Segment) -> float | None:
 def _subtitles(head: str, comma: str, *, numbered: bool) -> Callable[[Heard, list[CompletionOutput]], Any]:
     def written(heard: Heard, found: list[CompletionOutput]) -> dict[str, Any]:
         blocks = [head] if head else []
-        for number, (start, segment, _) in enumerate(_segments(heard, found), 1):
+        for number, (_, start, segment) in enumerate(_segments(heard, found), 1):
             moments = f"{_clock(start + segment.start, comma)} --> {_clock(start + segment.end, comma)}"
             text = " ".join(segment.text.split()).replace("-->", "->")
             blocks.append((f"{number}\n" if numbered else "") + f"{moments}\n{text}\n")

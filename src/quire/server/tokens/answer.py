@@ -17,7 +17,9 @@ from quire.server.requests import CompletionBody
 from quire.server.sse import DONE, event, failure
 from quire.server.tokens.bodies import TokensBody
 
-_OURS = frozenset({"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids"})
+_OURS = frozenset(
+    {"output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids", "moments", "aligning"}
+)
 """Parameters that say how the server goes about it: neither told nor taken."""
 
 
