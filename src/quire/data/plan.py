@@ -186,12 +186,12 @@ class StepResult(msgspec.Struct):
     """By row, for the rows that asked, and by new token."""
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
     """By row: the positions that this step's chunk covered, in order."""
-    aligned: dict[int, list[int]] = {}
-    """By row whose prompt was aligned: the state of its sound at which each token begins."""
     pooled: dict[int, Pooled] = {}
     """Of a pooling model, by row: for each row with `samples` what has come of its prompt."""
     drafted: Ints = _NONE
     """How many of its planned drafts each row with `samples` had; empty: all of them."""
+    aligned: dict[int, list[int]] = {}
+    """By row whose prompt was aligned: the state of its sound at which each token begins."""
 
 
 class Pending(Protocol):

@@ -47,7 +47,8 @@ class Sampled:
         if len(counts) and self.logprobs:
             count_of = dict(zip(rows.tolist(), counts.tolist(), strict=True))
             self.logprobs = {row: found[: count_of[row]] for row, found in self.logprobs.items()}
-        return StepResult(token_ids, counts, self.logprobs, self.prompt_logprobs, self.aligned)
+        told = self.logprobs, self.prompt_logprobs
+        return StepResult(token_ids, counts, *told, aligned=self.aligned)
 
 
 class Sampler:
