@@ -11,8 +11,13 @@ _lock = threading.Lock()
 
 def single_threads(most: int, name: str) -> ThreadPoolExecutor:
     """A pool in whose threads torch works alone, where each would have as many further ones as there are
-    cores."""
-    return ThreadPoolExecutor(min(most, os.cpu_count() or 1), name, initializer=_be_alone)
+    cores. All of them have begun when it returns."""
+    count = min(most, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(count, name, initializer=_be_alone)
+    together = threading.Barrier(count)
+    for begun in [pool.submit(together.wait) for _ in range(count)]:
+        begun.result()
+    return pool
 
 
 def _be_alone() -> None:
