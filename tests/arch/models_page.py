@@ -20,6 +20,7 @@ _ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "gra
 
 GROUPS = {
     "dense": "Dense decoders",
+    "older": "Dense decoders of the first years",
     "windows": "Decoders with windows",
     "moe": "Mixtures of experts",
     "latent": "Latent attention",

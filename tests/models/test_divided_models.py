@@ -99,6 +99,13 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", 2, {}),
     "glm4": ("Glm4ForCausalLM", 2, {}),
     "apertus": ("ApertusForCausalLM", 2, {}),
+    "falcon": (
+        "FalconForCausalLM",
+        4,
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "cohere, normed heads": ("CohereForCausalLM", 2, {"use_qk_norm": True}),
+    "stablelm, normed heads": ("StableLmForCausalLM", 4, {"qk_layernorm": True}),
     "hunyuan": ("HunYuanDenseV1ForCausalLM", 2, {}),
 }
 

@@ -72,6 +72,14 @@ def internlm3(settings: Settings) -> Any:
     return model
 
 
+def falcon(settings: Settings) -> Any:
+    """Its configuration takes no size of a head."""
+    import transformers
+
+    config = transformers.FalconConfig(**{key: settings[key] for key in settings if key != "head_dim"})
+    return transformers.FalconForCausalLM(config)
+
+
 _GRANITE: Settings = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
@@ -171,7 +179,9 @@ ZOO: dict[str, Specimen] = {
         }
     ),
     "Cohere2ForCausalLM": Specimen({"sliding_window": 7, "layer_types": TURNS}),
-    "CohereForCausalLM": Specimen({"logit_scale": 0.3}, {"biased": {"attention_bias": True}}),
+    "CohereForCausalLM": Specimen(
+        {"logit_scale": 0.3}, {"biased": {"attention_bias": True}, "normed": {"use_qk_norm": True}}
+    ),
     "ApertusForCausalLM": Specimen(variants={"biased": {"attention_bias": True}}),
     "ArceeForCausalLM": Specimen(variants={"biases": BIASES}),
     "Ernie4_5ForCausalLM": Specimen(variants={"biases-tied": {"use_bias": True} | TIED}),
@@ -180,7 +190,10 @@ ZOO: dict[str, Specimen] = {
         {"full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
     ),
     "GPT2LMHeadModel": Specimen({"num_key_value_heads": 4, "n_inner": 96}, {"tied": TIED}),
-    "GPTNeoXForCausalLM": Specimen({"num_key_value_heads": 4}, {"unbiased": {"attention_bias": False}}),
+    "GPTNeoXForCausalLM": Specimen(
+        {"num_key_value_heads": 4},
+        {"unbiased": {"attention_bias": False}, "in-turn": {"use_parallel_residual": False}},
+    ),
     "GemmaForCausalLM": Specimen(TIED, {"old-gelu": {"hidden_act": "gelu", "attention_bias": True}}),
     "Glm4ForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
     "GlmForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
@@ -225,7 +238,10 @@ ZOO: dict[str, Specimen] = {
             },
         }
     ),
-    "PhiForCausalLM": Specimen(rope("default", partial_rotary_factor=0.5)),
+    "PhiForCausalLM": Specimen(
+        rope("default", partial_rotary_factor=0.5) | {"num_key_value_heads": 4},
+        {"normed": {"qk_layernorm": True}},
+    ),
     "Phi3ForCausalLM": Specimen(
         longrope(original=256), {"long": longrope(original=8), "window": {"sliding_window": 7}}
     ),
@@ -253,6 +269,25 @@ ZOO: dict[str, Specimen] = {
                 "sliding_window": 5,
                 "layer_types": ["sliding_attention", "full_attention"],
             }
+        }
+    ),
+    "FalconForCausalLM": Specimen(
+        {"num_key_value_heads": 1, "num_kv_heads": 4, "ffn_hidden_size": 96},
+        {
+            "two-norms": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+            "one-norm": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_kv_heads": 2},
+            "in-turn": {"parallel_attn": False, "multi_query": False} | TIED,
+        },
+        falcon,
+    ),
+    "GPTBigCodeForCausalLM": Specimen({"n_inner": 96}, {"mha": {"multi_query": False} | TIED}),
+    "GPTJForCausalLM": Specimen({"num_key_value_heads": 4, "n_inner": 96, "rotary_dim": 8}),
+    "OlmoForCausalLM": Specimen(variants={"clipped": {"clip_qkv": 0.5, "attention_bias": True}}),
+    "PersimmonForCausalLM": Specimen({"num_key_value_heads": 4}, {"no-norms": {"qk_layernorm": False}}),
+    "StableLmForCausalLM": Specimen(
+        variants={
+            "normed-side-by-side": {"qk_layernorm": True, "use_parallel_residual": True},
+            "normed-biased": {"qk_layernorm": True, "use_qkv_bias": True},
         }
     ),
     "Gemma2ForCausalLM": Specimen(
@@ -290,7 +325,9 @@ ZOO: dict[str, Specimen] = {
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
         {"not-renormalized": {"norm_topk_prob": False}, "dense-layer": {"mlp_only_layers": [1]}},
     ),
-    "OlmoeForCausalLM": Specimen({"num_experts": 6, "num_experts_per_tok": 2}),
+    "OlmoeForCausalLM": Specimen(
+        {"num_experts": 6, "num_experts_per_tok": 2}, {"clipped": {"clip_qkv": 0.5}}
+    ),
     "GraniteMoeForCausalLM": Specimen(_GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "GraniteMoeSharedForCausalLM": Specimen(
         _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48}
@@ -373,7 +410,7 @@ ZOO: dict[str, Specimen] = {
     "DeepseekV2ForCausalLM": Specimen(
         _DEEPSEEK | {"topk_method": "group_limited_greedy"},
         {
-            "straight-queries": {"q_lora_rank": None, "topk_method": "greedy"},
+            "straight-queries": {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True},
             "yarn": rope("yarn", mscale=0.7, mscale_all_dim=0.9, **_YARN),
         },
     ),
@@ -439,8 +476,11 @@ ZOO: dict[str, Specimen] = {
     "Qwen3_5ForCausalLM": Specimen(_DELTA | {"attention_bias": True}),
     "Qwen3_5MoeForCausalLM": Specimen(_DELTA | _DELTA_EXPERTS),
 }
-UNTAPED = {"ApertusForCausalLM": "aten.clamp.default"}
-"""Whose decodes on a CPU are no tape, and the operation that refuses: here an activation of torch's."""
+UNTAPED = {
+    "ApertusForCausalLM": "aten.clamp.default",
+    "PersimmonForCausalLM": "aten.layer_norm.default",
+}
+"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, or a norm."""
 
 
 def architecture_of(name: str) -> str:

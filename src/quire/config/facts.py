@@ -233,7 +233,7 @@ class ArchFacts:
     activation: str = "silu"
     """A name of `kernels/activations.py`."""
     norm: str = "rms"
-    """rms | layer, each also as _plus_one: a weight of 0 multiplies by 1"""
+    """rms | layer, each also as _plus_one: a weight of 0 multiplies by 1; layer_bare has no weight at all"""
     norm_bias: bool = False
     tied: bool = False
     """Whether the output head shares the embedding's weight."""
@@ -242,7 +242,10 @@ class ArchFacts:
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: str = ""
-    """Norms of queries and keys: none, of each `head`, or of `all` heads as one."""
+    """Norms of queries and keys: none, of each `head`, of `each` by weights of its own, or of `all` heads as
+    one."""
+    qkv_clip: float | None = None
+    """How far queries, keys and values may be from 0."""
     unit_heads: bool = False
     """Whether queries and keys that turn are first made of one length."""
     query_growth: tuple[float, float] | None = None
@@ -267,6 +270,9 @@ class ArchFacts:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     learned_positions: bool = False
+    side_by_side: int = 0
+    """How many norms stand in front of attention and feed-forward where both read the same; 0: the second
+    reads what the first has said. Of families that have both."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     state: StateFacts | None = None

@@ -12,7 +12,7 @@ from quire.layers.lora import AdapterSlots, Place, Point, RanksPoint, SumPoint
 from quire.layers.norm import norm_shares
 from quire.layers.rope import halved
 from quire.layers.scope import Scope, Target, once, target_of
-from quire.quant.shares import Run, Runs, divided, of_heads
+from quire.quant.shares import Run, Runs, by_group, divided, of_heads
 from quire.quant.weight import LinearShape
 
 _LEAST_OUTPUTS = 16
@@ -178,7 +178,7 @@ def _summed(product: Callable[[Tensor], Tensor], sum: Callable[[Tensor], Tensor]
 
 class QKVLinear(Linear):
     """Query, key and value in one product; divided by heads. `names` are theirs in the checkpoint, or one of
-    all three, which may have those of one head beside each other (`by_head`)."""
+    all three, which may have those of one head of keys beside each other (`by_head`)."""
 
     divided = "outputs"
 
@@ -197,9 +197,9 @@ class QKVLinear(Linear):
     ) -> None:
         group = scope.group
         q, kv = divided(group, heads * head_dim), of_heads(group, kv_heads, head_dim)
-        parts = [(q,), (kv,), (kv,)] if len(names) > 1 else [(q, kv, kv)]
+        parts: list[Runs] = [(q,), (kv,), (kv,)] if len(names) > 1 else [(q, kv, kv)]
         if by_head:
-            parts = [(divided(group, 3 * heads * head_dim),)]
+            parts = [by_group(group, kv_heads, (q, kv, kv))]
         named = {scope.beside(name): runs for name, runs in zip(names, parts, strict=True)}
         super().__init__(size_in, named, scope, bias=bias)
         self.heads, self.kv_heads = q.size // head_dim, kv.size // head_dim
@@ -209,6 +209,8 @@ class QKVLinear(Linear):
         self.ops = scope.ops
         self.norms: HeadNorms | None = None
         """Where queries and keys have norms over all heads."""
+        self.bounded: Callable[[Tensor], Tensor] | None = None
+        """What else is done to queries, keys and values before they turn."""
         self.norm_parts = scope.ops.norm_parts
         if group.size > 1:
             self.norm_parts = partial(norm_shares, group=group)
@@ -219,7 +221,8 @@ class QKVLinear(Linear):
         q, k, v = (num_heads * self.head_dim for num_heads in (self.heads, self.kv_heads, self.kv_heads))
         together: list[Tensor] = []
         if self.by_head:
-            together = [torch.arange(q + k + v).view(self.heads, 3, -1).transpose(0, 1).flatten()]
+            stored = torch.arange(q + k + v).view(self.kv_heads, -1, self.head_dim)
+            together = [torch.cat([part.flatten() for part in stored.tensor_split((-2, -1), 1)])]
         if not self.paired_dim:
             return together
         orders = [*(halved(size, self.head_dim, self.paired_dim) for size in (q, k)), torch.arange(v)]
@@ -233,9 +236,11 @@ class QKVLinear(Linear):
 
     def forward(self, x: Tensor, entry: Entry) -> Tensor:
         """[T, size_in] -> queries [T, heads, head_dim]; keys and values are written where `entry` says."""
-        if self.norms is not None:
-            qkv = self.norm_parts(self.multiply(x), (self.norms.q, self.norms.k), self.norms.eps)
-            return self.ops.rotate_and_write(qkv, entry)
+        if self.norms is not None or self.bounded is not None:
+            qkv = self.multiply(x)
+            if self.norms is not None:
+                qkv = self.norm_parts(qkv, (self.norms.q, self.norms.k), self.norms.eps)
+            return self.ops.rotate_and_write(qkv if self.bounded is None else self.bounded(qkv), entry)
         q = self._entered(x, entry)
         return self.ops.rotate_and_write(self.multiply(x), entry) if q is None else q
 

@@ -91,10 +91,23 @@ class LayerNorm(Norm):
             self.weight.add_(1)
 
 
+class BareNorm(LayerNorm):
+    """A layer norm of which checkpoints have nothing."""
+
+    def __init__(self, size: int | Run, eps: float, scope: Scope) -> None:
+        super().__init__(size, eps, scope, bias=False)
+        self.weight.fill_(1)
+
+    def targets(self) -> Iterator[Target]:
+        return iter(())
+
+
 def norm_of(facts: ArchFacts, scope: Scope, size: int | Run = 0) -> Norm:
     """The norm that a model has everywhere; of its hidden size, unless another is given."""
     size = size or facts.hidden
     plus_one = facts.norm.endswith("_plus_one")
+    if facts.norm == "layer_bare":
+        return BareNorm(size, facts.norm_eps, scope)
     if facts.norm.startswith("layer"):
         return LayerNorm(size, facts.norm_eps, scope, bias=facts.norm_bias, plus_one=plus_one)
     return RMSNorm(size, facts.norm_eps, scope, plus_one=plus_one)

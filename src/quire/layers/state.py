@@ -16,7 +16,7 @@ from quire.kernels.state import Rates, Seqs, choose
 from quire.layers.linear import Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import Run, Runs, divided, of_heads
+from quire.quant.shares import Runs, by_group, divided, of_heads
 
 
 class StateMixer(nn.Module):
@@ -198,18 +198,6 @@ def apart(groups: int, *sizes: int) -> Tensor:
     are those of all groups."""
     grouped = torch.arange(sum(sizes)).view(groups, -1)
     return torch.cat([part.flatten() for part in grouped.split([size // groups for size in sizes], 1)])
-
-
-def by_group(group: Group, num: int, runs: Runs) -> Runs:
-    """Runs of all groups of heads as they lie in the checkpoint if each group of them lies together: whole
-    groups, or of one group what the device has of it."""
-    whole = sum(run.all for run in runs)
-    if num % group.size == 0:
-        return (divided(group, whole),)
-    own = group.rank * num // group.size
-    ends = whole // num
-    inside = [Run(run.size, run.start - own * (run.all // num), run.all // num) for run in runs]
-    return (Run(0, 0, own * ends), *inside, Run(0, 0, whole - (own + 1) * ends))
 
 
 def seqs_of(batch: Batch) -> Seqs:

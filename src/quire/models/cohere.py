@@ -15,12 +15,13 @@ class Layer(nn.Module):
     """Attention and feed-forward of the same, added up."""
 
     Mixer: MakesLayer = Attention
+    attention_name, norm_name = "self_attn", "input_layernorm"
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
         self.ops = scope.ops
-        self.norm = norm_of(facts, scope / "input_layernorm")
-        self.attention = self.Mixer(facts, layer, rope, scope / "self_attn")
+        self.norm = norm_of(facts, scope / self.norm_name)
+        self.attention = self.Mixer(facts, layer, rope, scope / self.attention_name)
         self.mlp = self.feed_forward(facts, layer, scope)
 
     def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:

@@ -1,15 +1,17 @@
 """DeepSeek-V2 and V3, by their facts Kimi-K2 and GLM-5: latent attention, experts in most layers."""
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.attention.latent import LatentSpec
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.latent import LatentAttention
-from quire.layers.linear import ColumnLinear, Linear, RowLinear
+from quire.layers.linear import ColumnLinear, Linear, RowLinear, without_bias
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope, mscale
-from quire.layers.scope import Scope
+from quire.layers.scope import Scope, Target
 from quire.models import llama
 from quire.models.decoder import Decoder, MakesLayer
 from quire.quant.shares import Runs, divided
@@ -35,6 +37,13 @@ def latent_spec(facts: ArchFacts, layer: LayerFacts, heads: int) -> LatentSpec:
     )
 
 
+class _StraightQueries(Linear):
+    """Queries that come from no latent have no bias."""
+
+    def targets(self) -> Iterator[Target]:
+        return without_bias(self.part_names[0], super().targets())
+
+
 class Attention(nn.Module):
     """Queries and a latent of each token, what is seen of all latents, and the way back."""
 
@@ -46,7 +55,8 @@ class Attention(nn.Module):
         if not q_latent:
             parts = {(scope / "q_proj").name: (divided(scope.group, queries),)}
         parts[(scope / "kv_a_proj_with_mqa").name] = spec.width
-        self.down = Linear(facts.hidden, parts, scope, bias=facts.qkv_bias)
+        product = Linear if q_latent else _StraightQueries
+        self.down = product(facts.hidden, parts, scope, bias=facts.qkv_bias)
         self.q_norm = RMSNorm(q_latent, _EPS, scope / "q_a_layernorm") if q_latent else None
         self.q_up = ColumnLinear(q_latent, queries, scope / "q_b_proj") if q_latent else None
         kv_norm = RMSNorm(spec.rank, _EPS, scope / "kv_a_layernorm")

@@ -62,6 +62,24 @@ class GPT2(Decoder):
     places = "wpe"
 
 
+class BigCodeAttention(GPT2Attention):
+    """The same, head by head."""
+
+    by_head = True
+
+
+class BigCodeLayer(GPT2Layer):
+    """The same."""
+
+    Mixer: MakesLayer = BigCodeAttention
+
+
+class BigCode(GPT2):
+    """StarCoder, the first."""
+
+    Layer = BigCodeLayer
+
+
 class OPTAttention(llama.Attention):
     """Llama's under another name."""
 

@@ -6,6 +6,7 @@ from quire.attention.backend import AttentionSpec
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
 from quire.layers.attention import PagedAttention
+from quire.layers.head_norm import NormedHeads, clipped
 from quire.layers.linear import QKVLinear, RowLinear
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
@@ -24,7 +25,8 @@ class Attention(nn.Module):
     """How many vectors of the hidden size it reads of each token, side by side."""
     Product: type[QKVLinear] = QKVLinear
     by_head = False
-    """Whether what is fused has query, key and value of one head beside each other."""
+    """Whether what is fused has query, key and value of one head of keys beside each other."""
+    norm_names = ("q_norm", "k_norm")
 
     def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
         super().__init__()
@@ -40,8 +42,11 @@ class Attention(nn.Module):
             by_head=self.by_head,
         )
         norms: list[Norm] = []
-        if facts.qk_norm:
-            for name, heads in (("q_norm", facts.heads), ("k_norm", facts.kv_heads)):
+        by_layer = facts.qk_norm == "each" or (facts.qk_norm == "head" and facts.norm == "layer")
+        if by_layer:
+            self.qkv.bounded = NormedHeads(self.norm_names, self.qkv, facts, rope.paired_dim, scope)
+        elif facts.qk_norm:
+            for name, heads in zip(self.norm_names, (facts.heads, facts.kv_heads), strict=True):
                 own = of_heads(scope.group, heads, facts.head_dim)
                 norms.append(norm_of(facts, scope / name, own if facts.qk_norm == "all" else facts.head_dim))
         spec = AttentionSpec(
@@ -57,6 +62,8 @@ class Attention(nn.Module):
         self.norms = nn.ModuleList(norms)
         self.mix = PagedAttention(spec, rope, scope)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
+        if facts.qkv_clip is not None:
+            self.qkv.bounded = clipped(facts.qkv_clip)
         self.out = RowLinear(
             facts.heads * facts.head_dim, facts.hidden, scope / self.out_name, bias=facts.out_bias
         )

@@ -76,6 +76,18 @@ def of_heads(group: Group, heads: int, width: int) -> Run:
     return Run(width, group.rank * heads // group.size * width, heads * width)
 
 
+def by_group(group: Group, num: int, runs: Runs) -> Runs:
+    """Runs of all groups of heads as they lie in the checkpoint if each group of them lies together: whole
+    groups, or of one group what the device has of it."""
+    whole = sum(run.all for run in runs)
+    if num % group.size == 0:
+        return (divided(group, whole),)
+    own = group.rank * num // group.size
+    ends = whole // num
+    inside = [Run(run.size, run.start - own * (run.all // num), run.all // num) for run in runs]
+    return (Run(0, 0, own * ends), *inside, Run(0, 0, whole - (own + 1) * ends))
+
+
 def check_units(name: str, runs: Iterable[Run], unit: int, what: str) -> None:
     """Refuse shares that cut what is stored as one: a block, a group, a word of so many numbers."""
     for run in runs:

@@ -8,6 +8,7 @@ import quire.config.families.encoder as encoder
 import quire.config.families.gguf as gguf
 import quire.config.families.latent as latent
 import quire.config.families.moe as moe
+import quire.config.families.older as older
 import quire.config.families.state as state
 import quire.config.families.step as step
 import quire.config.families.windows as windows
@@ -66,6 +67,12 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
     "Starcoder2ForCausalLM": Family("starcoder2", dense.starcoder2),
     "WhisperForConditionalGeneration": Family("whisper", dense.whisper),
+    "FalconForCausalLM": Family("falcon", older.falcon),
+    "GPTBigCodeForCausalLM": Family("gpt_bigcode", older.gpt_bigcode),
+    "GPTJForCausalLM": Family("gptj", older.gptj),
+    "OlmoForCausalLM": Family("olmo", older.olmo),
+    "PersimmonForCausalLM": Family("persimmon", older.persimmon),
+    "StableLmForCausalLM": Family("stablelm", older.stablelm),
     "Gemma2ForCausalLM": Family("gemma2", windows.gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3),
     "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),

@@ -254,7 +254,6 @@ def exaone4(keys: Keys) -> ArchFacts:
 
 
 def cohere(keys: Keys, **facts: Any) -> ArchFacts:
-    only(keys, "use_qk_norm", False)
     biased = keys.flag("attention_bias")
     return decoder(
         with_defaults(keys, rope_theta=500000.0, layer_norm_eps=1e-5),
@@ -263,6 +262,7 @@ def cohere(keys: Keys, **facts: Any) -> ArchFacts:
         eps_key="layer_norm_eps",
         qkv_bias=biased,
         out_bias=biased,
+        qk_norm="each" if keys.flag("use_qk_norm") else "",
         logit_scale=keys.number("logit_scale", 0.0625),
         tied=keys.flag("tie_word_embeddings", True),
         **facts,
@@ -318,7 +318,7 @@ def starcoder2(keys: Keys) -> ArchFacts:
     )
 
 
-def gpt2(keys: Keys) -> ArchFacts:
+def gpt2(keys: Keys, **facts: Any) -> ArchFacts:
     only(keys, "scale_attn_by_inverse_layer_idx", False)
     hidden, num_layers = keys.size("n_embd"), keys.size("n_layer")
     return decoder(
@@ -337,14 +337,12 @@ def gpt2(keys: Keys) -> ArchFacts:
         activation_key="activation_function",
         eps_key="layer_norm_epsilon",
         fused_qkv=True,
-        across=True,
         attention_scale=None if keys.flag("scale_attn_weights", True) else 1.0,
-        **_all_biased(keys),
+        **({"across": True} | _all_biased(keys) | facts),
     )
 
 
 def gpt_neox(keys: Keys) -> ArchFacts:
-    only(keys, "use_parallel_residual", True)
     biased = keys.flag("attention_bias", True)
     turning, theta = keys.optional_number("rotary_pct"), keys.optional_number("rotary_emb_base")
     return decoder(
@@ -356,6 +354,7 @@ def gpt_neox(keys: Keys) -> ArchFacts:
             layer_norm_eps=1e-5,
         ).but(num_key_value_heads=None),
         eps_key="layer_norm_eps",
+        side_by_side=2 if keys.flag("use_parallel_residual", True) else 0,
         fused_qkv=True,
         norm="layer",
         norm_bias=True,
@@ -366,11 +365,11 @@ def gpt_neox(keys: Keys) -> ArchFacts:
 
 
 def phi(keys: Keys) -> ArchFacts:
-    only(keys, "qk_layernorm", False)
     return decoder(
         with_defaults(keys, partial_rotary_factor=0.5, hidden_act="gelu_new", layer_norm_eps=1e-5),
         eps_key="layer_norm_eps",
         head_bias=True,
+        qk_norm="head" if keys.flag("qk_layernorm") else "",
         **(_all_biased(keys) | {"tied": keys.flag("tie_word_embeddings")}),
     )
 

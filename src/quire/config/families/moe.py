@@ -42,7 +42,8 @@ def qwen3_moe(keys: Keys) -> ArchFacts:
 
 def olmoe(keys: Keys) -> ArchFacts:
     biased = keys.flag("attention_bias")
-    facts = decoder(keys, qkv_bias=biased, out_bias=biased, qk_norm="all")
+    clip = keys.optional_number("clip_qkv")
+    facts = decoder(keys, qkv_bias=biased, out_bias=biased, qk_norm="all", qkv_clip=clip)
     return mixed(facts, _experts(keys, "intermediate_size", keys.flag("norm_topk_prob")))
 
 
@@ -125,7 +126,8 @@ def _is_mean(keys: Keys) -> bool:
 
 
 def glm4_moe(keys: Keys) -> ArchFacts:
-    biased, head_dim = keys.flag("attention_bias"), keys.size("head_dim", 128)
+    biased, heads = keys.flag("attention_bias"), keys.size("num_attention_heads")
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // heads)
     rope = read_rope(keys.but(partial_rotary_factor=keys.get("partial_rotary_factor") or 0.5), head_dim)
     facts = decoder(
         keys,
