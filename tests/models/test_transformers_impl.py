@@ -55,6 +55,7 @@ LATENT: dict[str, Any] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
+    "bamba": (GROUPED, "Bamba.* 0 attention modules took part"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "Bloom.* 0 attention modules took part, but it has 2 layers"),
     "bert": ({"intermediate_size": 96}, "Bert.* gives other logits over the paged cache"),
     "diffllama": (GROUPED, "DiffLlama.* some twice"),
@@ -94,8 +95,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str
 
 
 @pytest.fixture(scope="module")
-def olmo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    return make("olmo", tmp_path_factory.mktemp("olmo"), **DECODERS["olmo"])
+def helium(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return make("helium", tmp_path_factory.mktemp("helium"), **GROUPED | {"num_key_value_heads": 4})
 
 
 def edited(path: Path, folder: Path, **changes: Any) -> Path:
@@ -139,6 +140,13 @@ def test_windows_that_config_json_does_not_name_are_kept_to(tmp_path: Path) -> N
     assert windows == [None, None]
 
 
+def test_a_window_of_all_layers_that_only_their_mask_tells_of(tmp_path: Path) -> None:
+    settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
+    path, hf_model = make("phimoe", tmp_path, **settings)
+    llm = open_tiny(path, model_impl="transformers", max_model_len=64)
+    check_against(hf_model, generate(llm, prompts_of(23, 9)))
+
+
 def test_sinks_take_part(tmp_path: Path) -> None:
     settings = GROUPED | {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2}
     path, hf_model = make("gpt_oss", tmp_path, **settings)
@@ -147,37 +155,37 @@ def test_sinks_take_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16])
-def test_chunks_of_any_size(chunk: int, olmo: tuple[Path, Any]) -> None:
-    path, hf_model = olmo
+def test_chunks_of_any_size(chunk: int, helium: tuple[Path, Any]) -> None:
+    path, hf_model = helium
     llm = open_tiny(path, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 3))
     check_against(hf_model, generate(llm, prompts_of(23, 9, 37), count=3))
 
 
 def test_auto_takes_transformers_where_we_have_no_model_and_warns_once(
-    olmo: tuple[Path, Any], tmp_path: Path, warnings: Callable[[], list[str]]
+    helium: tuple[Path, Any], tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    llm = open_tiny(olmo[0])
-    open_tiny(olmo[0])
+    llm = open_tiny(helium[0])
+    open_tiny(helium[0])
     slow = [said for said in warnings() if "slower" in said]
-    assert len(slow) == 1 and slow[0].startswith("OlmoForCausalLM runs through transformers")
+    assert len(slow) == 1 and slow[0].startswith("HeliumForCausalLM runs through transformers")
     assert llm.llm_engine.config.model.enforce_eager
     llama = open_tiny(make("llama", tmp_path, **DECODERS["llama"])[0])
     assert llama.llm_engine.config.checkpoint.facts.borrowed is None
 
 
 @pytest.mark.parametrize("model_impl", ["quire", "vllm"])
-def test_our_own_table_can_be_asked_for(model_impl: str, olmo: tuple[Path, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"'OlmoForCausalLM' is not supported.*model_impl='auto'"):
-        open_tiny(olmo[0], model_impl=model_impl)
+def test_our_own_table_can_be_asked_for(model_impl: str, helium: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"'HeliumForCausalLM' is not supported.*model_impl='auto'"):
+        open_tiny(helium[0], model_impl=model_impl)
 
 
 def test_without_transformers_the_families_are_listed(
-    olmo: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    helium: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borrowed._known_to_transformers.cache_clear()
     monkeypatch.setattr(borrowed, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"known: .*LlamaForCausalLM.*transformers package installed"):
-        read_checkpoint(olmo[0])
+        read_checkpoint(helium[0])
     borrowed._known_to_transformers.cache_clear()
 
 
@@ -190,21 +198,21 @@ def test_what_cannot_run_says_why(kind: str, tmp_path: Path) -> None:
         open_tiny(path, model_impl="transformers")
 
 
-def test_it_does_not_pool(olmo: tuple[Path, Any], tmp_path: Path) -> None:
+def test_it_does_not_pool(helium: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only generates: leave runner and convert out"):
-        open_tiny(olmo[0], runner="pooling")
-    classifier = edited(olmo[0], tmp_path / "c", architectures=["HeliumForSequenceClassification"])
+        open_tiny(helium[0], runner="pooling")
+    classifier = edited(helium[0], tmp_path / "c", architectures=["HeliumForSequenceClassification"])
     with pytest.raises(ConfigError, match="'HeliumForSequenceClassification' is not supported"):
         open_tiny(classifier)
 
 
 def test_weights_that_are_missing_or_of_another_shape_are_named(
-    olmo: tuple[Path, Any], tmp_path: Path
+    helium: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"lacks 7 of .*model\.layers\.2\.mlp"):
-        open_tiny(edited(olmo[0], tmp_path / "deeper", num_hidden_layers=3))
+    with pytest.raises(ConfigError, match=r"lacks 9 of .*model\.layers\.2\.mlp"):
+        open_tiny(edited(helium[0], tmp_path / "deeper", num_hidden_layers=3))
     with pytest.raises(ConfigError, match=r"\(96, 64\), but the model's configuration says \(80, 64\)"):
-        open_tiny(edited(olmo[0], tmp_path / "narrower", intermediate_size=80))
+        open_tiny(edited(helium[0], tmp_path / "narrower", intermediate_size=80))
 
 
 def test_each_expert_of_a_checkpoint_is_a_part_of_one_parameter(tmp_path: Path) -> None:
@@ -265,10 +273,10 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(
     ],
 )
 def test_facts_of_any_config(
-    olmo: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any], max_len: int, windows: tuple[Any, ...]
+    helium: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any], max_len: int, windows: tuple[Any, ...]
 ) -> None:
     """A rope whose angles follow the longest of a batch must not stretch: requests change each other."""
-    facts = read_checkpoint(edited(olmo[0], tmp_path / "m", **changes)).facts
+    facts = read_checkpoint(edited(helium[0], tmp_path / "m", **changes)).facts
     assert (facts.max_len, tuple(layer.window for layer in facts.layers)) == (max_len, windows)
     assert (facts.heads, facts.kv_heads, facts.head_dim, facts.hidden, facts.vocab) == (4, 4, 16, 64, 128)
 

@@ -428,6 +428,17 @@ ZOO: dict[str, Specimen] = {
         _DEEPSEEK, {"all-sparse": {"mlp_layer_types": ["sparse", "sparse"], "attention_bias": True}}
     ),
     "GlmMoeDsaForCausalLM": Specimen(_INDEXED | {"indexer_types": ["full", "shared"]}),
+    "BambaForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 32,
+        },
+        {"biases": BIASES | {"mamba_proj_bias": True}},
+    ),
     "GraniteMoeHybridForCausalLM": Specimen(
         _GRANITE
         | _HYBRID

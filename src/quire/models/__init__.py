@@ -67,6 +67,7 @@ MODELS = LazyTable(
         "DeepseekV32ForCausalLM": "quire.models.deepseek:Deepseek",
         "Glm4MoeLiteForCausalLM": "quire.models.deepseek:Deepseek",
         "GlmMoeDsaForCausalLM": "quire.models.deepseek:Deepseek",
+        "BambaForCausalLM": "quire.models.granite_hybrid:Bamba",
         "GraniteMoeHybridForCausalLM": "quire.models.granite_hybrid:GraniteHybrid",
         "NemotronHForCausalLM": "quire.models.nemotron_h:NemotronH",
         "Qwen3NextForCausalLM": "quire.models.qwen3_next:Qwen3Next",

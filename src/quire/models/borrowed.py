@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +64,8 @@ class _Census:
         self.specs: dict[nn.Module, AttentionSpec] = {}
         self.sinks: list[Tensor | None] = []
         self.twice = False
+        self.masks: set[str] = set()
+        """The kinds of masks that were made meanwhile."""
 
     def attend(self, module: nn.Module, asked: Asked) -> Tensor:
         q, k, v, spec, sinks = asked
@@ -144,11 +148,16 @@ def _widen(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
+def _as_float(block: dict[str, Any]) -> Any:
+    """As transformers writes numbers that JSON has not."""
+    return float(block["__float__"]) if [*block] == ["__float__"] else block
+
+
 def _configuration(borrowed: Borrowed) -> tuple[Any, dict[str, Any]]:
     """A model's configuration, and what else its construction takes."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    values = json.loads(borrowed.config)
+    values = json.loads(borrowed.config, object_hook=_as_float)
     if borrowed.remote:
         logger.warning("Running the Python code in %s (trust_remote_code)", borrowed.path)
         given = AutoConfig.from_pretrained(borrowed.path, trust_remote_code=True)
@@ -159,7 +168,8 @@ def _configuration(borrowed: Borrowed) -> tuple[Any, dict[str, Any]]:
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{borrowed.path}: transformers has no model_type {kind!r}")
-    return CONFIG_MAPPING[kind].from_dict(values), {}
+    with named(str(kind)):
+        return CONFIG_MAPPING[kind].from_dict(values), {}
 
 
 class _Uncopied(TorchDispatchMode):
@@ -197,7 +207,9 @@ def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> lis
     ids = torch.zeros(1, 2, dtype=torch.int64, device=scope.device)
     with named(name):
         places = torch.arange(2, device=scope.device)[None]
-        body(input_ids=ids, position_ids=places, use_cache=False, quire_step=census)
+        with _noting_masks(body, census.masks):
+            body(input_ids=ids, position_ids=places, use_cache=False, quire_step=census)
+        _narrow(census, body.config)
         _check(census, facts, body.config)
     rope = Rope(None, scope)  # transformers has turned queries and keys
     layers: list[PagedAttention] = []
@@ -210,6 +222,42 @@ def place_attention(body: Any, facts: ArchFacts, scope: Scope, name: str) -> lis
     if attention_layers(body.modules()) != layers:
         raise ConfigError(f"{name} cannot run here: its layers attend in another order than they stand in")
     return layers
+
+
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+"""What the files of models call the functions of transformers that make masks."""
+
+
+@contextmanager
+def _noting_masks(body: nn.Module, masks: set[str]) -> Iterator[None]:
+    """Note which kinds of masks the model asks for while it runs."""
+    module = sys.modules[type(body).__module__]
+    real = {name: getattr(module, name) for name in _MASKS if hasattr(module, name)}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def make(*args: Any, **options: Any) -> Any:
+            masks.add(name)
+            return real[name](*args, **options)
+
+        return make
+
+    try:
+        for name in real:
+            setattr(module, name, noting(name))
+        yield
+    finally:
+        for name, make in real.items():
+            setattr(module, name, make)
+
+
+def _narrow(census: _Census, config: Any) -> None:
+    """Some models say only by their mask that all of their layers look back through one window."""
+    if _MASKS[1] not in census.masks or any(spec.window is not None for spec in census.specs.values()):
+        return
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if len(census.masks) > 1 or not window:
+        raise ConfigError("some of its layers look back through a window, but do not say so")
+    census.specs = {module: replace(spec, window=window) for module, spec in census.specs.items()}
 
 
 def _check(census: _Census, facts: ArchFacts, config: Any) -> None:

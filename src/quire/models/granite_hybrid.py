@@ -1,4 +1,4 @@
-"""Granite 4: layers of Mamba-2, and a few that attend; a shared MLP in each, experts beside it in some."""
+"""Granite 4, Bamba: layers of Mamba-2, and a few that attend; an MLP in each, experts beside it in some."""
 
 from torch import nn
 
@@ -31,3 +31,19 @@ class GraniteHybrid(Decoder):
     """The model."""
 
     Layer = Layer
+
+
+class BambaLayer(Layer):
+    """The same under other names."""
+
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return MLP(facts, scope / "feed_forward")
+
+
+class Bamba(Decoder):
+    """The model."""
+
+    Layer = BambaLayer
+    last = "final_layernorm"

@@ -98,6 +98,7 @@ FAMILIES = {
     "DeepseekV32ForCausalLM": Family("deepseek_v32", latent.indexed),
     "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", latent.glm4_moe_lite),
     "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", latent.indexed),
+    "BambaForCausalLM": Family("bamba", state.bamba),
     "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", state.granite_hybrid),
     "NemotronHForCausalLM": Family("nemotron_h", state.nemotron_h),
     "Qwen3NextForCausalLM": Family("qwen3_next", state.qwen3_next),

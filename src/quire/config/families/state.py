@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, RopeFacts, Routing, StateFacts
 from quire.config.families.decoder import decoder
-from quire.config.families.dense import granite, only, with_defaults
+from quire.config.families.dense import granite, llama, only, with_defaults
 from quire.config.families.moe import deepseek_experts
 from quire.config.keys import Keys
 from quire.config.rope import read_rope
@@ -55,6 +55,21 @@ def granite_hybrid(keys: Keys) -> ArchFacts:
         layers=_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
         intermediate=keys.size("shared_intermediate_size"),
         moe=moe,
+        state=_mamba(keys, facts.hidden),
+    )
+
+
+def bamba(keys: Keys) -> ArchFacts:
+    """Mamba-2, and attention where `attn_layer_indices` says, of which half turns."""
+    attending, count = keys.get("attn_layer_indices") or [], keys.size("num_hidden_layers")
+    if not isinstance(attending, list) or not all(isinstance(i, int) for i in attending):
+        raise keys.wrong("attn_layer_indices", "a list of numbers of layers")
+    keys = with_defaults(keys, rms_norm_eps=1e-5).but(partial_rotary_factor=0.5)
+    facts = llama(keys)
+    scans = [i not in attending for i in range(count)]
+    return replace(
+        facts,
+        layers=_layers(scans, [False] * count, "mamba", facts.layers[0].rope),
         state=_mamba(keys, facts.hidden),
     )
 
