@@ -72,6 +72,8 @@ def test_optional_keys_have_the_families_defaults(tmp_path: Path) -> None:
     assert read(tmp_path, {"head_dim": 32}).facts.head_dim == 32
     qwen3 = read(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}).facts
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, "head", False)
+    for name in ("Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"):
+        assert read(tmp_path, EXPERTS | {"architectures": [name]}).facts.head_dim == 16
 
 
 def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is True"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi is True"),
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before is Fal"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers .*3 entries"),
@@ -104,7 +106,6 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
             {"architectures": ["GraniteSWAForCausalLM"], "layer_rope_theta": [0]},
             "layer_rope_theta .*3 numbers",
         ),
-        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm is True"),
         ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (
             {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M?*"},

@@ -240,7 +240,7 @@ ZOO: dict[str, Specimen] = {
     ),
     "PhiForCausalLM": Specimen(
         rope("default", partial_rotary_factor=0.5) | {"num_key_value_heads": 4},
-        {"normed": {"qk_layernorm": True}},
+        {"normed": {"qk_layernorm": True}, "tied": TIED},
     ),
     "Phi3ForCausalLM": Specimen(
         longrope(original=256), {"long": longrope(original=8), "window": {"sliding_window": 7}}
@@ -319,7 +319,8 @@ ZOO: dict[str, Specimen] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
-        }
+        },
+        {"unbiased": {"qkv_bias": False}},
     ),
     "Qwen3MoeForCausalLM": Specimen(
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
@@ -341,7 +342,8 @@ ZOO: dict[str, Specimen] = {
             "floor_scale": 8,
             "no_rope_layer_interval": 2,
             "attention_chunk_size": 256,
-        }
+        },
+        {"two-experts": {"num_experts_per_tok": 2}},
     ),
     "Glm4MoeForCausalLM": Specimen(_SHARING | {"use_qk_norm": True, "attention_bias": True}),
     "Ernie4_5_MoeForCausalLM": Specimen(

@@ -156,8 +156,23 @@ class Head(nn.Module):
         self.slots = scope.adapters
         self.whole = None if bias else whole_of(_HEAD, scope, self.table.own, hidden)
         self.brought = None if bias else own_of(_HEAD, scope, vocab, hidden, tied.name if tied else "")
+        self.name = scope.name
+        own_bias = bias and tied is not None
+        self.bias = nn.Parameter(scope.empty(vocab), requires_grad=False) if own_bias else None
+        """What is not in the table that it shares."""
+
+    def targets(self) -> Iterator[Target]:
+        if self.bias is not None:
+            yield Target(f"{self.name}.bias", self.bias)
+
+    def finish(self) -> None:
+        """The bias is used as it was loaded."""
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self._product(x)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.slots is None or self.slots.logit_tokens is None:
             return self.table.multiply(x)
         out = self.table.weight.product(x)

@@ -427,13 +427,20 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is changed where weights are its factors."""
+        num_tokens = len(x)
         ids, weights = self.router(x, None if self.choice is None else self.choice.bias)
         shared = None if self.shared is None else self._shared(x)
-        if self.ones is not None:
+        if self.ones is not None and weights.shape[1] > 1:
+            # A row for each choice, each with a factor of its own.
+            x = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            ids, weights = ids.view(-1, 1), torch.ones_like(weights).view(-1, 1)
+        elif self.ones is not None:
             ones = self.ones[: len(x)] if len(x) <= len(self.ones) else torch.ones_like(weights)
             x, weights = self.ops.scale_rows(x, weights), ones
         seen = x if self.into is None else self.into(x)
         out: Tensor = self.experts(seen, ids, weights)
+        if len(out) > num_tokens:
+            out = out.unflatten(0, (num_tokens, -1)).sum(1)
         if self.back is not None:
             out = self.back(out)
         if shared is not None:

@@ -47,7 +47,8 @@ def ministral(keys: Keys) -> ArchFacts:
 
 
 def qwen2(keys: Keys) -> ArchFacts:
-    return decoder(keys, qkv_bias=True, windows=_upper_windows(keys))
+    """The mixtures among them may say that they have no biases."""
+    return decoder(keys, qkv_bias=keys.flag("qkv_bias", True), windows=_upper_windows(keys))
 
 
 def qwen3(keys: Keys) -> ArchFacts:

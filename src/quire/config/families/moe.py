@@ -37,7 +37,8 @@ def qwen2_moe(keys: Keys) -> ArchFacts:
 def qwen3_moe(keys: Keys) -> ArchFacts:
     names = "across" if keys.get("model_type") == "qwen3_vl_moe_text" else "mlp"
     moe = _experts(keys, "moe_intermediate_size", keys.flag("norm_topk_prob"), names=names)
-    return mixed(qwen3(keys), moe, _sparse(keys))
+    head_dim = keys.size("hidden_size") // keys.size("num_attention_heads")
+    return mixed(qwen3(with_defaults(keys, head_dim=head_dim)), moe, _sparse(keys))
 
 
 def olmoe(keys: Keys) -> ArchFacts:
