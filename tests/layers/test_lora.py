@@ -58,3 +58,14 @@ def test_a_slot_holds_one_adapter(tmp_path: Path) -> None:
         assert point.b[1].unique().tolist() == ([0, 9] if name == names[1] else [0])
         assert [set(point.b[slot].unique().tolist()) for slot in (0, 2)] == [{0, 3}, {0, 2}]
         assert (point.b[0] == 3).sum() == 3 * point.b[0, :, 0].numel()
+
+
+def test_a_step_without_draws_has_no_adapters_for_them(tmp_path: Path) -> None:
+    """A chunk in the middle of a prompt: kernels have no work to sort there."""
+    path, _ = make_tiny("llama", tmp_path)
+    slots = Adapted(path, slots_for(2, 4)).slots
+    tokens = torch.tensor([0, 1, -1], dtype=torch.int32)
+    slots.use(tokens, tokens[:0])
+    assert slots.tokens is tokens and slots.logit_tokens is None and slots.logit_assigned is None
+    slots.use(tokens, tokens[2:])
+    assert slots.logit_tokens is not None

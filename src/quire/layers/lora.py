@@ -124,10 +124,8 @@ class AdapterSlots:
         self, tokens: Tensor | None = None, logit_tokens: Tensor | None = None, *, is_wide: bool = False
     ) -> None:
         """The slots of what is computed next; None: nothing of it has an adapter."""
-        if logit_tokens is not None and not len(logit_tokens):
-            logit_tokens = None
-        self.is_wide = is_wide
-        self.tokens, self.logit_tokens = tokens, logit_tokens
+        logit_tokens = None if logit_tokens is None or not len(logit_tokens) else logit_tokens
+        self.is_wide, self.tokens, self.logit_tokens = is_wide, tokens, logit_tokens
         self.assigned, self.logit_assigned = self._assigned(tokens), self._assigned(logit_tokens)
 
     def _assigned(self, tokens: Tensor | None) -> Any:

@@ -7,7 +7,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import matmul
-from quire.kernels.triton.launch import compiling, launch
+from quire.kernels.triton.launch import compiling, launch, room
 from quire.kernels.triton.ops import TritonOps
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,6 +31,14 @@ def test_a_launch() -> None:
     launch(kernel, 2, 3)(7, WIDTH=1)
     assert kernel.launched == [((2, 3), 7, 1)]
     assert not kernel.compiled
+
+
+def test_what_no_kernel_has_written_can_be_looked_up() -> None:
+    """Where kernels are only compiled, places of experts are zeros, and no index is out of bounds."""
+    kind = {"dtype": torch.int32, "device": torch.device("cpu")}
+    with compiling():
+        assert not any(room(1 << 16, **kind).any() for _ in range(3))
+    assert room(4, 5, **kind).shape == (4, 5)
 
 
 def test_each_kind_is_compiled_once_and_none_runs() -> None:
