@@ -124,4 +124,4 @@ def test_the_rehearsal_asks_for_everything(monkeypatch: pytest.MonkeyPatch) -> N
     logits, hidden = torch.zeros(3 * AT_ONCE, VOCAB), torch.zeros(100, 8)
     rehearse(Watched(VOCAB, CPU), head, hidden, logits, asked_by(3 * AT_ONCE), 20)
     every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
-    assert seen == [AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]
+    assert seen == [1, every, AT_ONCE, every] and positions == [16] and masked == [3 * AT_ONCE]

@@ -49,15 +49,16 @@ def rehearse(
     everybody = np.arange(len(logits), dtype=np.int32)
     masks = Masks(everybody, np.full((len(logits), -(-vocab // 32)), 2**32 - 1, np.uint32))
     packed = sampler.confine(logits, masks, everybody)
-    num_rows = min(len(logits), rows_at_once(vocab))
-    state = SamplingRows(num_rows, vocab, logits.device)
+    most = min(len(logits), rows_at_once(vocab))
     params = everything(vocab, min(num_logprobs, vocab))
-    for row in range(num_rows):
-        state.admit(row, params, prompt_len=1, seed=row, stop_ids=(0,))
-    history = np.zeros((num_rows, 2), np.int32), np.full(num_rows, 2, np.int32), np.ones(num_rows, np.int32)
-    rows = np.arange(num_rows, dtype=np.int32)
-    asked = asked and Asked(*(column[:num_rows] for column in asked))
-    sampled = sampler(logits[:num_rows], rows, state, *history, asked=asked)
+    for num_rows in (1, most):  # few have kernels of their own, which are compiled by now
+        state = SamplingRows(num_rows, vocab, logits.device)
+        for row in range(num_rows):
+            state.admit(row, params, prompt_len=1, seed=row, stop_ids=(0,))
+        ones, rows = np.ones(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
+        history = np.zeros((num_rows, 2), np.int32), 2 * ones, ones
+        columns = asked and Asked(*(column[:num_rows] for column in asked))
+        sampled = sampler(logits[:num_rows], rows, state, *history, asked=columns)
     del packed
     if sampler.counts is not None:
         sampler.counts.forget()

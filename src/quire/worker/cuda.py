@@ -51,6 +51,8 @@ _EACH_ONE: Ints = np.empty(0, np.int32)
 _CAPTURE_S = 30.0
 _LONG_STEP = 4096
 """Tokens of the longest prompt that is run to have kernels compiled."""
+_HALVINGS = 6
+"""What adapters add to prompts is computed in other ways for shorter ones."""
 _MIXED = [(1, 24), (8, 6), (32, 12), (64, 256)]
 """Decodes beside a prompt of so many tokens, likewise: few and many of them, short tiles and long ones."""
 
@@ -172,8 +174,11 @@ class Cuda:
                 self._mask_blank(vocab, dtype)
                 for size in {1, last}:
                     self._sample_blank(size, vocab, dtype)
-                self._sample_blank(min(limits.max_num_seqs, rows_at_once(vocab)), vocab, torch.float32)
-            for lens in (*mixed, *map(_decodes, sizes), self._split(longest, 1)):
+                for size in {1, min(limits.max_num_seqs, rows_at_once(vocab))}:
+                    self._sample_blank(size, vocab, torch.float32)
+            halved = range(1 if self.model.adapters is None else _HALVINGS)
+            prompts = [self._split(max(longest >> times, 1), 1) for times in halved]
+            for lens in (*mixed, *map(_decodes, sizes), *prompts):
                 self._forward_blank(lens)
             for size, each in wide_shapes(last, self.graphs.query_lens):
                 self._forward_blank(np.full(size, each, np.int32), are_decodes=True)

@@ -42,7 +42,7 @@ def _penalise(
     tl.store(logits + place * stride + ids, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _count(
     counts: tl.tensor,
     rows: tl.tensor,

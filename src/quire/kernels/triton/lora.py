@@ -357,6 +357,8 @@ def shrink(x: Tensor, adapted: Adapted, *, late: bool = False) -> Tensor:
     block = min(_block(width), 64)
     stripes, programs = triton.cdiv(width, block), _PROGRAMS[num > MOST_ROWS]
     splits = min(max(programs // (rows.most * stripes), 1), triton.cdiv(size_in, _LENGTH), _MOST_SPLITS)
+    if num > MOST_ROWS:  # of any length: few kinds, all of which are there when the first comes
+        splits = 1 << splits.bit_length() - 1
     parts = h
     if splits > 1:
         parts = torch.empty(splits * num * width, dtype=torch.float32, device=x.device)
