@@ -132,7 +132,7 @@ def test_an_api_process_is_lost_under_load(pair: ServeProcess) -> None:
     eventually("it is at rest", lambda: at_rest(pair))
     dead = pair.with_role("APIServer")[0]
     with ExitStack() as stack:
-        streams = [stack.enter_context(pair.streaming(max_tokens=3000)) for _ in range(8)]
+        streams = [stack.enter_context(pair.streaming(max_tokens=3000)) for _ in range(14)]
         for stream in streams:
             next(stream)
         os.kill(dead, signal.SIGKILL)

@@ -35,6 +35,7 @@ from quire.sampling.rows import (
     LOGPROBS,
     PENALTIES,
     RANDOM,
+    TIMED,
     SamplingRows,
 )
 from quire.sampling.sampler import Sampled, Sampler
@@ -377,9 +378,9 @@ def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: p
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *answers):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: said.append(name) or answers.get(name))
     worker = started(Measured, tiny, monkeypatch)
-    every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS
-    assert said[:3] == ["reset_peak_memory_stats", "memory_allocated", (4, every)]
-    assert said.index("max_memory_allocated") > 2
+    every = RANDOM | LIMITED | PENALTIES | ALLOWED | BANNED | HELD | BIASED | LOGPROBS | TIMED
+    assert said[:4] == ["reset_peak_memory_stats", "memory_allocated", (1, every), (4, every)]
+    assert said.index("max_memory_allocated") > 3
     assert worker._runner is not None and worker._runner.sampler.counts is None
     needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
     assert (needs.activations, needs.counts, needs.other, needs.total) == (600, 0, 3000, 4600)
