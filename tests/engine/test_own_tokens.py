@@ -249,6 +249,7 @@ def test_the_same_on_devices_that_share_and_with_drafts(untied: Base, settings: 
         llm.llm_engine.close()
 
 
+@pytest.mark.slow
 @NEEDS_KERNELS
 def test_steps_with_new_tokens_are_not_replayed(untied: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: captured steps for others, and the way of `OwnRows` there."""
