@@ -1,6 +1,7 @@
 """The tower of GLM-4.1V, 4.5V and GLM-OCR: Qwen2.5-VL's layers, and a convolution behind."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,41 +21,24 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class Layer(qwen2_5_vl.Layer):
     """Almost without biases; the feed-forward half is as wide as the decoder."""
 
-    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
-        return VisionAttention(
-            facts.hidden,
-            facts.heads,
-            scope,
-            names=("qkv",),
-            out="proj",
-            bias=facts.qkv_bias,
-            out_bias=False,
-        )
+    def mixer(self, facts: GridFacts, scope: Scope, **own: Any) -> VisionAttention:
+        given: dict[str, Any] = {"names": ("qkv",), "out": "proj", "bias": facts.qkv_bias, "out_bias": False}
+        return VisionAttention(facts.hidden, facts.heads, scope, **given | own)
 
-    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
+    def feed(self, facts: GridFacts, scope: Scope, bias: bool = False) -> VisionMLP:
         inner, activation = facts.intermediate, facts.activation
-        return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=False)
+        return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=bias)
 
 
 class OcrLayer(Layer):
     """GLM-OCR's: queries and keys are normed, and all products have biases, or none."""
 
-    def mixer(self, facts: GridFacts, scope: Scope) -> VisionAttention:
-        return VisionAttention(
-            facts.hidden,
-            facts.heads,
-            scope,
-            names=("qkv",),
-            out="proj",
-            bias=facts.qkv_bias,
-            out_bias=facts.qkv_bias,
-            head_norms=("q_norm", "k_norm"),
-            eps=facts.norm_eps,
-        )
+    def mixer(self, facts: GridFacts, scope: Scope, **own: Any) -> VisionAttention:
+        norms: dict[str, Any] = {"head_norms": ("q_norm", "k_norm"), "eps": facts.norm_eps}
+        return super().mixer(facts, scope, out_bias=facts.qkv_bias, **norms)
 
-    def feed(self, facts: GridFacts, scope: Scope) -> VisionMLP:
-        inner, activation = facts.intermediate, facts.activation
-        return VisionMLP(facts.hidden, inner, scope, names=_MLP, activation=activation, bias=facts.qkv_bias)
+    def feed(self, facts: GridFacts, scope: Scope, bias: bool = False) -> VisionMLP:
+        return super().feed(facts, scope, bias=facts.qkv_bias)
 
 
 class Merger(nn.Module):
