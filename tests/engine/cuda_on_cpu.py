@@ -57,7 +57,8 @@ def _flat(done: Computed | Passed | Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def captured(graph: Replayed, pool: object) -> Iterator[None]:
+def captured(graph: Replayed, pool: object, capture_error_mode: str) -> Iterator[None]:
+    assert capture_error_mode == "thread_local"  # others pin memory meanwhile
     Replayed.capturing.append(graph)
     yield
     Replayed.capturing.pop()

@@ -1,6 +1,7 @@
 """Adapters on all layers that PEFT would choose, on a GPU: experts, latent attention, fused ones."""
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,27 @@ def test_answers_are_those_of_peft(architecture: str, tmp_path: Path) -> None:
         check_against(adapted, found[::2], tolerance=5e-3, ties=5e-3)
         llm.llm_engine.close()
     check_against(adapted.unload(), found[1::2], tolerance=5e-3, ties=5e-3)
+
+
+def test_graphs_are_captured_while_a_thread_pins_memory(tmp_path: Path) -> None:
+    """As the one does that has it ready for the next adapters."""
+    path, _ = make_tiny("LlamaForCausalLM", tmp_path)
+    pinned: list[torch.Tensor] = []
+    ends = threading.Event()
+
+    def pin() -> None:
+        while not ends.wait(0.002):
+            pinned.append(torch.empty(2**18, pin_memory=True))
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        llm = open_tiny(path, dtype="float32", **SETTINGS)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert len(llm.generate(prompts_of(5), params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+        count = len(pinned)
+        llm.llm_engine.close()
+    finally:
+        ends.set()
+        thread.join()
+    assert count > 10

@@ -15,7 +15,7 @@ from quire.data.plan import Ints, StepPlan
 from quire.kernels.triton.drafts import Known
 from quire.sampling.chance import Asked
 from quire.worker.drafter import Drafter, Draw, Ends
-from quire.worker.graphs import pinned
+from quire.worker.graphs import capturing, pinned
 from quire.worker.rows import Rows
 from quire.worker.seen import Seen, batch_of, is_decode, sent
 
@@ -171,7 +171,7 @@ class _Front:
         fronts.compute(inputs, most)  # kernels are compiled and loaded before they are captured
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with capturing(self._graph, pool):
             fronts.compute(inputs, most)
 
     def replay(self, inputs: NDArray[np.int64]) -> None:

@@ -37,6 +37,12 @@ def pinned(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
+def capturing(graph: Any, pool: Any) -> Any:
+    """What this thread launches goes into `graph`. Others may pin memory meanwhile, as those do that read
+    adapters."""
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+
+
 def wide_shapes(largest: int, query_lens: Sequence[int]) -> list[tuple[int, int]]:
     """The steps with drafts that are captured: so many sequences, each with so many places; more in all come
     later."""
@@ -233,7 +239,7 @@ class Graph:
         torch.cuda.synchronize()
         batch.angles.clear()  # what was made then is not made again in each replay
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with capturing(self._graph, pool):
             self._done = compute(batch, self._sheet)
         if isinstance(self._done, Computed):
             done = self._done
@@ -286,7 +292,7 @@ def _captured(follow: Follow, done: Computed, pool: Any) -> Callable[[], Tensor]
     follow(done)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with capturing(graph, pool):
         found = follow(done)
 
     def play() -> Tensor:
