@@ -10,6 +10,7 @@ from quire.kernels.ops import Adapted, Entry
 from quire.kernels.reference import Reference
 from quire.kernels.triton import experts as kernels
 from quire.kernels.triton.lora import add, assign
+from quire.kernels.triton.lora_few import Few, added
 from quire.kernels.triton.matmul import Rows, Tiles, gated, linear, multiply
 from quire.kernels.triton.ops import TritonOps
 from quire.kernels.triton.qkv import enter
@@ -90,6 +91,18 @@ def test_in_the_kernel_of_a_product(plan: Rows | Tiles, num: int) -> None:
     plain = x.float() @ weight.float().T + bias.float()
     ours = multiply(x, weight, bias, plan, adapted=point.adapted(slots))
     close(ours, point.expected(plain, x, slots))
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_sums_in_several_parts(num: int) -> None:
+    """Of more inputs than one program takes."""
+    point, slots = Point(9001, (24, 40), 8), slots_of(num)
+    slots[-1] = 0
+    x, has = random(num, 9001), slots >= 0
+    values, _ = added(x, point.adapted(slots)._replace(tokens=Few(slots, num)))
+    assert values is not None
+    expected = point.expected(torch.zeros(num, 64, device=DEVICE), x, slots)
+    close(values[has], expected[has])
 
 
 @pytest.mark.parametrize(("plan", "num"), [(PLANS[0], 1), (PLANS[1], 3), (PLANS[1], 20)], ids=str)

@@ -106,3 +106,14 @@ def follow(OVERLAP: tl.constexpr) -> tl.tensor:
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+# A shrink stands between a product and the kernel before it. If it is `LATE` in letting the product come,
+# what it reads itself can be read at once, and the product waits for it at its end.
+@triton.jit
+def follow_late(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+    if OVERLAP and LATE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        follow(OVERLAP)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quire.kernels.ops import Adapted
 from quire.kernels.triton.dots import all_of, arrivals_of, empty, times, upright
-from quire.kernels.triton.launch import MOST_ROWS, follow, launch, overlap
-from quire.kernels.triton.lora_few import HEIGHT, Few, assign_few
+from quire.kernels.triton.launch import MOST_ROWS, follow, follow_late, launch, overlap
+from quire.kernels.triton.lora_few import Few, added
 from quire.kernels.triton.pairs import most_tiles, sort
 
 _SHORT, _TALL = 16, 64
@@ -25,6 +25,8 @@ _LENGTH, _MOST_SPLITS = 128, 8
 """Numbers of x and A at a time; splits"""
 _PROGRAMS = 512, 128
 """Of few rows and of more, until which x and A are split."""
+_FEW = 4
+"""Rows of an adapter, if all have as many, from which on they are tiles."""
 _CHUNK, _WIDE = 64, tl.constexpr(128)
 """Numbers of a rank, and of the ranks of several slots, that are multiplied at a time."""
 _MOST_RANKS = 512
@@ -52,19 +54,8 @@ def assign(slots: Tensor, num_slots: int) -> Assigned:
     num = len(slots)
     height = _SHORT if num <= MOST_ROWS else _TALL
     order, work = sort(slots, num_slots, height, ahead=False)
-    few = assign_few(slots, num_slots) if 1 < num <= min(MOST_ROWS, HEIGHT * num_slots - 1) else None
+    few = Few(slots, num) if 1 < num < min(MOST_ROWS + 1, _FEW * num_slots) else None
     return Assigned(slots, order, work, height, most_tiles(num, num_slots, height), few)
-
-
-# A shrink stands between a product and the kernel before it. If it is `LATE` in letting the product come,
-# what it reads itself can be read at once, and the product waits for it at its end.
-@triton.jit
-def follow_late(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
-    if OVERLAP and LATE:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    else:
-        follow(OVERLAP)
 
 
 @triton.jit
@@ -79,51 +70,6 @@ def begin(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
 def wait(OVERLAP: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
     if OVERLAP and LATE:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _shrink_one(
-    h: tl.tensor,
-    x: tl.tensor,
-    a: tl.tensor,
-    slots: tl.tensor,
-    size_in: tl.tensor,
-    a_stride: tl.tensor,
-    LENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Grid (parts * rank). One row of x. Slots are there before the step: A can be asked for before the
-    kernel in front has ended."""
-    k, slot = tl.arange(0, LENGTH), tl.load(slots).to(tl.int64)
-    at = a + slot * a_stride + tl.program_id(0) * size_in + k
-    w = tl.load(at, mask=k < tl.where(slot >= 0, size_in, 0), other=0.0)
-    follow(OVERLAP)
-    values = tl.load(x + k, mask=k < size_in, other=0.0).to(tl.float32)
-    tl.store(h + tl.program_id(0), tl.sum(w.to(tl.float32) * values, 0))
-
-
-@triton.jit
-def _expand_one(
-    added: tl.tensor,
-    h: tl.tensor,
-    b: tl.tensor,
-    slots: tl.tensor,
-    b_stride: tl.tensor,
-    outputs: tl.tensor,
-    RANK: tl.constexpr,
-    ENDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> None:
-    """Grid (outputs / ROWS)."""
-    n, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    slot = tl.load(slots).to(tl.int64)
-    inside = (n < outputs)[:, None] & (r < tl.where(slot >= 0, RANK, 0))[None, :]
-    w = tl.load(b + slot * b_stride + n[:, None] * RANK + r[None, :], mask=inside, other=0.0)
-    follow(OVERLAP)
-    values = tl.load(h + part_of(n, ENDS)[:, None] * RANK + r[None, :], mask=inside, other=0.0)
-    tl.store(added + n, tl.sum(w.to(tl.float32) * values, 1), mask=n < outputs)
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -331,20 +277,9 @@ def _times_own(
     return times(values, w.to(values.dtype), acc)
 
 
-def added_to_one(x: Tensor, adapted: Adapted) -> Tensor:
-    """[outputs] in float32, for one row."""
-    (a, b, sizes, rows), size_in = adapted, x.shape[1]
-    h, added = (torch.empty(size, dtype=torch.float32, device=x.device) for size in (a.shape[1], b.shape[1]))
-    rank, ahead = b.shape[2], overlap(1)
-    launch(_shrink_one, len(h))(
-        h, x, a, rows.slots, size_in, a.stride(0), LENGTH=triton.next_power_of_2(size_in), OVERLAP=ahead,
-        launch_pdl=ahead, num_warps=8,
-    )  # fmt: skip
-    launch(_expand_one, triton.cdiv(len(added), _OUTPUTS))(
-        added, h, b, rows.slots, b.stride(0), len(added), RANK=rank, ENDS=_ends(sizes), ROWS=_OUTPUTS,
-        BLOCK=_block(rank), OVERLAP=ahead, launch_pdl=ahead, num_warps=4,
-    )  # fmt: skip
-    return added
+def added_to_one(x: Tensor, adapted: Adapted) -> Tensor | None:
+    """[1, outputs], for one row."""
+    return added(x, adapted._replace(tokens=Few(adapted.tokens.slots, 1)), late=False).values
 
 
 def shrink(x: Tensor, adapted: Adapted, *, late: bool = False) -> Tensor:

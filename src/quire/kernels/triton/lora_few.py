@@ -1,9 +1,11 @@
 """Adapters of few rows each: what they add to a product is made before it, and added at its end.
 
-Rows are sorted by slot as in `lora.py`, and cut into tiles of few rows. A program reads some ranks of A, or
-outputs of B, of one adapter, and has them meet one row after the other. Both are asked for before the kernel
-in front has ended, and the product reads its weight while they work. Rows may be pairs of a token and one of
-its experts: their slot is that of the token and the expert in one number.
+A program reads a part of A, or some outputs of B, of one adapter, and has them meet a row. They are asked for
+before the kernel in front has ended, and the product reads its weight while they work. What programs make of
+parts of A is added up where B is read, always in the same order.
+
+Rows may be pairs of a token and one of its experts: their slot is that of the token and the expert in one
+number. There may be many of them, and they are sorted by slot as in `lora.py`, in tiles of few rows.
 """
 
 from typing import NamedTuple
@@ -15,24 +17,30 @@ from torch import Tensor
 
 from quire.kernels.experts import ExpertAdapters
 from quire.kernels.ops import Adapted
-from quire.kernels.triton.launch import launch, overlap
+from quire.kernels.triton.launch import follow_late, launch, overlap
 from quire.kernels.triton.pairs import most_tiles, sort
 
-HEIGHT = 4
-"""Rows in a tile."""
-_NUMBERS = 4096
-"""Of A or B, that a program has at least."""
+_HEIGHT = 4
+"""Pairs in a tile."""
+_LENGTH, _STEPS = 2048, 4
+"""Inputs of A that a program has at a time, and how often it takes so many; for one row it has all."""
+_NUMBERS, _OUTPUTS = 4096, 8192
+"""Of A that a program has at a time, and of B."""
 
 
 class Few(NamedTuple):
-    """The slots of rows, and what `sort` makes of them."""
+    """The slots of rows, and what `sort` makes of them if they are many."""
 
     slots: Tensor
     """[T] int32; -1: none"""
-    order: Tensor
-    work: Tensor
     most: int
     """Tiles, however the rows fall."""
+    order: Tensor | None = None
+    work: Tensor | None = None
+
+    @property
+    def height(self) -> int:
+        return 1 if self.order is None else _HEIGHT
 
 
 class Added(NamedTuple):
@@ -46,31 +54,41 @@ class Added(NamedTuple):
 NOTHING = Added()
 
 
-def assign_few(slots: Tensor, num_slots: int) -> Few:
-    # Not ahead: kernels read what this makes before they have waited for the one in front of them.
-    return Few(slots, *sort(slots, num_slots, HEIGHT, ahead=False), most_tiles(len(slots), num_slots, HEIGHT))
-
-
 @triton.jit
-def _place_of(work: tl.tensor, strides: tl.tuple, EXPERTS: tl.constexpr) -> tl.tensor:
-    """Of the tile of a program: where its adapter is, its first row, and its end; the same if there is no
-    such tile."""
-    tile = tl.program_id(0)
-    is_one, entry = tile < tl.load(work), work + 4 + 4 * tile
-    slot = tl.load(entry, mask=is_one, other=0).to(tl.int64)
-    first, end = tl.load(entry + 1, mask=is_one, other=0), tl.load(entry + 2, mask=is_one, other=0)
+def _tile_of(
+    slots: tl.tensor, work: tl.tensor, strides: tl.tuple, NUM: tl.constexpr, EXPERTS: tl.constexpr
+) -> tl.tensor:
+    """Of a program: where its adapter is, its first row, and its end; the same if it has none."""
+    first = tl.program_id(0)
+    if NUM == 1:
+        slot = tl.load(slots + first).to(tl.int64)
+        end = first + (slot >= 0)
+    else:
+        is_one, entry = first < tl.load(work), work + 4 + 4 * first
+        slot = tl.load(entry, mask=is_one, other=0).to(tl.int64)
+        first, end = tl.load(entry + 1, mask=is_one, other=0), tl.load(entry + 2, mask=is_one, other=0)
     return slot // EXPERTS * strides[0] + slot % EXPERTS * strides[1], first, end
 
 
-# The product behind both reads x without waiting for them: what made x has to have ended before the first of
-# them lets the next kernel come.
 @triton.jit
+def _row_of(order: tl.tensor, at: tl.tensor, NUM: tl.constexpr) -> tl.tensor:
+    m = at
+    if NUM > 1:
+        m = tl.load(order + at)
+    return m.to(tl.int64)
+
+
+# If it is `LATE`, the product behind both reads x without waiting for them: what made x has to have ended
+# before the first of them lets the next kernel come.
+@triton.jit(do_not_specialize=["num"])
 def _shrink(
     h: tl.tensor,
     x: tl.tensor,
     a: tl.tensor,
+    slots: tl.tensor,
     order: tl.tensor,
     work: tl.tensor,
+    num: tl.tensor,
     size_in: tl.tensor,
     x_stride: tl.tensor,
     strides: tl.tuple,
@@ -80,55 +98,68 @@ def _shrink(
     NUM: tl.constexpr,
     RANKS: tl.constexpr,
     LENGTH: tl.constexpr,
+    STEPS: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, WIDTH / RANKS). `TOP` of the rows share one of x."""
-    p, k = tl.program_id(1) * RANKS + tl.arange(0, RANKS), tl.arange(0, LENGTH)
-    place, first, end = _place_of(work, strides, EXPERTS)
-    known = (p < tl.where(first < end, WIDTH, 0))[:, None] & (k < size_in)[None, :]
-    w = tl.load(a + place + p[:, None] * size_in + k[None, :], mask=known, other=0.0)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    """Grid (tiles, WIDTH / RANKS, size_in / (LENGTH * STEPS)). `TOP` of the rows share one of x."""
+    p, split = tl.program_id(1) * RANKS + tl.arange(0, RANKS), tl.program_id(2)
+    k = split * (LENGTH * STEPS) + tl.arange(0, LENGTH)
+    place, first, end = _tile_of(slots, work, strides, NUM, EXPERTS)
+    at, known = a + place + p[:, None] * size_in, (p < tl.where(first < end, WIDTH, 0))[:, None]
+    w = tl.load(at + k[None, :], mask=known & (k < size_in)[None, :], other=0.0).to(tl.float32)
+    follow_late(OVERLAP, LATE)
     for i in tl.static_range(NUM):
         if first + i < end:
-            m = tl.load(order + first + i).to(tl.int64)
-            values = tl.load(x + m // TOP * x_stride + k, mask=k < size_in, other=0.0).to(tl.float32)
-            tl.store(h + m * WIDTH + p, tl.sum(w.to(tl.float32) * values[None, :], 1), mask=p < WIDTH)
+            m = _row_of(order, first + i, NUM)
+            own = x + m // TOP * x_stride
+            values = tl.load(own + k, mask=k < size_in, other=0.0).to(tl.float32)
+            acc = tl.sum(w * values[None, :], 1)
+            for step in tl.static_range(1, STEPS):
+                q = k + step * LENGTH
+                more = tl.load(at + q[None, :], mask=known & (q < size_in)[None, :], other=0.0)
+                values = tl.load(own + q, mask=q < size_in, other=0.0).to(tl.float32)
+                acc += tl.sum(more.to(tl.float32) * values[None, :], 1)
+            tl.store(h + (split * num + m) * WIDTH + p, acc, mask=p < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _expand(
     out: tl.tensor,
     h: tl.tensor,
     b: tl.tensor,
+    slots: tl.tensor,
     order: tl.tensor,
     work: tl.tensor,
+    num: tl.tensor,
     out_stride: tl.tensor,
     strides: tl.tuple,
     SIZES: tl.constexpr,
     RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
     NUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tiles, outputs of each part / ROWS)."""
+    """Grid (tiles, outputs of each part / ROWS). A row alone without an adapter has zeros."""
     part, n, last = _outputs_of(SIZES, ROWS)
-    r = tl.arange(0, BLOCK)
+    r, split = tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(SPLITS))
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    place, first, end = _place_of(work, strides, EXPERTS)
+    place, first, end = _tile_of(slots, work, strides, NUM, EXPERTS)
     known = (n < tl.where(first < end, last, 0))[:, None] & (r < RANK)[None, :]
-    w = tl.load(b + place + n[:, None] * RANK + r[None, :], mask=known, other=0.0)
+    w = tl.load(b + place + n[:, None] * RANK + r[None, :], mask=known, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     for i in tl.static_range(NUM):
-        if first + i < end:
-            m = tl.load(order + first + i).to(tl.int64)
-            values = tl.load(h + m * (len(SIZES) * RANK) + part * RANK + r, mask=r < RANK, other=0.0)
-            y = tl.sum(w.to(tl.float32) * values[None, :], 1)
+        if NUM == 1 or first + i < end:
+            m = _row_of(order, first + i, NUM)
+            own = h + m * (len(SIZES) * RANK) + part * RANK + r[None, :]
+            made = (split < tl.where(first + i < end, SPLITS, 0))[:, None] & (r < RANK)[None, :]
+            values = tl.load(own + split[:, None] * num * (len(SIZES) * RANK), mask=made, other=0.0)
+            y = tl.sum(w * tl.sum(values, 0)[None, :], 1)
             tl.store(out + m * out_stride + n, y.to(out.dtype.element_ty), mask=n < last)
 
 
@@ -153,23 +184,34 @@ def plus_added(
     return acc + tl.load(added + place, mask=inside & has[:, None], other=0.0).to(tl.float32)
 
 
-def added(x: Tensor, adapted: Adapted, *, top: int = 1, ahead: bool | None = None) -> Added:
-    """What the kernel of a product is to add. `top` rows have one of x."""
+def added(
+    x: Tensor, adapted: Adapted, *, top: int = 1, late: bool = True, ahead: bool | None = None
+) -> Added:
+    """What the kernel of a product is to add. `top` rows have one of x. If `late`, that kernel may read x at
+    once."""
     a, b, sizes, rows = adapted
     if ahead is None:
         ahead = overlap(len(x), min(a.shape[-1], sum(sizes)))
     num, (width, size_in), rank = len(rows.slots), a.shape[-2:], b.shape[-1]
-    h = torch.empty(num, width, dtype=torch.float32, device=x.device)
-    length, block = triton.next_power_of_2(size_in), max(triton.next_power_of_2(rank), 16)
-    ranks, outputs = max(_NUMBERS // length, 1), max(_NUMBERS // block, 8)
-    own = {"NUM": HEIGHT, "EXPERTS": _experts(a), "OVERLAP": ahead, "launch_pdl": ahead}
-    launch(_shrink, rows.most, triton.cdiv(width, ranks))(
-        h, x, a, rows.order, rows.work, size_in, x.stride(0), _strides(a), WIDTH=width, TOP=top, RANKS=ranks,
-        LENGTH=length, **own, num_warps=4 if length <= _NUMBERS else 8,
+    length, steps = triton.next_power_of_2(size_in), 1
+    if is_one := num == 1 and rows.height == 1:
+        ranks, outputs = 1, _OUTPUTS // 4
+    else:
+        length = min(length, _LENGTH)
+        ranks, outputs, steps = _NUMBERS // length, _OUTPUTS, min(triton.cdiv(size_in, length), _STEPS)
+    stripes, splits = triton.cdiv(width, ranks), triton.cdiv(size_in, length * steps)
+    block = max(triton.next_power_of_2(rank), 16)
+    outputs = max(outputs // block, 8)
+    h = torch.empty(splits * num, width, dtype=torch.float32, device=x.device)
+    where = rows.slots, rows.order, rows.work, num
+    own = {"NUM": rows.height, "EXPERTS": _experts(a), "OVERLAP": ahead, "launch_pdl": ahead}
+    launch(_shrink, rows.most, stripes, splits)(
+        h, x, a, *where, size_in, x.stride(0), _strides(a), WIDTH=width, TOP=top, RANKS=ranks, LENGTH=length,
+        STEPS=steps, LATE=late, **own, num_warps=8 if is_one else 4,
     )  # fmt: skip
     out = torch.empty(num, sum(sizes), dtype=x.dtype, device=x.device)
     launch(_expand, rows.most, sum(triton.cdiv(size, outputs) for size in sizes))(
-        out, h, b, rows.order, rows.work, out.stride(0), _strides(b), SIZES=sizes, RANK=rank, ROWS=outputs,
+        out, h, b, *where, out.stride(0), _strides(b), SIZES=sizes, RANK=rank, SPLITS=splits, ROWS=outputs,
         BLOCK=block, **own, num_warps=4,
     )  # fmt: skip
     return Added(out, rows.slots)
@@ -197,7 +239,7 @@ class PairAdapters(NamedTuple):
         num_slots, num_experts = adapters.down_a.shape[:2]
         slots = adapters.tokens[:, None]
         pairs = torch.where(slots >= 0, slots * num_experts + ids, -1).flatten()
-        return PairAdapters(adapters, assign_few(pairs, num_slots * num_experts), ids.shape[1])
+        return PairAdapters(adapters, _sorted(pairs, num_slots * num_experts), ids.shape[1])
 
     def up(self, x: Tensor) -> Added:
         """By pairs, from tokens."""
@@ -209,5 +251,11 @@ class PairAdapters(NamedTuple):
         """By pairs, or by those sorted in some `order`."""
         a, b, pairs = self.adapters.down_a, self.adapters.down_b, self.pairs
         if order is not None:
-            pairs = assign_few(pairs.slots[order], a.shape[0] * a.shape[1])
+            pairs = _sorted(pairs.slots[order], a.shape[0] * a.shape[1])
         return added(x, Adapted(a, b, (b.shape[2],), pairs), ahead=False)
+
+
+def _sorted(slots: Tensor, num_slots: int) -> Few:
+    # Not ahead: kernels read what this makes before they have waited for the one in front of them.
+    order, work = sort(slots, num_slots, _HEIGHT, ahead=False)
+    return Few(slots, most_tiles(len(slots), num_slots, _HEIGHT), order, work)
