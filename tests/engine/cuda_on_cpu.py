@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from quire.attention.batch import Batch
+from quire.attention.torch_sdpa import TorchSDPA
 from quire.attention.triton_attn import TritonAttention
 from quire.config.engine import EngineConfig
 from quire.sampling.sampler import Sampler
 from quire.worker.cuda import Cuda
-from quire.worker.device import Computed, Passed
+from quire.worker.device import Computed, Model, Passed
 from quire.worker.fronts import Fronts
 from quire.worker.memory import Needs
+from quire.worker.rows import Rows
 
 NEEDS_KERNELS = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="the kernels are for a GPU here"
@@ -117,3 +119,21 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TritonAttention())
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that open next run ahead of the host, in graphs; torch attends, and the likeliest is said."""
+
+    def hidden(self: Model, batch: Batch) -> Any:
+        for group in batch.groups:
+            group.seq_lens_host = batch.seq_lens.numpy().copy()  # a GPU's attention would read them there
+            self.attention.plan(group)
+        return self.forward(batch)
+
+    def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
+        return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
+
+    pretend_graphs(monkeypatch)
+    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TorchSDPA())
+    monkeypatch.setattr(Model, "hidden", hidden)
+    monkeypatch.setattr("quire.worker.worker.open_device", open_device)

@@ -7,19 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import WithGraphs, pretend_graphs
+from cuda_on_cpu import pretend_device
 from drafted import Eager
 from oracle import make_tiny
 from tiny import generate_preempted, logits_of, open_tiny, prompts_of
 from torch import Tensor
 
 from quire import LLM
-from quire.attention.backend import choose
-from quire.attention.batch import Batch
 from quire.data.media import Array, Media
 from quire.data.plan import Admission
 from quire.kernels.triton import drafts
-from quire.worker.device import Model
 from quire.worker.rows import Rows
 
 Positions = np.ndarray[Any, np.dtype[np.int32]]
@@ -115,34 +112,18 @@ def test_a_cpu_turns_as_transformers_does(family: str, way: str, models: Any) ->
     check(hf, open_tiny(path, max_model_len=64, max_num_seqs=6, enable_prefix_caching=False, **WAYS[way]))
 
 
-def hidden(self: Model, batch: Batch) -> Any:
-    """Lengths that a GPU's attention would read there."""
-    for group in batch.groups:
-        group.seq_lens_host = batch.seq_lens.numpy().copy()
-        self.attention.plan(group)
-    return self.forward(batch)
-
-
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_device_that_runs_ahead_turns_alike(
     drafted: bool, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In graphs, with drafts of which the host knows nothing and without."""
     path, hf = models("qwen2")
-    pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", choose)
+    pretend_device(monkeypatch)
     here = "quire.worker.speculation."
     monkeypatch.setattr(here + "derive", drafts.derive_reference)
     monkeypatch.setattr(here + "verify", lambda *given: drafts.verify_reference(*given[:3], *given[5:]))
     monkeypatch.setattr(
         here + "look_up", lambda known, step, _, least: drafts.look_up_reference(known, step, least)
-    )
-    monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
-    monkeypatch.setattr(
-        "quire.worker.worker.open_device",
-        lambda model, all_rows, device, facts: WithGraphs(
-            model, all_rows, lambda logits, *_: logits.argmax(-1), device, facts
-        ),
     )
     asked = {"max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 200}
     asked |= {"max_num_batched_tokens": 24, "enable_prefix_caching": False}

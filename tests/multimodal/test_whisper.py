@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import WithGraphs, pretend_graphs
+from cuda_on_cpu import pretend_device
 from hearing import RATE, SECONDS, STARTS, Heard, save_whisper, sound
 from oracle import load_tiny, run_paged
 from seeing import close
 from threads import run_threads, tp_worlds
 
 from quire import LLM, SamplingParams
-from quire.attention.batch import Batch
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.comm.world import World
 from quire.config import weights
 from quire.config.model import read_checkpoint
@@ -22,8 +20,6 @@ from quire.errors import ConfigError, RequestError
 from quire.kernels import native
 from quire.multimodal.families import PROCESSORS, Sound
 from quire.text.tokenizer import load_tokenizer
-from quire.worker.device import Model
-from quire.worker.rows import Rows
 
 COUNT = 8
 PARAMS = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=5)
@@ -237,14 +233,7 @@ def test_devices_share_its_layers(twin: Twin) -> None:
 
 def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes in graphs, some padded, whose rows get other sounds while the step before is under way."""
-    pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TorchSDPA())
-    monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
-
-    def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
-        return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
-
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    pretend_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     plain = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -253,10 +242,3 @@ def test_a_device_that_runs_ahead_hears_alike(twin: Twin, monkeypatch: pytest.Mo
     for output, each in zip(outputs, told, strict=True):
         check(twin, output, *each)
     assert llm.llm_engine.core.executor._worker._runner.device.graphs._sizes == [1, 2, 3]
-
-
-def hidden(self: Model, batch: Batch) -> Any:
-    """Lengths that a GPU's attention would read there."""
-    batch.seq_lens_host = batch.seq_lens.numpy().copy()
-    self.attention.plan(batch)
-    return self.forward(batch)

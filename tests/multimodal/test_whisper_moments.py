@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_on_cpu import WithGraphs, pretend_graphs
+from cuda_on_cpu import pretend_device
 from hearing import RATE, SECONDS, save_scribe, sound
 
 from quire import LLM, SamplingParams
-from quire.attention.batch import Batch
-from quire.attention.torch_sdpa import TorchSDPA
 from quire.errors import RequestError
 from quire.multimodal.families import Sound
-from quire.worker.device import Model
-from quire.worker.rows import Rows
 
 COUNT = 14
 SOUNDS = (sound(SECONDS * RATE, 1), sound(5000, 2), sound(20000, 3))
@@ -108,26 +104,12 @@ def test_preempted_rows_tell_the_time_beside_others(twin: Twin) -> None:
 
 def test_a_device_that_runs_ahead_waits_for_moments(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """What may come next depends on tokens that only the device would know."""
-    pretend_graphs(monkeypatch)
-    monkeypatch.setattr("quire.worker.worker.choose", lambda *asked: TorchSDPA())
-    monkeypatch.setattr("quire.worker.device.Model.hidden", hidden)
-
-    def open_device(model: Model, all_rows: Rows, device: torch.device, drafts: Any) -> WithGraphs:
-        return WithGraphs(model, all_rows, lambda logits, *_: logits.argmax(-1), device, drafts)
-
-    monkeypatch.setattr("quire.worker.worker.open_device", open_device)
+    pretend_device(monkeypatch)
     llm = engine(twin, max_num_seqs=3)
     llm.llm_engine.core.pipeline.depth = 2
     told = asked(twin)
     params = [TIMED if timed else FREE for *_, timed in told]
     check(twin, llm.generate([request(*each[:2]) for each in told], params, use_tqdm=False))
-
-
-def hidden(self: Model, batch: Batch) -> Any:
-    """Lengths that a GPU's attention would read there."""
-    batch.seq_lens_host = batch.seq_lens.numpy().copy()
-    self.attention.plan(batch)
-    return self.forward(batch)
 
 
 def test_models_that_tell_no_time_say_so() -> None:

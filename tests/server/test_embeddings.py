@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ask import CLASSIFIER, EMBEDDER, MESSAGES, ask, chat, complete, pool, refused
 from fake_engine import FakeEngine, numbers
+from hanging_up import post
 
 from quire.server.app import Application
 from quire.server.pooling.vectors import packed
@@ -148,26 +149,12 @@ def test_a_hang_up_aborts_all() -> None:
     application = Application(engine, make_settings({}))
 
     async def go() -> None:
-        messages = [{"type": "http.request", "body": json.dumps({"input": TEXTS}).encode()}]
-
-        async def receive() -> dict[str, Any]:
-            if messages:
-                return messages.pop()
-            while engine.num_in_flight < len(TEXTS):
-                await asyncio.sleep(0)
-            return {"type": "http.disconnect"}
-
-        async def send(_: Any) -> None: ...
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": EMBEDDINGS,
-            "headers": headers,
-            "query_string": b"",
-        }
-        await asyncio.wait_for(application.asgi(scope, receive, send), 10)
+        gone = asyncio.Event()
+        task = asyncio.create_task(post(application, EMBEDDINGS, {"input": TEXTS}, gone))
+        while engine.num_in_flight < len(TEXTS):
+            await asyncio.sleep(0)
+        gone.set()
+        assert await asyncio.wait_for(task, 10) == 499
 
     asyncio.run(go())
     assert len(engine.aborted) == 3 and engine.num_in_flight == 0

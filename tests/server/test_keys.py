@@ -11,6 +11,7 @@ import httpx
 import pytest
 from ask import CHAT, COMPLETIONS, EMBEDDER, MESSAGES, refused
 from fake_engine import FakeEngine
+from hanging_up import post
 
 from quire.config.env import Env
 from quire.errors import ConfigError
@@ -313,29 +314,11 @@ def test_one_place_is_one_request_at_a_time(serve: Serve, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_gives_its_place_back(serve: Serve, stream: bool) -> None:
     served = serve({"name": "t", "key": "sk-t", "max_concurrency": 1}, engine=FakeEngine(step_s=0.01))
-    body = json.dumps(
-        {"messages": MESSAGES, "stream": stream, "max_tokens": 400, "ignore_eos": True}
-    ).encode()
-    sent: list[Any] = []
+    body = {"messages": MESSAGES, "stream": stream, "max_tokens": 400, "ignore_eos": True}
 
     async def go() -> None:
-        gone, asked = asyncio.Event(), False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if not asked:
-                asked = True
-                return {"type": "http.request", "body": body, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        headers = [(b"authorization", b"Bearer sk-t"), (b"content-type", b"application/json")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
-        task = asyncio.create_task(served.application.asgi(scope, receive, send))  # type: ignore[arg-type]
+        gone = asyncio.Event()
+        task = asyncio.create_task(post(served.application, CHAT, body, gone, "sk-t"))
         while not served.engine.num_in_flight:
             await asyncio.sleep(0.001)
         assert served.count("running") == 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-import json
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
@@ -11,23 +11,12 @@ import pytest
 from ask import CHAT, chat, refused
 from fake_engine import FakeEngine
 from fake_inputs import PAD, START, data_url, file_of, image_part, media, picture, seeing, wav
+from hanging_up import post
 from hostile import hostile_server
 
 from quire.server.app import Application
 from quire.server.settings import make_settings
 
-SCOPE = {
-    "type": "http",
-    "method": "POST",
-    "path": "/v1/chat/completions",
-    "raw_path": b"/v1/chat/completions",
-    "query_string": b"",
-    "http_version": "1.1",
-    "scheme": "http",
-    "server": ("test", 80),
-    "client": ("test", 1),
-    "root_path": "",
-}
 URL = data_url(file_of(picture()))
 SOURCED = {"type": "image", "source": {"type": "url", "url": URL}}
 TEXT = {"type": "text", "text": "ab"}
@@ -197,30 +186,14 @@ def test_a_slow_item_holds_up_nobody_and_ends_with_its_client() -> None:
         engine = seeing(media(allowed_media_domains=("127.0.0.1",), env={"image_fetch_timeout": 300.0}))
         application, gone = Application(engine, make_settings({})), asyncio.Event()
 
-        async def post(path: str) -> int:
-            """The status; once `gone` is set, the client has hung up."""
-            body = json.dumps({"messages": turn(image_part(url + path))}).encode()
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-            sent: list[dict[str, Any]] = []
+        def ask(path: str) -> Coroutine[Any, Any, int]:
+            return post(application, CHAT, {"messages": turn(image_part(url + path))}, gone)
 
-            async def receive() -> dict[str, Any]:
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-            await application.asgi(SCOPE | {"headers": headers}, receive, send)
-            return sent[0]["status"]
-
-        slow = [asyncio.create_task(post("/drips")) for _ in range(20)]
+        slow = [asyncio.create_task(ask("/drips")) for _ in range(20)]
         async with asyncio.timeout(60):
             while sum(path == "/drips" for path, _ in asked) < 20:
                 await asyncio.sleep(0.01)
-            assert await post("/image.png") == 200
+            assert await ask("/image.png") == 200
             assert len(application.api.answering) == 20
             gone.set()
             assert await asyncio.gather(*slow) == [499] * 20

@@ -1,7 +1,6 @@
 """Images over the routes of pooling models: what is read of them, what is said of those that are wrong."""
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from ask import CROSS_ENCODER, EMBEDDER, refused
 from fake_engine import FakeEngine, byte_tokenizer, numbers
 from fake_inputs import END, PAD, START, data_url, file_of, image_part, media, picture
+from hanging_up import post
 from hostile import hostile_server
 
 from quire.frontend.media import MediaReader
@@ -174,45 +174,13 @@ def test_a_fetch_ends_with_its_client() -> None:
         engine = engine_of(EMBEDDER, reader)
         application, gone = Application(engine, make_settings({})), asyncio.Event()
 
-        async def post(path: str, body: dict[str, Any]) -> int:
-            data = json.dumps(body).encode()
-            messages = [{"type": "http.request", "body": data, "more_body": False}]
-            sent: list[dict[str, Any]] = []
-
-            async def receive() -> dict[str, Any]:
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def keep(message: Any) -> None:
-                sent.append(message)
-
-            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": path,
-                "raw_path": path.encode(),
-                "query_string": b"",
-                "http_version": "1.1",
-                "scheme": "http",
-                "server": ("test", 80),
-                "client": ("test", 1),
-                "root_path": "",
-                "headers": headers,
-            }
-            await application.asgi(scope, receive, keep)
-            status: int = sent[0]["status"]
-            return status
-
         slow = image_part(f"{url}/drips")
         calls: list[tuple[str, dict[str, Any]]] = [
             ("/v2/embed", {"images": [f"{url}/drips"]}),
             ("/rerank", {"query": "a", "documents": [{"content": [slow]}]}),
             ("/v1/embeddings", {"messages": [{"role": "user", "content": [slow]}]}),
         ]
-        tasks = [asyncio.create_task(post(*call)) for call in calls]
+        tasks = [asyncio.create_task(post(application, *call, gone)) for call in calls]
         async with asyncio.timeout(60):
             while sum(path == "/drips" for path, _ in asked) < len(calls):
                 await asyncio.sleep(0.01)
