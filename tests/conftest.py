@@ -2,7 +2,9 @@
 kernels run in Triton's interpreter, which must be asked for before its import."""
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,3 +18,26 @@ settings.register_profile(
     "quire", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("quire")
+
+
+class Kept:
+    """Of Triton's language made one that Python runs, by the interpreter: it stays so."""
+
+    def restore(self) -> None: ...
+
+
+def pytest_collection_finish() -> None:
+    """Triton's interpreter looks through its whole language at every call of every function, which is most of
+    what kernels take in it: here it does so once for each module of kernels."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or not hasattr(interpreter, "_patch_lang"):
+        return
+    patch, seen = interpreter._patch_lang, set[int]()
+
+    def once(fn: Any) -> Kept:
+        if id(fn.__globals__) not in seen:
+            seen.add(id(fn.__globals__))
+            patch(fn)
+        return Kept()
+
+    interpreter._patch_lang = once
