@@ -29,7 +29,7 @@ NEEDS_KERNELS = pytest.mark.skipif(
 class OnCPU(Cuda):
     """Everything but the graphs."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
         return Needs(weights, 1 << 20)
 
     def warm_up(self, config: EngineConfig) -> None: ...

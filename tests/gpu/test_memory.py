@@ -9,7 +9,9 @@ import torch
 from oracle import make_tiny
 
 from quire import LLM
+from quire.prepare import configure
 from quire.sampling.rehearsal import everything
+from quire.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 VOCAB, ROWS, DEVICE_BYTES = 151_936, 256, 5 << 30
@@ -51,3 +53,19 @@ def test_everything_at_full_batch_does_not_run_out(tmp_path: Path, small_device:
         assert said.logprobs is not None and all(len(each or {}) >= 20 for each in said.logprobs)
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 200
         assert not {1, 3} & set(said.token_ids) and max(said.token_ids) < 1024
+
+
+def test_states_of_rows_are_counted_once(tmp_path: Path) -> None:
+    """A gigabyte of them that the cache did not get, since the step that was measured had some, too."""
+    sizes = {"hidden_size": 256, "mamba_d_state": 256, "max_position_embeddings": 1024}
+    path, _ = make_tiny("granitemoehybrid", tmp_path, **sizes)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    config = configure({"model": str(path), "dtype": "bfloat16", "max_num_seqs": 1024, "max_model_len": 1024})
+    worker = Worker(config)
+    worker.load()
+    size = worker.measure()
+    states = 1025 * worker.layout.row_bytes(2)
+    assert states > 1 << 30 and size.num_bytes > states
+    assert worker._needs is not None and worker._needs.other < total - free + states // 2

@@ -353,8 +353,8 @@ def test_engines_with_experts_of_each_other(
 class Measured(OnCPU):
     """Asks a device that has no memory of its own."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler) -> Needs:
-        return Cuda.needs(self, config, weights, sampler)
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler, bound: int = 0) -> Needs:
+        return Cuda.needs(self, config, weights, sampler, bound)
 
     def _compile(self, config: EngineConfig) -> None: ...
 
@@ -389,6 +389,37 @@ def test_the_step_that_is_measured_asks_for_everything(tiny: Any, monkeypatch: p
     needs = worker._runner.device.needs(worker.config, 1000, worker._runner.sampler)
     facts = worker.config.checkpoint.facts
     assert needs.graphs == 3 * GRAPH_BYTES + 600 + (1 + 2) * (facts.vocab + facts.hidden) * 4
+
+
+def test_states_of_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the measured step has are no part of what others take, and make way for the cache."""
+    path, _ = make_tiny("granitemoehybrid", tmp_path)
+    use(Measured, monkeypatch)
+    worker = Worker(configure({"model": str(path), "dtype": "float32", "use_tqdm_on_load": False}))
+    worker.load()
+    others, total = 3000, 1 << 30
+
+    def held() -> int:
+        """Bytes of the cache that the layers have."""
+        tensors = [
+            vars(module)[name]
+            for module in worker.model.modules()
+            for name in ("k_cache", "v_cache", "conv_state", "state")
+            if name in vars(module)
+        ]
+        storages = {each.data_ptr(): each.nbytes() for each in (t.untyped_storage() for t in tensors)}
+        return sum(storages.values())
+
+    answers = {"memory_allocated": 100, "max_memory_allocated": 700}
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *answers):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: answers.get(name))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda: (total - others - worker._weights - held(), total)
+    )
+    worker.measure()
+    needs, states = worker._needs, worker.layout.row_bytes(4)
+    assert needs is not None and needs.other == others
+    assert held() < 2 * states + (1 << 12), "one row for padding, and a block"
 
 
 def test_a_stage_before_the_last_measures_its_layers_alone(

@@ -99,7 +99,7 @@ class Cuda:
         self._fronts: Fronts | None = None
         """Where a model drafts."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
         """Measured: the largest step is run, with all that rows may ask for, and the largest that will be
         captured."""
         limits, link = config.scheduler, self.model.link
@@ -132,7 +132,7 @@ class Cuda:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         counts = 0 if sampler is None or sampler.counts is None else sampler.counts.num_bytes
-        return Needs(weights, activations, graphs, counts, other=total - free - weights - counts)
+        return Needs(weights, activations, graphs, counts, other=total - free - weights - counts - bound)
 
     @property
     def _kinds(self) -> tuple[bool, ...]:

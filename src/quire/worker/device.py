@@ -132,9 +132,9 @@ class Device(Protocol):
     def sample(self) -> Callable[[Tensor, Asked], Tensor] | None:
         """How tokens are sampled in passing."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
         """Memory of the largest step, and of any that asks for more; a stage before the last has no sampler.
-        The layers have some small cache by now."""
+        The layers have some small cache by now, of `bound` bytes, which will be gone."""
 
     def warm_up(self, config: EngineConfig) -> None:
         """The cache is there: get ready for the first request."""

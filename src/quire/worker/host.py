@@ -68,7 +68,7 @@ class Host:
         self._batch: Batch | None = None
         """Of the last step."""
 
-    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None) -> Needs:
+    def needs(self, config: EngineConfig, weights: int, sampler: Sampler | None, bound: int = 0) -> Needs:
         """Reckoned: to use memory is to take it here."""
         facts, dtype, limits = config.own_facts, config.model.dtype, config.scheduler
         most = 0 if config.speculation is None else config.speculation.num_speculative_tokens

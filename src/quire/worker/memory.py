@@ -116,22 +116,24 @@ def bind(
     block_size: int,
     kept_as: torch.dtype,
     device: torch.device,
-) -> None:
+) -> int:
     """Give every layer its part of a cache of so many blocks: pages in the slab that it shares with one layer
-    of each other group, or what each row has of its own, and one more for padding."""
+    of each other group, or what each row has of its own, and one more for padding. The bytes of all."""
     per_number = num_blocks * block_size * kept_as.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
-    pages = reserve(ends[-1] * per_number, device=device)
+    pages = reserve(num_bytes := ends[-1] * per_number, device=device)
     keeping = [number for number, spec in enumerate(layout.specs) if spec is not None]
     for number, layer in zip(keeping, layers, strict=True):
         spec = layer.keeps
         assert spec == layout.specs[number], f"layer {number} keeps {spec}"
         if not spec.is_paged:
             memory, group = reserve(num_rows + 1, spec.row_bytes(kept_as.itemsize), device=device), 0
+            num_bytes += memory.nbytes
         else:
             group, slab = layout.places[number]
             memory = pages[ends[slab] * per_number : ends[slab + 1] * per_number]
         layer.bind_memory(memory, block_size=block_size, kept_as=kept_as, group=group)
+    return num_bytes
 
 
 def reserve(*shape: int, device: torch.device) -> Tensor:

@@ -190,8 +190,8 @@ class PoolingRunner:
         return CacheSize(2 * config.scheduler.max_num_seqs + 1, config.model.max_model_len, num_tokens=0)
 
     @torch.inference_mode()
-    def needs(self, config: EngineConfig, weights: int) -> Needs:
-        """Reckoned on a CPU, measured on a GPU: the largest step is run."""
+    def needs(self, config: EngineConfig, weights: int, bound: int = 0) -> Needs:
+        """Reckoned on a CPU, measured on a GPU: the largest step is run, over a cache of `bound` bytes."""
         limits = config.scheduler
         kept = self.kept.nbytes
         if self.device.type == "cpu":
@@ -209,7 +209,7 @@ class PoolingRunner:
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        return Needs(weights, activations, other=total - free - weights)
+        return Needs(weights, activations, other=total - free - weights - bound)
 
     def _blank(self, num_tokens: int, max_len: int) -> Batch:
         """Sequences as long as they can be, that read the first block and write nothing."""

@@ -212,16 +212,15 @@ class Worker:
             turns=any(layer.rope is not None and layer.rope.sections for layer in facts.layers),
         )
         weights = self._weights
-        if facts.encoder is None:
-            self._bind(num_blocks=1)
+        bound = 0 if facts.encoder is not None else self._bind(num_blocks=1)
         if config.pooling is not None:
             pooler = self._pooler(config.pooling, all_rows)
             if facts.encoder is not None:
                 return pooler.empty_cache(config, weights)
-            self._needs = pooler.needs(config, weights)
+            self._needs = pooler.needs(config, weights, bound)
         else:
             device, sampler = self._generator(all_rows)
-            self._needs = device.needs(config, weights, sampler)
+            self._needs = device.needs(config, weights, sampler, bound)
             if config.model.enable_prompt_embeds:
                 num_tokens = config.scheduler.max_num_batched_tokens
                 extra = embeds_bytes(facts, config.model.dtype, num_tokens=num_tokens)
@@ -232,6 +231,9 @@ class Worker:
             self._needs = self.encoder.counted_in(self._needs, config)
         if self.adapters is not None:
             self._needs = self._needs.with_slots(self.adapters.slots.num_bytes, self.device.type)
+        self._bind(num_blocks=1, num_rows=0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return self._cache_size(self._needs)
 
     def allocate(self, size: CacheSize) -> None:
@@ -473,9 +475,9 @@ class Worker:
             room=cache_room(config.cache, config.machine, other_bytes=needs.total),
         )
 
-    def _bind(self, num_blocks: int, num_rows: int | None = None) -> None:
-        """Give every layer a cache of this many blocks, or a state for each row."""
-        bind(
+    def _bind(self, num_blocks: int, num_rows: int | None = None) -> int:
+        """Give every layer a cache of this many blocks, or a state for each row. The bytes of all."""
+        return bind(
             caching_layers(self._models.modules()),
             self.layout,
             num_blocks=num_blocks,
