@@ -53,6 +53,14 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+BART: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "d_model": 64,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "pad_token_id": 0,
+}
+SEEN: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": (GROUPED, "StableLm.* does not pass keyword arguments down"),
     "bamba": (GROUPED, "Bamba.* 0 attention modules took part"),
@@ -62,6 +70,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v3": (LATENT, "Deepseek.* keys .* and values .* differ in size"),
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not built yet"),
     "mamba": ({}, "Mamba.* 0 attention modules took part"),
+    "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
+    "git": ({"vision_config": SEEN}, "GitForCausalLM .* picks its attention from a table of its own"),
     "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }
 

@@ -165,7 +165,10 @@ def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str,
         source = source_of(keys, name, trusted=trusted)
     if source is None:
         raise ConfigError(f"{keys.source}: {_unknown(keys, name, model_impl)}")
-    return name, read_borrowed(keys, path, remote=source == "checkpoint")
+    try:
+        return name, read_borrowed(keys, path, remote=source == "checkpoint")
+    except ConfigError as error:
+        raise ConfigError(f"the architecture {name!r} is not supported: {error}") from error
 
 
 def _architectures(keys: Keys) -> list[str]:

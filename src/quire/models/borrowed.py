@@ -110,7 +110,9 @@ def named(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         why = (str(error).strip().splitlines() or [""])[0]
-        if not isinstance(error, ConfigError):
+        if isinstance(error, KeyError) and error.args == (_NAME,):
+            why = "it picks its attention from a table of its own, which knows only those of transformers"
+        elif not isinstance(error, ConfigError):
             why = f"{type(error).__name__}: {why}"
         raise ConfigError(f"{name} cannot run through transformers' attention interface: {why}") from error
 
