@@ -106,8 +106,8 @@ def _kept(name: str) -> str:
     config = SHARED | specimen.settings
     if specimen.twin is None:
         config = getattr(transformers, name).config_class(**config).to_dict()
-    specs = cache_specs(FAMILIES[name].read(Keys(name, config)))
-    return ", ".join(dict.fromkeys(_KEPT[spec.kind] for spec in specs if spec is not None))
+    specs = [spec for spec in cache_specs(FAMILIES[name].read(Keys(name, config))) if spec is not None]
+    return ", ".join(dict.fromkeys(_KEPT[part.kind] for spec in specs for part in spec.parts))
 
 
 def _group(read: object) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.state import Rates, Seqs
+from quire.kernels.state import Given, Rates, Seqs, StateOps
 
 ROWS = 9
 LENS = {
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 def make_case(
     lens: list[int],
     width: int,
-    state: tuple[int, int, int],
+    state: tuple[int, ...],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -56,3 +56,22 @@ def make_case(
     rows_of = (torch.randn(total, size + 5).to(device, dtype)[:, 3 : 3 + size] for size in (width, 2 * heads))
     rate, bias, skip = -torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads)
     return Case(seqs, *rows_of, Rates(rate.to(device), bias.to(device)), skip.to(device), kept.to(device))
+
+
+def select_case(
+    lens: list[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    shape: tuple[int, int] = (70, 12),
+) -> Case:
+    """For Mamba: channels, and numbers of state of each."""
+    channels, size = shape
+    case = make_case(lens, 3 * channels + 2 * size, shape, dtype=dtype, device=device)
+    rates = Rates(-torch.rand(shape).to(device) * 4, case.rates.bias)
+    return case._replace(rates=rates)
+
+
+def run_select(ops: StateOps, case: Case, state: Tensor) -> Tensor:
+    channels, size = state.shape[1:]
+    x, gate, dt, b, c = case.x.split([channels, channels, channels, size, size], 1)
+    return ops.select(x, gate, Given(dt, b, c, case.rates, case.skip), state, case.seqs)

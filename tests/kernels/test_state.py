@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from state_cases import LENS, ROWS, Case, make_case
+from state_cases import LENS, ROWS, Case, make_case, run_select, select_case
 from torch import Tensor
 
 from quire.kernels import native
-from quire.kernels.state import Seqs, StateOps, StateReference
+from quire.kernels.state import GATES, Seqs, StateOps, StateReference
 from quire.kernels.state_cpu import CPUStateOps
 from quire.kernels.tape import record
 
@@ -35,7 +35,11 @@ def run_delta(ops: StateOps, case: Case, state: Tensor) -> Tensor:
     return ops.delta(case.x, *case.small.chunk(2, 1), case.rates, state, case.seqs)
 
 
-KINDS = {"scan": (scan_case, run_scan), "delta": (delta_case, run_delta)}
+KINDS = {
+    "scan": (scan_case, run_scan),
+    "delta": (delta_case, run_delta),
+    "select": (select_case, run_select),
+}
 
 
 def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
@@ -81,9 +85,10 @@ def test_conv_in_c(lens: str, dtype: torch.dtype) -> None:
     state = torch.randn(ROWS, channels, kernel - 1).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for given in (bias, None):
-        out = CPUStateOps().conv(case.x, weight, given, state, case.seqs)
-        near(out, theirs.conv(case.x, weight, given, twin, case.seqs), dtype)
+    for given, activated in ((bias, True), (None, False)):
+        asked = weight, given
+        out = CPUStateOps().conv(case.x, *asked, state, case.seqs, activated=activated)
+        near(out, theirs.conv(case.x, *asked, twin, case.seqs, activated=activated), dtype)
         assert torch.equal(state.nan_to_num(), twin.nan_to_num())
 
 
@@ -96,7 +101,8 @@ def test_gates_in_c(pieces: int, size: int, gate_first: bool, dtype: torch.dtype
     weight, x, gate = torch.randn(size).to(dtype), case.x, 9 * case.small
     expected = theirs.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
     near(CPUStateOps().gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
-    near(CPUStateOps().sigmoid_mul(x, gate), theirs.sigmoid_mul(x, gate), dtype)
+    for by in GATES:
+        near(CPUStateOps().gate(x, gate, by), theirs.gate(x, gate, by), dtype)
 
 
 @compiled

@@ -118,8 +118,8 @@ def run_paged(model: Any, prompts: list[list[int]], steps: list[list[int]]) -> l
         rows = [row for row, count in enumerate(step) if count]
         chunks = [(prompts[row][done[row] : done[row] + step[row]], done[row]) for row in rows]
         batch = on_rows(make_batch(chunks, [tables[row] for row in rows], BLOCK_SIZE), rows)
-        backend = next(module.backend for module in model.modules() if hasattr(module, "backend"))
-        backend.plan(batch)
+        for backend in {module.backend for module in model.modules() if hasattr(module, "backend")}:
+            backend.plan(batch)
         logits = model.logits(model(batch))
         for row, piece in zip(rows, logits.split([step[row] for row in rows]), strict=True):
             out[row].append(piece)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from oracle import BLOCK_SIZE, make_batch
 from torch import Tensor
+from zoo import SHARED, ZOO
 
 from quire.attention.batch import Batch
 from quire.layers.attention import attention_layers
@@ -72,6 +73,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", QWEN | EXPERTS | {"mlp_only_layers": [0]}),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN | {"attention_bias": True}),
     "qwen3.5-experts": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN | EXPERTS),
+} | {
+    name.lower(): (f"{name}Config", f"{name}ForCausalLM", SHARED | ZOO[f"{name}ForCausalLM"].settings)
+    for name in ("FalconMamba", "Mamba2", "Lfm2", "FalconH1")
 }
 
 
@@ -93,7 +97,7 @@ def make_twins(variant: str, path: Path) -> Any:
 def bind_states(model: Any) -> None:
     """States full of NaN."""
     for layer in state_layers(model.modules()):
-        device = layer.rate.device
+        device = layer.conv_weight.device
         layer.bind(
             *(
                 torch.full((MAX_ROWS + 1, *shape), torch.nan, dtype=dtype, device=device)
@@ -127,7 +131,8 @@ def run_rows(
         chunks = [(prompts[i][done[i] : done[i] + step[i]], done[i]) for i in some]
         batch = make_batch(chunks, [tables[i] for i in some], BLOCK_SIZE)
         batch = on_rows(batch, [rows[i] for i in some], device)
-        attention_layers(model.modules())[0].backend.plan(batch)
+        for layer in attention_layers(model.modules())[:1]:
+            layer.backend.plan(batch)
         for i, piece in zip(some, model.logits(model(batch)).split([step[i] for i in some]), strict=True):
             out[i].append(piece)
             done[i] += step[i]

@@ -140,6 +140,17 @@ _HYBRID: Settings = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_FACTORS: Settings = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 0.6, 0.9, 1.1, 0.8],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.4,
+}
 _DELTA = _HYBRID | {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -441,6 +452,16 @@ ZOO: dict[str, Specimen] = {
         },
         {"biases": BIASES | {"mamba_proj_bias": True}},
     ),
+    "FalconH1ForCausalLM": Specimen(
+        _FACTORS
+        | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 2}
+        | {"mamba_chunk_size": 32},
+        {
+            "normed": {"mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True},
+            "gate-first": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1},
+        },
+    ),
+    "FalconMambaForCausalLM": Specimen({"state_size": 8, "tie_word_embeddings": True}),
     "GraniteMoeHybridForCausalLM": Specimen(
         _GRANITE
         | _HYBRID
@@ -461,6 +482,52 @@ ZOO: dict[str, Specimen] = {
                 "mamba_proj_bias": True,
             }
         },
+    ),
+    "JambaForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+        },
+        {
+            "experts-beside-mamba": {"expert_layer_offset": 0, "mamba_proj_bias": True},
+            "dense": {"num_experts": 1, "mamba_conv_bias": False, "mamba_dt_rank": 3},
+        },
+    ),
+    "Lfm2ForCausalLM": Specimen(
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+        {
+            "biased-as-wide-as-said": {
+                "conv_bias": True,
+                "block_auto_adjust_ff_dim": False,
+                "conv_L_cache": 4,
+            },
+            "tied-by-number": {"layer_types": None, "full_attn_idxs": [2]} | TIED,
+        },
+    ),
+    "Lfm2MoeForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+        {"plain-choice": {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}},
+    ),
+    "Mamba2ForCausalLM": Specimen(
+        {"num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+        {"biases": {"use_bias": True, "use_conv_bias": False} | TIED},
+    ),
+    "MambaForCausalLM": Specimen(
+        {"state_size": 8},
+        {"biases": {"use_bias": True, "use_conv_bias": False, "time_step_rank": 3, "state_size": 5} | TIED},
     ),
     "NemotronHForCausalLM": Specimen(
         {

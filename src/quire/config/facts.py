@@ -48,7 +48,8 @@ class LayerFacts:
     window: int | None = None
     """How many tokens back it looks; None: to the first."""
     mixer: str = "attention"
-    """How it looks back: attention | latent | mamba | delta, or not at all: none"""
+    """How it looks back: attention | latent | selective (Mamba) | mamba (Mamba-2) | delta | conv, or by two
+    side by side: attention+mamba, or not at all: none"""
     moe: bool = False
     """Whether its feed-forward half is a mixture of experts."""
     heads: int = 0
@@ -125,21 +126,31 @@ class MlaFacts:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """Layers that keep a state of fixed size: Mamba-2 or gated delta."""
+    """Layers that keep a state of fixed size: Mamba, Mamba-2, gated delta, or a convolution alone."""
 
     heads: int
-    """Of the state; for gated delta those of the values."""
+    """Of the state; for gated delta those of the values; for Mamba and a convolution alone the channels."""
     head_dim: int
     state: int
     """Numbers per head and head dimension; for gated delta the size of a key head."""
     groups: int
-    """How many share the same input and output weights; for gated delta the heads of the keys."""
+    """How many share the same input and output weights; for gated delta the heads of the keys. 0 where the
+    convolution sees nothing of these."""
     conv: int
     """Tokens that the convolution in front sees."""
     conv_bias: bool = True
     proj_bias: bool = False
     norm_groups: int = 1
     """Mamba-2: how many parts of what it says have a norm each."""
+    norm: str = "gate_first"
+    """Mamba-2: whether the gate comes before that norm, `gate_last`, or there is no norm: `none`. Mamba: the
+    norms of what the scan is given: `none`, `bare` ones without weights, or `weighed`."""
+    norm_eps: float = 0.0
+    """Of these; 0: as the model's other norms have it."""
+    rank: int = 0
+    """Mamba: numbers of a token that the time steps of all channels are made of."""
+    scales: tuple[float, ...] = ()
+    """Mamba-2: factors on gate, input, B, C and time steps; empty: none."""
     chunk: int = 256
     time_limits: tuple[float, float] = (0.0, float("inf"))
 
@@ -266,6 +277,12 @@ class ArchFacts:
     """Factor on the scores; None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on what goes into attention and on what comes out; of families that have them, as the next."""
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on the gate and on what comes out."""
+    state_scale: float = 1.0
+    """Factor on what comes out of layers with a state."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

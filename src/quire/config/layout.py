@@ -30,7 +30,7 @@ class CacheSpec:
     window: int | None = None
     """How many tokens, itself included, a token sees; None: all before it."""
     bytes_per_row: int = 0
-    """`state` only."""
+    """Of a `state`, which may also stand beside pages."""
 
     @property
     def is_paged(self) -> bool:
@@ -40,6 +40,13 @@ class CacheSpec:
         """What a row has of its own, where each has."""
         crossed = self.planes * self.numbers * bytes_per_number if self.kind == "crossed" else 0
         return self.bytes_per_row + crossed
+
+    @property
+    def parts(self) -> tuple["CacheSpec", ...]:
+        """Pages and the state beside them, if there are both."""
+        if not (self.is_paged and self.bytes_per_row):
+            return (self,)
+        return replace(self, bytes_per_row=0), CacheSpec("state", bytes_per_row=self.bytes_per_row)
 
     @property
     def page(self) -> tuple[int, int]:
@@ -136,7 +143,7 @@ def most_blocks(num_tokens: int, window: int | None, *, block_size: int, max_chu
 
 
 def has_states(specs: Sequence[CacheSpec | None]) -> bool:
-    return any(spec is not None and spec.kind == "state" for spec in specs)
+    return any(spec is not None and spec.bytes_per_row for spec in specs)
 
 
 def row_bytes(specs: Sequence[CacheSpec | None], bytes_per_number: int) -> int:
@@ -213,11 +220,14 @@ def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
     if layer.mixer == "latent":
         assert facts.mla is not None
         return CacheSpec("latent", planes=1, numbers=facts.mla.kv_latent + facts.mla.rope_dim)
-    if layer.mixer in ("mamba", "delta"):
+    beside = 0
+    if layer.mixer != "attention":
         assert facts.state is not None
-        return CacheSpec("state", bytes_per_row=state_bytes(facts.state))
-    numbers = facts.kv_heads * facts.head_dim
-    return CacheSpec("full" if layer.window is None else "window", numbers=numbers, window=layer.window)
+        beside = state_bytes(facts.state)
+    if "attention" not in layer.mixer:
+        return CacheSpec("state", bytes_per_row=beside)
+    kind, numbers = "full" if layer.window is None else "window", facts.kv_heads * facts.head_dim
+    return CacheSpec(kind, numbers=numbers, window=layer.window, bytes_per_row=beside)
 
 
 def state_bytes(state: StateFacts) -> int:

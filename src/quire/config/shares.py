@@ -7,6 +7,8 @@ from typing import NamedTuple
 from quire.config.facts import ArchFacts
 from quire.errors import ConfigError
 
+_ATTENDING = ("attention", "attention+mamba")
+
 
 class _Count(NamedTuple):
     """Something that is divided; fewer than devices are had by several at once, if it `repeats`."""
@@ -21,12 +23,12 @@ class _Count(NamedTuple):
 
 def _counts(facts: ArchFacts, *, with_experts: bool) -> Iterator[_Count]:
     mixers = {layer.mixer for layer in facts.layers}
-    if mixers & {"attention", "latent"}:
+    if mixers & {*_ATTENDING, "latent"}:
         for heads in sorted({layer.heads or facts.heads for layer in facts.layers}):
             yield _Count(heads, "attention heads")
-    if "attention" in mixers:
+    if mixers & {*_ATTENDING}:
         yield _Count(facts.kv_heads, "key and value heads", repeats=True)
-    if _has_dense(facts):
+    if facts.intermediate and _has_dense(facts):
         yield _Count(facts.intermediate, "numbers of the intermediate size")
     if (moe := facts.moe) is not None:
         if with_experts:

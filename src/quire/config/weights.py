@@ -133,6 +133,19 @@ def _mamba(facts: ArchFacts) -> int:
     return facts.hidden * (3 * inner + shared + state.heads) + (inner + shared) * (state.conv + 1)
 
 
+def _selective(facts: ArchFacts) -> int:
+    state = facts.state
+    assert state is not None, "a state needs facts of it"
+    made = state.rank + 2 * state.state
+    return state.heads * (3 * facts.hidden + made + state.rank + state.state + state.conv + 3)
+
+
+def _conv(facts: ArchFacts) -> int:
+    state = facts.state
+    assert state is not None, "a state needs facts of it"
+    return state.heads * (4 * facts.hidden + state.conv)
+
+
 def _delta(facts: ArchFacts) -> int:
     state = facts.state
     assert state is not None, "a state needs facts of it"
@@ -143,7 +156,10 @@ def _delta(facts: ArchFacts) -> int:
 _MIXERS: dict[str, Callable[[ArchFacts], int]] = {
     "attention": _attention,
     "latent": _latent,
+    "attention+mamba": lambda facts: _attention(facts) + _mamba(facts),
+    "selective": _selective,
     "mamba": _mamba,
+    "conv": _conv,
     "delta": _delta,
     "none": lambda facts: 0,
 }

@@ -1,5 +1,5 @@
-"""Layers that keep a state of fixed size for each sequence: a short convolution, then Mamba-2's scan
-or the gated delta rule. What they compute, who serves it on which device, and the same in plain torch.
+"""Layers that keep a state of fixed size for each sequence: a short convolution, then the scan of Mamba or
+Mamba-2, or the gated delta rule. What they compute, who serves it on which device, and the same in torch.
 
 A state is kept by row of the worker. A sequence whose first token of the batch has the position 0 starts from
 zeros, whatever its row held before.
@@ -93,16 +93,42 @@ class Rates(NamedTuple):
     """How fast each head forgets: it keeps exp(rate * softplus(x + bias)) of its state."""
 
     rate: Tensor
-    """[heads] float32, below 0"""
+    """[heads] float32, below 0; of Mamba [channels, size]"""
     bias: Tensor
     """[heads] float32"""
+
+
+class Given(NamedTuple):
+    """What Mamba's scan is given beside its input."""
+
+    dt: Tensor
+    """[T, channels]"""
+    b: Tensor
+    """[T, size], as c"""
+    c: Tensor
+    rates: Rates
+    skip: Tensor
+    """[channels] float32"""
+
+
+GATES = ("sigmoid", "silu", "itself")
+"""What gates may multiply by; kernels know them by their number."""
 
 
 class StateOps(Protocol):
     """What layers with a state compute. Rows of inputs may be strided; states change in place."""
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
-        """silu of a causal convolution of each channel with itself: [T, channels] -> the same, dense.
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
+        """A causal convolution of each channel with itself, and silu of it: [T, channels] -> the same, dense.
 
         `weight` [channels, kernel]; `state` [rows, channels, kernel - 1], the last inputs of each row.
         """
@@ -113,6 +139,14 @@ class StateOps(Protocol):
 
         `xbc` [T, heads * head_dim + 2 * groups * size], `dt` [T, heads], `skip` [heads] float32, `state`
         [rows, heads, head_dim, size] float32 -> [T, heads * head_dim].
+        """
+        ...
+
+    def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
+        """Mamba, each channel by itself: h = exp(rate * dt) * h + dt * x B, y = h C + skip * x, with
+        dt = softplus(dt + bias), and all times silu(gate).
+
+        `x` and `gate` [T, channels], `state` [rows, channels, size] float32 -> [T, channels].
         """
         ...
 
@@ -130,8 +164,8 @@ class StateOps(Protocol):
         size: two [T, n] -> [T, n]."""
         ...
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x * sigmoid(gate): two [T, n] -> [T, n]."""
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        """x times what `GATES` says of the gate: two [T, n] -> [T, n]."""
         ...
 
 
@@ -149,7 +183,16 @@ def choose(device: torch.device, dtype: torch.dtype) -> StateOps:
 class StateReference:
     """`StateOps` in plain torch, on any device: what every kernel is compared with."""
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
         rows, kernel = seqs.rows.long(), weight.shape[1]
         before = state[rows].masked_fill(seqs.fresh[:, None, None], 0)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -159,7 +202,8 @@ class StateReference:
             window = torch.cat((before[at], new), -1)
             seen = window.float().unfold(-1, kernel, 1)  # [..., channels, tokens, kernel]
             summed = (seen * weight.float()[:, None]).sum(-1)
-            y = F.silu(summed if bias is None else summed + bias.float()[:, None])
+            y = summed if bias is None else summed + bias.float()[:, None]
+            y = F.silu(y) if activated else y
             out[first:end] = (y[..., 0] if seqs.single else y.T).to(x.dtype)
             state[rows[at]] = window[..., 1 - kernel :]
         return out
@@ -174,6 +218,14 @@ class StateReference:
         inputs = x * dt[..., None], b, c, dt * rates.rate
         y = _walk(_scan_step, _scan_chunk, inputs, state, seqs).add_(x * skip[:, None])
         return y.flatten(1).to(xbc.dtype)
+
+    def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
+        dt = F.softplus(given.dt.float() + given.rates.bias)
+        kept = (dt[..., None] * given.rates.rate).exp()
+        taken = (dt * x.float())[..., None] * given.b.float()[:, None]
+        inputs = kept, taken, given.c.float()
+        y = _walk(_select_step, _select_chunk, inputs, state, seqs).add_(x.float() * given.skip)
+        return (y * F.silu(gate.float())).to(x.dtype)
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
         heads, key_dim, value_dim = state.shape[1:]
@@ -193,8 +245,9 @@ class StateReference:
         y: Tensor = weight * wide.to(x.dtype)
         return (y if gate_first else y * factor).flatten(1).to(x.dtype)
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate)
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
+        factors = {"sigmoid": torch.sigmoid, "silu": F.silu, "itself": lambda gate: gate}
+        return x * factors[by](gate)
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
@@ -215,7 +268,7 @@ class _Step(Protocol):
 def _walk(step: _Step, chunk: _Step, inputs: tuple[Tensor, ...], state: Tensor, seqs: Seqs) -> Tensor:
     """Single tokens of all sequences at once, or each sequence chunk after chunk."""
     rows = seqs.rows.long()
-    before = state[rows].masked_fill(seqs.fresh[:, None, None, None], 0)
+    before = state[rows].masked_fill(seqs.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
     if seqs.single:
         state[rows], y = step(before, *inputs)
         return y
@@ -245,6 +298,21 @@ def _scan_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     until = (since[-1] - since).exp()[..., None]
     h = h * since[-1].exp()[:, None, None] + torch.einsum("jhn,jhp->hpn", b * until, x)
     return h, y
+
+
+def _select_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    kept, taken, c = inputs
+    h = h * kept + taken
+    return h, (h * c[..., None, :]).sum(-1)
+
+
+def _select_chunk(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of one sequence, one after the other."""
+    pieces = []
+    for token in zip(*inputs, strict=True):
+        h, y = _select_step(h, *token)
+        pieces.append(y)
+    return h, torch.stack(pieces)
 
 
 def _delta_step(h: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,17 +4,22 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import Kernel, structure
-from quire.kernels.state import L2_EPS, Rates, Seqs, StateReference
+from quire.kernels.state import GATES, L2_EPS, Given, Rates, Seqs, StateReference
 
 _MAX_KERNEL, _MAX_DIM = 8, 512
 """As in state.c."""
 
 _SEQS = "starts rows positions"
 _conv = Kernel("quire_state_conv")
-_ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel bf16")
+_ConvJob = structure(f"out x weight bias state {_SEQS}", "num_seqs channels stride kernel activated bf16")
 _scan = Kernel("quire_state_scan")
 _ScanJob = structure(
     f"out xbc dt rate bias skip state {_SEQS}", "num_seqs heads groups dim size stride dt_stride bf16"
+)
+_select = Kernel("quire_state_select")
+_SelectJob = structure(
+    f"out x gate dt b c rate bias skip state {_SEQS}",
+    "num_seqs channels size x_stride gate_stride dt_stride bc_stride bf16",
 )
 _delta = Kernel("quire_state_delta")
 _DeltaJob = structure(
@@ -26,24 +31,33 @@ _gated_norm = Kernel("quire_gated_norm")
 _GatedNormJob = structure(
     "out x gate weight", "num_rows pieces size stride gate_stride gate_first bf16", "eps"
 )
-_sigmoid_mul = Kernel("quire_sigmoid_mul")
-_SigmoidMulJob = structure("out x gate", "num_rows size stride gate_stride bf16")
+_gate = Kernel("quire_gate")
+_GateJob = structure("out x gate", "num_rows size stride gate_stride by bf16")
 
 
 class CPUStateOps:
     """`StateOps` in C, for a CPU."""
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         if kernel > _MAX_KERNEL:
-            return StateReference().conv(x, weight, bias, state, seqs)
+            return StateReference().conv(x, weight, bias, state, seqs, activated=activated)
         assert x.dtype == weight.dtype == state.dtype and x.stride(1) == 1
         out = torch.empty(num_tokens, channels, dtype=x.dtype)
         given = weight if bias is None else bias
         tensors = out, x, weight, given, state, *_of(seqs)
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers[3] = 0 if bias is None else pointers[3]
-        sizes = len(seqs.lens), channels, x.stride(0), kernel, x.dtype == torch.bfloat16
+        sizes = len(seqs.lens), channels, x.stride(0), kernel, activated, x.dtype == torch.bfloat16
         _conv(_ConvJob(*pointers, *sizes), *tensors)
         return out
 
@@ -58,6 +72,21 @@ class CPUStateOps:
         sizes = len(seqs.lens), heads, groups, head_dim, size, xbc.stride(0), dt.stride(0)
         pointers = (tensor.data_ptr() for tensor in tensors)
         _scan(_ScanJob(*pointers, *sizes, xbc.dtype == torch.bfloat16), *tensors)
+        return out
+
+    def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
+        channels, size = state.shape[1:]
+        dt, b, c, rates, skip = given
+        if size > _MAX_DIM:
+            return StateReference().select(x, gate, given, state, seqs)
+        assert {part.dtype for part in (gate, dt, b, c)} == {x.dtype} and b.stride(0) == c.stride(0)
+        assert all(part.stride(1) == 1 for part in (x, gate, dt, b, c)) and state.is_contiguous()
+        out = torch.empty(len(x), channels, dtype=x.dtype)
+        tensors = out, x, gate, dt, b, c, *rates, skip, state, *_of(seqs)
+        strides = x.stride(0), gate.stride(0), dt.stride(0), b.stride(0)
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        sizes = len(seqs.lens), channels, size, *strides, x.dtype == torch.bfloat16
+        _select(_SelectJob(*pointers, *sizes), *tensors)
         return out
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
@@ -83,12 +112,12 @@ class CPUStateOps:
         _gated_norm(_GatedNormJob(*pointers, *sizes, x.dtype == torch.bfloat16, eps), out, x, gate, weight)
         return out
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
         assert x.dtype == gate.dtype and x.stride(1) == gate.stride(1) == 1
         out = torch.empty(*x.shape, dtype=x.dtype)
-        sizes = *x.shape, x.stride(0), gate.stride(0)
+        sizes = *x.shape, x.stride(0), gate.stride(0), GATES.index(by)
         pointers = (tensor.data_ptr() for tensor in (out, x, gate))
-        _sigmoid_mul(_SigmoidMulJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
+        _gate(_GateJob(*pointers, *sizes, x.dtype == torch.bfloat16), out, x, gate)
         return out
 
 

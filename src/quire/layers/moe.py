@@ -94,6 +94,8 @@ NAMES = {
         shared="mixer.shared_experts",
         shared_parts=("up_proj", "down_proj"),
     ),
+    "jamba": Names("feed_forward", "router"),
+    "lfm2": Names("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
     "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
     "llama4": Names(
         "feed_forward",

@@ -1,4 +1,5 @@
-"""Mixers that keep a state instead of keys and values: Mamba-2 and the gated delta rule."""
+"""Mixers that keep a state instead of keys and values: Mamba, Mamba-2, the gated delta rule, and a short
+convolution alone."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,34 +11,31 @@ from torch.nn import functional as F
 
 from quire.attention.batch import Batch
 from quire.comm.group import Group
-from quire.config.facts import StateFacts
+from quire.config.facts import ArchFacts, LayerFacts, StateFacts
 from quire.config.layout import CacheSpec
-from quire.kernels.state import Rates, Seqs, choose
-from quire.layers.linear import Linear, RowLinear
+from quire.kernels.state import Given, Rates, Seqs, choose
+from quire.layers.linear import ColumnLinear, Linear, RowLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.scope import Scope, Target
-from quire.quant.shares import Runs, by_group, divided, of_heads
+from quire.quant.shares import Run, Runs, by_group, divided, of_heads
 
 
 class StateMixer(nn.Module):
-    """What both mixers keep: a state and the last inputs of a convolution for each row, and the weights that
-    are no product."""
+    """What all mixers keep for each row, the last inputs of a convolution and a state, and the weights of the
+    first."""
 
-    def __init__(
-        self, channels: Runs, kernel: int, state: tuple[int, int, int], scope: Scope, *, conv_bias: bool
-    ) -> None:
+    conv_name = "conv1d"
+
+    def __init__(self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope) -> None:
         super().__init__()
         self.name = scope.name
         self.own_channels = channels
-        self.own_heads = divided(scope.group, state[0] * scope.group.size)
         num_channels = sum(run.size for run in channels)
         self.ops = choose(scope.device, scope.dtype)
-        self.state_shapes = (((num_channels, kernel - 1), scope.dtype), (state, torch.float32))
+        self.state_shapes = (((num_channels, facts.conv - 1), scope.dtype), (state, torch.float32))
         """The shape and type of what a row takes: the inputs, the state."""
-        self.conv_weight = _parameter(scope.empty(num_channels, kernel))
-        self.conv_bias = _parameter(scope.empty(num_channels)) if conv_bias else None
-        self.rate = _parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
-        self.dt_bias = _parameter(torch.empty_like(self.rate))
+        self.conv_weight = _parameter(scope.empty(num_channels, facts.conv))
+        self.conv_bias = _parameter(scope.empty(num_channels)) if facts.conv_bias else None
         self.conv_state: Tensor | None = None
         self.state: Tensor | None = None
 
@@ -63,42 +61,89 @@ class StateMixer(nn.Module):
         assert self.conv_state is not None and self.state is not None, "bind() comes before forward()"
         return self.conv_state, self.state
 
+    def targets(self) -> Iterator[Target]:
+        name = f"{self.name}.{self.conv_name}"
+        yield Target(f"{name}.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
+        if self.conv_bias is not None:
+            yield Target(f"{name}.bias", self.conv_bias, 0, self.own_channels)
+
+    def finish(self) -> None:
+        """The convolution is used as it was loaded."""
+
+
+class ShortConv(StateMixer):
+    """A convolution between two gates, and no state behind it."""
+
+    conv_name = "conv"
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        inner = divided(scope.group, facts.heads)
+        super().__init__((inner,), facts, (0,), scope)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner,) * 3}, into, bias=facts.proj_bias)
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        before, behind, x = self.into.multiply(x).chunk(3, 1)
+        x = self.ops.gate(x, before, "itself")
+        x = self.ops.conv(x, self.conv_weight, self.conv_bias, self.bound[0], seqs_of(batch), activated=False)
+        out: Tensor = self.out(self.ops.gate(x, behind, "itself"))
+        return out
+
+
+class ForgettingMixer(StateMixer):
+    """One whose state fades: how fast that of each head does, or `each` number of it, and the bias of time
+    steps."""
+
+    bias_name = "dt_bias"
+
+    def __init__(
+        self, channels: Runs, facts: StateFacts, state: tuple[int, ...], scope: Scope, *, each: bool = False
+    ) -> None:
+        super().__init__(channels, facts, state, scope)
+        self.own_heads = divided(scope.group, state[0] * scope.group.size)
+        rates = state if each else state[:1]
+        self.rate = _parameter(torch.empty(rates, dtype=torch.float32, device=scope.device))
+        self.dt_bias = _parameter(torch.empty(state[0], dtype=torch.float32, device=scope.device))
+
     @property
     def rates(self) -> Rates:
         return Rates(self.rate, self.dt_bias)
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.name}.conv1d.weight", self.conv_weight.unsqueeze(1), 0, self.own_channels)
-        if self.conv_bias is not None:
-            yield Target(f"{self.name}.conv1d.bias", self.conv_bias, 0, self.own_channels)
+        yield from super().targets()
         yield Target(f"{self.name}.A_log", self.rate, 0, (self.own_heads,))
-        yield Target(f"{self.name}.dt_bias", self.dt_bias, 0, (self.own_heads,))
+        yield Target(f"{self.name}.{self.bias_name}", self.dt_bias, 0, (self.own_heads,))
 
     def finish(self) -> None:
         self.rate.copy_(-self.rate.exp())
 
 
-class Mamba2(StateMixer):
-    """Mamba-2: a convolution, a selective scan, a gated norm."""
+class Mamba(ForgettingMixer):
+    """Mamba: a convolution; out of it time steps, B and C, maybe each under a norm; a selective scan and a
+    gate."""
+
+    bias_name = "dt_proj.bias"
 
     def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
-        group, heads = scope.group, divided(scope.group, facts.heads)
-        inner = divided(group, facts.heads * facts.head_dim)
-        shared = of_heads(group, facts.groups, facts.state)
-        channels = (inner, shared, shared)
-        shape = (heads.size, facts.head_dim, facts.state)
-        super().__init__(channels, facts.conv, shape, scope, conv_bias=facts.conv_bias)
-        self.skip = _parameter(torch.empty_like(self.rate))
-        self.split = (inner.size, len(self.conv_weight), heads.size)
+        inner = divided(scope.group, facts.heads)
+        super().__init__((inner,), facts, (inner.size, facts.state), scope, each=True)
+        self.skip = _parameter(torch.empty_like(self.dt_bias))
+        self.given = (facts.rank, facts.state, facts.state)
         into = scope / "in_proj"
-        self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
-        self.norm = RMSNorm(inner, eps, scope / "norm")
-        norms = facts.norm_groups // group.size
-        self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
-        """Where parts have a norm each, the weight comes after it."""
-        self.gated_norm = self.ops.gated_norm
-        if not norms:
-            self.gated_norm = partial(_gated_norm_of_shares, group=group, norms=facts.norm_groups)
+        self.into = Linear(hidden, {into.name: (inner, inner)}, into, bias=facts.proj_bias)
+        self.give = RowLinear(inner.all, sum(self.given), scope / "x_proj")
+        self.norm_parts, self.eps = scope.ops.norm_parts, facts.norm_eps or eps
+        norms = zip(("dt", "b", "c"), self.given, strict=True)
+        self.norms = nn.ModuleList(
+            RMSNorm(size, self.eps, scope / f"{name}_layernorm")
+            for name, size in norms
+            if facts.norm == "weighed"
+        )
+        bare = [scope.empty(size).fill_(1) for size in self.given if facts.norm == "bare"]
+        self.weights = tuple(bare or (norm.weight for norm in self.norms))
+        self.steps = ColumnLinear(facts.rank, inner.all, scope / "dt_proj")
         self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
 
     def targets(self) -> Iterator[Target]:
@@ -108,30 +153,90 @@ class Mamba2(StateMixer):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         (conv_state, state), seqs = self.bound, seqs_of(batch)
-        gate, xbc, dt = self.into.multiply(x).split(self.split, 1)
-        xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
-        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
-        weight = self.norm.weight if self.unit is None else self.unit
-        y = self.gated_norm(y, gate, weight, self.norm.eps, gate_first=True)
-        if self.unit is not None:
-            y = self.norm.ops.scale_columns(y, self.norm.weight)
+        x, gate = self.into.multiply(x).chunk(2, 1)
+        x = self.ops.conv(x, self.conv_weight, self.conv_bias, conv_state, seqs)
+        given = self.give(x)
+        if self.weights:
+            given = self.norm_parts(given, self.weights, self.eps)
+        dt, b, c = given.split(self.given, 1)
+        y = self.ops.select(x, gate, Given(self.steps(dt), b, c, self.rates, self.skip), state, seqs)
         out: Tensor = self.out(y)
         return out
+
+
+class Mamba2(ForgettingMixer):
+    """Mamba-2: a convolution, a selective scan, a gated norm."""
+
+    def __init__(self, hidden: int, facts: StateFacts, eps: float, scope: Scope) -> None:
+        group, heads = scope.group, divided(scope.group, facts.heads)
+        inner = divided(group, facts.heads * facts.head_dim)
+        shared = of_heads(group, facts.groups, facts.state)
+        channels = (inner, shared, shared)
+        super().__init__(channels, facts, (heads.size, facts.head_dim, facts.state), scope)
+        self.skip = _parameter(torch.empty_like(self.rate))
+        self.split = (inner.size, len(self.conv_weight), heads.size)
+        into = scope / "in_proj"
+        self.into = Linear(hidden, {into.name: (inner, *channels, heads)}, into, bias=facts.proj_bias)
+        self.scale_columns, self.scales = scope.ops.scale_columns, None
+        if facts.scales:
+            sizes = [run.size for run in (inner, *channels, heads)]
+            scales = zip(sizes, facts.scales, strict=True)
+            self.scales = torch.cat([scope.empty(size).fill_(scale) for size, scale in scales])
+        self.normed = GatedNorm(inner, facts, facts.norm_eps or eps, scope) if facts.norm != "none" else None
+        self.out = RowLinear(inner.all, hidden, scope / "out_proj", bias=facts.proj_bias)
+
+    def targets(self) -> Iterator[Target]:
+        yield from super().targets()
+        yield Target(f"{self.name}.D", self.skip, 0, (self.own_heads,))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        (conv_state, state), seqs = self.bound, seqs_of(batch)
+        made = self.into.multiply(x)
+        if self.scales is not None:
+            made = self.scale_columns(made, self.scales)
+        gate, xbc, dt = made.split(self.split, 1)
+        xbc = self.ops.conv(xbc, self.conv_weight, self.conv_bias, conv_state, seqs)
+        y = self.ops.scan(xbc, dt, self.rates, self.skip, state, seqs)
+        y = self.ops.gate(y, gate, "silu") if self.normed is None else self.normed(y, gate)
+        out: Tensor = self.out(y)
+        return out
+
+
+class GatedNorm(nn.Module):
+    """The norm behind Mamba-2's scan: of all, or of parts, of which a device may have less than one."""
+
+    def __init__(self, inner: Run, facts: StateFacts, eps: float, scope: Scope) -> None:
+        super().__init__()
+        self.norm = RMSNorm(inner, eps, scope / "norm")
+        self.gated_norm = choose(scope.device, scope.dtype).gated_norm
+        self.gate_first = facts.norm == "gate_first"
+        norms = facts.norm_groups // scope.group.size
+        self.unit = torch.ones_like(self.norm.weight[::norms]) if norms > 1 else None
+        """Where parts have a norm each, the weight comes after it."""
+        if not norms:
+            self.gated_norm = partial(_gated_norm_of_shares, group=scope.group, norms=facts.norm_groups)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        weight = self.norm.weight if self.unit is None else self.unit
+        y = self.gated_norm(x, gate, weight, self.norm.eps, gate_first=self.gate_first)
+        return y if self.unit is None else self.norm.ops.scale_columns(y, self.norm.weight)
 
 
 def _gated_norm_of_shares(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool, group: Group, norms: int
 ) -> Tensor:
-    """`StateOps.gated_norm` of a part that several devices share, the gate first: so many parts in all."""
-    assert gate_first
-    wide = x.float() * F.silu(gate.float())
+    """`StateOps.gated_norm` of a part that several devices share: so many parts in all."""
+    wide, factor = x.float(), F.silu(gate.float())
+    wide = wide * factor if gate_first else wide
     squares = group.gather(wide.square().sum(-1, keepdim=True)).unflatten(1, (norms, -1)).sum(-1)
     own = group.rank * norms // group.size
     mean = squares[:, own : own + 1] * norms / (group.size * x.shape[1])
-    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
+    y = weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)
+    return (y if gate_first else y * factor).to(x.dtype)
 
 
-class GatedDelta(StateMixer):
+class GatedDelta(ForgettingMixer):
     """The gated delta rule: a convolution, a state that learns values by key, a gated norm of each head.
 
     `grouped`: the checkpoint has one projection of queries, keys, values and gates, and one of b and a, both
@@ -143,7 +248,7 @@ class GatedDelta(StateMixer):
         inner = divided(group, facts.heads * facts.head_dim)
         keys = of_heads(group, facts.groups, facts.state)
         channels, shape = (keys, keys, inner), (heads.size, facts.state, facts.head_dim)
-        super().__init__(channels, facts.conv, shape, scope, conv_bias=False)
+        super().__init__(channels, facts, shape, scope)
         self.split = (len(self.conv_weight), inner.size, heads.size, heads.size)
         if grouped:
             both = {"in_proj_qkvz": (*channels, inner), "in_proj_ba": (heads, heads)}
@@ -206,6 +311,15 @@ def seqs_of(batch: Batch) -> Seqs:
         batch.state = Seqs(batch.query_starts, batch.rows, batch.positions, batch.query_lens_host)
     seqs: Seqs = batch.state
     return seqs
+
+
+_MIXERS = {"selective": Mamba, "mamba": Mamba2, "conv": ShortConv}
+
+
+def mixer_of(facts: ArchFacts, layer: LayerFacts, scope: Scope) -> StateMixer:
+    """What looks back in a layer, by a state."""
+    assert facts.state is not None
+    return _MIXERS[layer.mixer](facts.hidden, facts.state, facts.norm_eps, scope)
 
 
 def state_layers(modules: Iterable[nn.Module]) -> list[StateMixer]:

@@ -48,7 +48,7 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         gate, qkv = self.gate_qkv(x).split(self.split, 1)
         seen = self.mix(qkv, self.ops.rotate_and_write, batch)
-        out: Tensor = self.out(self.gates.sigmoid_mul(seen, gate))
+        out: Tensor = self.out(self.gates.gate(seen, gate, "sigmoid"))
         return out
 
 

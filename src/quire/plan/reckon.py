@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from quire.capacity import (
@@ -131,10 +132,10 @@ def _bits(checkpoint: Checkpoint, precision: str) -> tuple[float, float]:
 def kv_bytes_per_token(checkpoint: Checkpoint, kv_dtype: str) -> dict[str, tuple[int, int]]:
     """By kind of layer: how many there are, and bytes of a token (of a row, for states and items) in each."""
     found: dict[str, tuple[int, int]] = {}
-    for spec in cache_specs(checkpoint.facts):
-        if spec is not None:
-            kind = spec.kind if spec.window is None else f"{spec.kind} of {spec.window:,}"
-            found[kind] = (found.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
+    specs = (spec.parts for spec in cache_specs(checkpoint.facts) if spec is not None)
+    for spec in chain.from_iterable(specs):
+        kind = spec.kind if spec.window is None else f"{spec.kind} of {spec.window:,}"
+        found[kind] = (found.get(kind, (0, 0))[0] + 1, _bytes_of(spec, kv_dtype))
     return found
 
 

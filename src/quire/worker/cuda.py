@@ -155,7 +155,7 @@ class Cuda:
         """Shapes of steps with prompts: none where layers must know on the host how long these are."""
         can = self.model.attention.captures_prompts and self.model.link is None
         facts = config.checkpoint.facts
-        kinds = {spec.kind for spec in cache_specs(facts) if spec is not None}
+        kinds = {part.kind for spec in cache_specs(facts) if spec is not None for part in spec.parts}
         can &= self._captures(config) and self.model.ep is None and kinds <= {"full", "window"}
         if not can or (facts.media is not None and facts.media.crossed):
             return []

@@ -122,10 +122,10 @@ def bind(
     per_number = num_blocks * block_size * kept_as.itemsize
     ends = list(accumulate(layout.slabs, initial=0))
     pages = reserve(num_bytes := ends[-1] * per_number, device=device)
-    keeping = [number for number, spec in enumerate(layout.specs) if spec is not None]
-    for number, layer in zip(keeping, layers, strict=True):
-        spec = layer.keeps
-        assert spec == layout.specs[number], f"layer {number} keeps {spec}"
+    specs = ((number, spec) for number, spec in enumerate(layout.specs) if spec is not None)
+    keeping = [(number, part) for number, spec in specs for part in spec.parts]
+    for (number, spec), layer in zip(keeping, layers, strict=True):
+        assert spec == layer.keeps, f"layer {number} keeps {layer.keeps}"
         if not spec.is_paged:
             memory, group = reserve(num_rows + 1, spec.row_bytes(kept_as.itemsize), device=device), 0
             num_bytes += memory.nbytes

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from state_cases import LENS, ROWS, make_case
+from state_cases import LENS, ROWS, make_case, run_select, select_case
 from torch import Tensor
 
-from quire.kernels.state import StateReference
+from quire.kernels.state import GATES, StateReference
 from quire.kernels.triton.state import TritonStateOps
 
 CUDA = torch.cuda.is_available()
@@ -32,9 +32,9 @@ def test_conv(lens: str, dtype: torch.dtype) -> None:
     state = torch.randn(ROWS, channels, kernel - 1, device=DEVICE).to(dtype)
     state[case.seqs.rows[::2].long()] = torch.nan
     twin = state.clone()
-    for given in (bias, None):
-        out = ours.conv(case.x, weight, given, state, case.seqs)
-        same(out, theirs.conv(case.x, weight, given, twin, case.seqs), dtype)
+    for given, activated in ((bias, True), (None, False)):
+        out = ours.conv(case.x, weight, given, state, case.seqs, activated=activated)
+        same(out, theirs.conv(case.x, weight, given, twin, case.seqs, activated=activated), dtype)
         same(state, twin, dtype)
 
 
@@ -48,6 +48,17 @@ def test_scan(lens: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
     twin, dt = case.state.clone(), case.small[:, 1 : 1 + heads]
     expected = theirs.scan(case.x, dt, case.rates, case.skip, twin, case.seqs)
     same(ours.scan(case.x, dt, case.rates, case.skip, case.state, case.seqs), expected, dtype)
+    same(case.state, twin, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128, 16), (70, 5)], ids=["even", "odd"])
+@pytest.mark.parametrize("lens", LENS)
+def test_select(lens: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    case = select_case(LENS[lens], dtype, DEVICE, shape)
+    twin = case.state.clone()
+    expected = run_select(theirs, case, twin)
+    same(run_select(ours, case, case.state), expected, dtype)
     same(case.state, twin, dtype)
 
 
@@ -87,4 +98,5 @@ def test_gates(pieces: int, size: int, gate_first: bool, dtype: torch.dtype) -> 
     x, gate = case.x, case.small
     expected = theirs.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
     same(ours.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first), expected, dtype)
-    same(ours.sigmoid_mul(x, gate), theirs.sigmoid_mul(x, gate), dtype)
+    for by in GATES:
+        same(ours.gate(x, gate, by), theirs.gate(x, gate, by), dtype)

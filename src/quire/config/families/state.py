@@ -1,4 +1,4 @@
-"""Decoders of which most layers keep a state of fixed size, and a few attend."""
+"""Decoders of which all or most layers keep a state of fixed size, and a few attend."""
 
 import math
 from dataclasses import replace
@@ -14,6 +14,7 @@ from quire.config.rope import read_rope
 _KINDS = {
     "linear_attention": True,
     "mamba": True,
+    "conv": True,
     "full_attention": False,
     "attention": False,
 }
@@ -37,6 +38,192 @@ _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
 """As it may be written."""
 
 
+def mamba(keys: Keys) -> ArchFacts:
+    """Layers of Mamba, and nothing else."""
+    inner = keys.size("intermediate_size", keys.size("expand", 2) * keys.size("hidden_size"))
+    return _states_alone(with_defaults(keys, tie_word_embeddings=True), "selective", _selective(keys, inner))
+
+
+def falcon_mamba(keys: Keys) -> ArchFacts:
+    """The same with norms in its layers that have no weights."""
+    facts, eps = mamba(keys), keys.number("mixer_rms_eps", 1e-6)
+    assert facts.state is not None
+    return replace(facts, state=replace(facts.state, norm="bare", norm_eps=eps))
+
+
+def mamba2(keys: Keys) -> ArchFacts:
+    """Layers of Mamba-2, and nothing else."""
+    heads, inner = keys.size("num_heads", 128), keys.size("expand", 2) * keys.size("hidden_size")
+    head_dim = keys.size("head_dim", 64)
+    if heads * head_dim != inner:
+        raise keys.wrong("head_dim", f"{inner} / num_heads")
+    _unlimited(keys)
+    state = StateFacts(
+        heads=heads,
+        head_dim=head_dim,
+        state=keys.size("state_size", 128),
+        groups=keys.size("n_groups", 8),
+        conv=keys.size("conv_kernel", 4),
+        conv_bias=keys.flag("use_conv_bias", True),
+        proj_bias=keys.flag("use_bias"),
+    )
+    return _states_alone(keys, "mamba", state)
+
+
+def _states_alone(keys: Keys, mixer: str, state: StateFacts) -> ArchFacts:
+    """A layer is a norm and a mixer. Nothing attends: heads are one, for who asks."""
+    only(keys, "hidden_act", "silu")
+    return decoder(
+        keys.but(num_attention_heads=1, num_key_value_heads=1, head_dim=64),
+        layers=(LayerFacts(None, mixer=mixer),) * keys.size("num_hidden_layers"),
+        eps_key="layer_norm_epsilon" if keys.get("layer_norm_epsilon") is not None else "rms_norm_eps",
+        intermediate=0,
+        state=state,
+    )
+
+
+_SELECTIVE = ("time_step_rank", "state_size", "conv_kernel", "use_conv_bias", "use_bias")
+_JAMBAS = ("mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
+
+
+def _selective(keys: Keys, inner: int, names: tuple[str, ...] = _SELECTIVE) -> StateFacts:
+    """Mamba of so many channels; `names` are those of its other sizes."""
+    rank, size, conv, conv_bias, biased = names
+    auto = math.ceil(keys.size("hidden_size") / 16)
+    return StateFacts(
+        heads=inner,
+        head_dim=1,
+        state=keys.size(size, 16),
+        groups=0,
+        conv=keys.size(conv, 4),
+        conv_bias=keys.flag(conv_bias, True),
+        proj_bias=keys.flag(biased),
+        norm="none",
+        rank=auto if keys.get(rank) in (None, "auto") else keys.size(rank),
+    )
+
+
+def jamba(keys: Keys) -> ArchFacts:
+    """Mamba with norms, every so many layers attention that does not turn; experts in some layers of both."""
+    every, first = keys.size("attn_layer_period", 8), keys.get("attn_layer_offset")
+    sparse_every, sparse_first = keys.size("expert_layer_period", 2), keys.get("expert_layer_offset")
+    first, sparse_first = 4 if first is None else first, 1 if sparse_first is None else sparse_first
+    numbers, moe = range(keys.size("num_hidden_layers")), None
+    inner = keys.size("mamba_expand", 2) * keys.size("hidden_size")
+    if keys.size("num_experts", 16) > 1:
+        moe = MoeFacts(
+            experts=keys.size("num_experts", 16),
+            intermediate=keys.size("intermediate_size"),
+            routing=Routing(keys.size("num_experts_per_tok", 2)),
+            names="jamba",
+        )
+    sparse = [moe is not None and i % sparse_every == sparse_first for i in numbers]
+    return decoder(
+        keys,
+        layers=_layers([i % every != first for i in numbers], sparse, "selective", None),
+        moe=moe,
+        state=replace(_selective(keys, inner, _JAMBAS), norm="weighed"),
+    )
+
+
+def lfm2(keys: Keys) -> ArchFacts:
+    """Short convolutions between gates, and attention where `full_attn_idxs` says."""
+    inner = keys.size("intermediate_size" if keys.get("block_ff_dim") is None else "block_ff_dim")
+    if keys.flag("block_auto_adjust_ff_dim", True):
+        inner, unit = 2 * inner // 3, keys.size("block_multiple_of", 256)
+        inner = int(keys.number("block_ffn_dim_multiplier", 1.0) * inner)
+        inner = -(-inner // unit) * unit
+    return _convolved(keys, [False] * keys.size("num_hidden_layers"), intermediate=inner)
+
+
+def lfm2_moe(keys: Keys) -> ArchFacts:
+    """The same with experts in all but the first layers."""
+    count, dense = keys.size("num_hidden_layers"), keys.get("num_dense_layers")
+    moe = MoeFacts(
+        experts=keys.size("num_experts", 32),
+        intermediate=keys.size("moe_intermediate_size"),
+        routing=Routing(
+            keys.size("num_experts_per_tok", 4),
+            scoring="sigmoid",
+            renormalized=keys.flag("norm_topk_prob", True),
+            scale=keys.number("routed_scaling_factor", 1.0),
+        ),
+        choice_bias=keys.flag("use_expert_bias", True),
+        names="lfm2",
+    )
+    return _convolved(keys, [i >= (2 if dense is None else dense) for i in range(count)], moe=moe)
+
+
+def _convolved(keys: Keys, sparse: list[bool], **facts: Any) -> ArchFacts:
+    hidden, attending = keys.size("hidden_size"), keys.get("full_attn_idxs")
+    keys = with_defaults(keys, norm_eps=1e-5, rope_theta=1e6)
+    tied = "tie_embedding" if keys.get("tie_embedding") is not None else "tie_word_embeddings"
+    if keys.get("layer_types") is None:
+        kinds = ["conv" if attending and i not in attending else "full_attention" for i in range(len(sparse))]
+        keys = keys.but(layer_types=kinds)
+    rope = read_rope(keys, keys.size("head_dim", hidden // keys.size("num_attention_heads")))
+    return decoder(
+        keys,
+        layers=_layers(_stateful(keys, "layer_types"), sparse, "conv", rope),
+        eps_key="norm_eps",
+        qk_norm="head",
+        tied=keys.flag(tied, True),
+        state=StateFacts(
+            heads=hidden,
+            head_dim=1,
+            state=0,
+            groups=0,
+            conv=keys.size("conv_L_cache", 3),
+            conv_bias=keys.flag("conv_bias"),
+            proj_bias=keys.flag("conv_bias"),
+        ),
+        **facts,
+    )
+
+
+def falcon_h1(keys: Keys) -> ArchFacts:
+    """Attention and Mamba-2 side by side in each layer; factors nearly everywhere."""
+    facts = llama(with_defaults(keys, rms_norm_eps=1e-5))
+    inner = keys.size("mamba_d_ssm", keys.size("mamba_expand", 2) * facts.hidden)
+    state, into = _mamba(keys, inner), keys.number("ssm_in_multiplier", 1.0)
+    if keys.flag("projectors_bias") != state.proj_bias or (state.proj_bias and into != 1):
+        raise keys.wrong("projectors_bias", "what mamba_proj_bias is, and with a bias ssm_in_multiplier 1")
+    norm = "gate_last" if keys.flag("mamba_norm_before_gate", True) else "gate_first"
+    scales = _factors(keys, "ssm_multipliers", 5)
+    key_scale = keys.number("key_multiplier", 1.0)
+    gate, down = _factors(keys, "mlp_multipliers", 2)
+    rope = facts.layers[0].rope
+    return replace(
+        facts,
+        layers=(LayerFacts(rope, mixer="attention+mamba"),) * len(facts.layers),
+        attention_scale=None if key_scale == 1 else key_scale / math.sqrt(facts.head_dim),
+        attention_scales=(
+            keys.number("attention_in_multiplier", 1.0),
+            keys.number("attention_out_multiplier", 1.0),
+        ),
+        mlp_scales=(gate, down),
+        state_scale=keys.number("ssm_out_multiplier", 1.0),
+        embed_scale=keys.number("embedding_multiplier", 1.0),
+        logit_scale=keys.number("lm_head_multiplier", 1.0),
+        state=replace(
+            state,
+            norm=norm if keys.flag("mamba_rms_norm") else "none",
+            norm_groups=state.groups,
+            scales=tuple(into * scale for scale in scales) if {into, *scales} != {1.0} else (),
+        ),
+    )
+
+
+def _factors(keys: Keys, key: str, count: int) -> tuple[float, ...]:
+    """So many numbers; 1 where nothing is said."""
+    found = keys.get(key)
+    if found is None:
+        return (1.0,) * count
+    if not isinstance(found, list) or len(found) != count:
+        raise keys.wrong(key, f"{count} numbers")
+    return tuple(map(float, found))
+
+
 def granite_hybrid(keys: Keys) -> ArchFacts:
     """Granite 4: Mamba-2, and attention that mostly does not turn."""
     kinds = _stateful(keys, "layers_block_type" if keys.get("layer_types") is None else "layer_types")
@@ -55,7 +242,7 @@ def granite_hybrid(keys: Keys) -> ArchFacts:
         layers=_layers(kinds, [moe is not None] * len(kinds), "mamba", rope),
         intermediate=keys.size("shared_intermediate_size"),
         moe=moe,
-        state=_mamba(keys, facts.hidden),
+        state=_mamba(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )
 
 
@@ -70,19 +257,17 @@ def bamba(keys: Keys) -> ArchFacts:
     return replace(
         facts,
         layers=_layers(scans, [False] * count, "mamba", facts.layers[0].rope),
-        state=_mamba(keys, facts.hidden),
+        state=_mamba(keys, keys.size("mamba_expand", 2) * facts.hidden),
     )
 
 
-def _mamba(keys: Keys, hidden: int) -> StateFacts:
-    heads, inner = keys.size("mamba_n_heads", 128), keys.size("mamba_expand", 2) * hidden
-    head_dim = keys.get("mamba_d_head")
+def _mamba(keys: Keys, inner: int) -> StateFacts:
+    heads, head_dim = keys.size("mamba_n_heads", 128), keys.get("mamba_d_head")
     if head_dim in (None, "auto"):
         head_dim = inner // heads
     if heads * head_dim != inner:
         raise keys.wrong("mamba_d_head", f"{inner} / mamba_n_heads")
-    if keys.get("time_step_limit") not in _NO_LIMIT:
-        raise keys.wrong("time_step_limit", "[0, Infinity] (no other is supported)")
+    _unlimited(keys)
     return StateFacts(
         heads=heads,
         head_dim=head_dim,
@@ -92,6 +277,11 @@ def _mamba(keys: Keys, hidden: int) -> StateFacts:
         conv_bias=keys.flag("mamba_conv_bias", True),
         proj_bias=keys.flag("mamba_proj_bias"),
     )
+
+
+def _unlimited(keys: Keys) -> None:
+    if keys.get("time_step_limit") not in _NO_LIMIT:
+        raise keys.wrong("time_step_limit", "[0, Infinity] (no other is supported)")
 
 
 def nemotron_h(keys: Keys) -> ArchFacts:
@@ -111,8 +301,7 @@ def nemotron_h(keys: Keys) -> ArchFacts:
             names="nemotron_h",
         )
     groups, biased = keys.size("n_groups", 8), keys.flag("attention_bias")
-    if keys.get("time_step_limit") not in _NO_LIMIT:
-        raise keys.wrong("time_step_limit", "[0, Infinity] (no other is supported)")
+    _unlimited(keys)
     return decoder(
         with_defaults(keys, layer_norm_epsilon=1e-5, mlp_hidden_act="relu2"),
         head_dim=128,

@@ -1,5 +1,5 @@
-/* Layers that keep a state of fixed size for each sequence: a short convolution, Mamba-2's scan, the gated delta rule,
- * and the gates around them.
+/* Layers that keep a state of fixed size for each sequence: a short convolution, the scans of Mamba and Mamba-2,
+ * the gated delta rule, and the gates around them.
  *
  * Token after token: what a token costs is small beside the products of its layer. Sequences and heads do not depend
  * on each other, and each is computed in the same order whatever thread it falls to.
@@ -12,7 +12,7 @@
 /* As in state_cpu.py. */
 #define MAX_KERNEL 8
 #define MAX_DIM 512
-#define CHANNELS 64 /* of a convolution: what one thread takes at a time */
+#define CHANNELS 64 /* of a convolution or of Mamba's scan: what one thread takes at a time */
 #define COLUMNS 512 /* the same of an elementwise operation */
 
 /* Structures have the same fields, in the same order, as in state_cpu.py. Inputs and outputs are of one type. */
@@ -37,7 +37,7 @@ typedef struct {
     const void *x, *weight, *bias; /* [channels, kernel]; NULL: no bias */
     void *state;                   /* [rows, channels, kernel - 1] */
     Seqs seqs;
-    int64_t num_seqs, channels, stride, kernel, bf16;
+    int64_t num_seqs, channels, stride, kernel, activated, bf16;
 } ConvJob;
 
 /* `count` channels from `from` on. The last `kernel` inputs lie in a ring. */
@@ -61,7 +61,8 @@ INLINE void conv_channels(const ConvJob *job, long seq, long from, long count, i
             vf sum = load(bias + c);
             for (long i = 0; i < kernel; i++)
                 sum = fused(load(weight[i] + c), load(seen[(t + i) % kernel] + c), sum);
-            put(job->out, bf16, (first + t) * job->channels + from + c, count - c, sum * sigmoid(sum));
+            put(job->out, bf16, (first + t) * job->channels + from + c, count - c,
+                job->activated ? sum * sigmoid(sum) : sum);
         }
     }
     for (long c = 0; c < count; c++)
@@ -128,6 +129,58 @@ void quire_state_scan(const ScanJob *job)
                 scan_token(job, h, token, head, 1);
             else
                 scan_token(job, h, token, head, 0);
+    }
+}
+
+typedef struct {
+    void *out;
+    const void *x, *gate, *dt, *b, *c;
+    const float *rate, *bias, *skip; /* [channels, size], [channels] */
+    float *state;                    /* [rows, channels, size] */
+    Seqs seqs;
+    int64_t num_seqs, channels, size, x_stride, gate_stride, dt_stride, bc_stride, bf16;
+} SelectJob;
+
+INLINE void select_token(const SelectJob *job, float *held, long token, long from, long count, int bf16)
+{
+    long size = job->size;
+    float x[CHANNELS], gate[CHANNELS], wait[CHANNELS], y[CHANNELS], b[MAX_DIM], c[MAX_DIM];
+    widen(job->x, bf16, token * job->x_stride + from, count, 1.0f, x);
+    widen(job->gate, bf16, token * job->gate_stride + from, count, 1.0f, gate);
+    widen(job->dt, bf16, token * job->dt_stride + from, count, 1.0f, wait);
+    widen(job->b, bf16, token * job->bc_stride, size, 1.0f, b);
+    widen(job->c, bf16, token * job->bc_stride, size, 1.0f, c);
+    for (long i = 0; i < count; i++) {
+        const float *rate = job->rate + (from + i) * size;
+        float *h = held + i * size, steps = softplus(wait[i] + job->bias[from + i]);
+        vf taken = splat(x[i] * steps), sum = {0};
+        for (long n = 0; n < size; n += LANES) {
+            vf keep = exp_lanes(take(rate, 0, n, size - n) * steps);
+            vf new = fused(taken, take(b, 0, n, size - n), take(h, 0, n, size - n) * keep);
+            put(h, 0, n, size - n, new);
+            sum = fused(new, take(c, 0, n, size - n), sum);
+        }
+        y[i] = (lanes_sum(sum) + x[i] * job->skip[from + i]) * gate[i] / (1.0f + expf(-gate[i]));
+    }
+    narrow(y, job->out, bf16, token * job->channels + from, count);
+}
+
+void quire_state_select(const SelectJob *job)
+{
+    long blocks = (job->channels + CHANNELS - 1) / CHANNELS;
+#pragma omp for schedule(static)
+    for (long task = 0; task < job->num_seqs * blocks; task++) {
+        long seq = task / blocks, from = task % blocks * CHANNELS, left = job->channels - from;
+        long count = left < CHANNELS ? left : CHANNELS;
+        long first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1];
+        float *held = job->state + (job->seqs.rows[seq] * job->channels + from) * job->size;
+        if (!job->seqs.positions[first])
+            memset(held, 0, (size_t)(count * job->size) * 4);
+        for (long token = first; token < end; token++)
+            if (job->bf16)
+                select_token(job, held, token, from, count, 1);
+            else
+                select_token(job, held, token, from, count, 0);
     }
 }
 
@@ -257,29 +310,32 @@ void quire_gated_norm(const GatedNormJob *job)
             gated_norm(job, task / job->pieces, task % job->pieces, 0);
 }
 
+enum { SIGMOID, SILU, ITSELF }; /* as in state.py */
+
 typedef struct {
     void *out;
     const void *x, *gate;
-    int64_t num_rows, size, stride, gate_stride, bf16;
-} SigmoidMulJob;
+    int64_t num_rows, size, stride, gate_stride, by, bf16;
+} GateJob;
 
-INLINE void sigmoid_mul(const SigmoidMulJob *job, long row, long from, int bf16)
+INLINE void gate_columns(const GateJob *job, long row, long from, int bf16)
 {
     long end = from + COLUMNS < job->size ? from + COLUMNS : job->size;
     for (long i = from; i < end; i += LANES) {
-        vf gate = sigmoid(take(job->gate, bf16, row * job->gate_stride + i, end - i));
-        vf x = take(job->x, bf16, row * job->stride + i, end - i) * rounded(gate, bf16);
+        vf gate = take(job->gate, bf16, row * job->gate_stride + i, end - i);
+        vf factor = job->by == ITSELF ? gate : job->by == SILU ? gate * sigmoid(gate) : sigmoid(gate);
+        vf x = take(job->x, bf16, row * job->stride + i, end - i) * rounded(factor, bf16);
         put(job->out, bf16, row * job->size + i, end - i, x);
     }
 }
 
-void quire_sigmoid_mul(const SigmoidMulJob *job)
+void quire_gate(const GateJob *job)
 {
     long pieces = (job->size + COLUMNS - 1) / COLUMNS;
 #pragma omp for schedule(static)
     for (long task = 0; task < job->num_rows * pieces; task++)
         if (job->bf16)
-            sigmoid_mul(job, task / pieces, task % pieces * COLUMNS, 1);
+            gate_columns(job, task / pieces, task % pieces * COLUMNS, 1);
         else
-            sigmoid_mul(job, task / pieces, task % pieces * COLUMNS, 0);
+            gate_columns(job, task / pieces, task % pieces * COLUMNS, 0);
 }

@@ -1,4 +1,5 @@
-"""Short convolutions and Mamba-2's scan: kernels for single tokens, others for more of a sequence."""
+"""Short convolutions and the scans of Mamba and Mamba-2: kernels for single tokens, others for more of a
+sequence."""
 
 import triton
 import triton.language as tl
@@ -14,6 +15,13 @@ def softplus(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def silu(x: tl.tensor) -> tl.tensor:
     return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def silu_if(x: tl.tensor, ACTIVATED: tl.constexpr) -> tl.tensor:
+    if ACTIVATED:
+        x = silu(x)
+    return x
 
 
 @triton.jit
@@ -50,6 +58,7 @@ def conv_single(
     stride: tl.tensor,
     KERNEL: tl.constexpr,
     BIASED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -73,7 +82,7 @@ def conv_single(
     if BIASED:
         total += tl.load(bias + channel, mask=exist, other=0.0).to(tl.float32)
     at = out + token.to(tl.int64) * channels + channel
-    tl.store(at, silu(total).to(out.dtype.element_ty), mask=exist)
+    tl.store(at, silu_if(total, ACTIVATED).to(out.dtype.element_ty), mask=exist)
 
 
 @triton.jit
@@ -111,6 +120,7 @@ def conv_chunks(
     stride: tl.tensor,
     KERNEL: tl.constexpr,
     BIASED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -141,13 +151,13 @@ def conv_chunks(
         e = tl.load(x + (at + 1) * stride, mask=exist & (none + at + 1 < end), other=0.0).to(tl.float32)
         f = tl.load(x + (at + 2) * stride, mask=exist & (none + at + 2 < end), other=0.0).to(tl.float32)
         g = tl.load(x + (at + 3) * stride, mask=exist & (none + at + 3 < end), other=0.0).to(tl.float32)
-        y = silu(added + a * w0 + b * w1 + c * w2 + d * w3)
+        y = silu_if(added + a * w0 + b * w1 + c * w2 + d * w3, ACTIVATED)
         tl.store(out + at * channels, y.to(kind), mask=exist)
-        y = silu(added + b * w0 + c * w1 + d * w2 + e * w3)
+        y = silu_if(added + b * w0 + c * w1 + d * w2 + e * w3, ACTIVATED)
         tl.store(out + (at + 1) * channels, y.to(kind), mask=exist & (none + at + 1 < end))
-        y = silu(added + c * w0 + d * w1 + e * w2 + f * w3)
+        y = silu_if(added + c * w0 + d * w1 + e * w2 + f * w3, ACTIVATED)
         tl.store(out + (at + 2) * channels, y.to(kind), mask=exist & (none + at + 2 < end))
-        y = silu(added + d * w0 + e * w1 + f * w2 + g * w3)
+        y = silu_if(added + d * w0 + e * w1 + f * w2 + g * w3, ACTIVATED)
         tl.store(out + (at + 3) * channels, y.to(kind), mask=exist & (none + at + 3 < end))
         a, b, c = e, f, g
 
@@ -280,4 +290,54 @@ def scan_chunks(
         tl.store(at, y.to(kind), mask=x_live)
         taken = (x.to(tl.float32) * (wait * tl.exp(total - since))[:, None]).to(kind)
         h = h * tl.exp(total) + tl.dot(tl.trans(taken), b, input_precision=PRECISION)
+    tl.store(kept, h, mask=exist)
+
+
+@triton.jit
+def select_tokens(
+    out: tl.tensor,
+    x: tl.tensor,
+    gate: tl.tensor,
+    dt: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    rate: tl.tensor,
+    bias: tl.tensor,
+    skip: tl.tensor,
+    state: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    positions: tl.tensor,
+    channels: tl.tensor,
+    x_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    dt_stride: tl.tensor,
+    bc_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Grid (sequences, channels / BLOCK): token after token, the state at hand."""
+    channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_SIZE)
+    live, known = channel < channels, n < SIZE
+    exist = live[:, None] & known[None, :]
+    places = channel[:, None] * SIZE + n[None, :]
+    own_rate = tl.load(rate + places, mask=exist, other=0.0)
+    own_bias = tl.load(bias + channel, mask=live, other=0.0)
+    own_skip = tl.load(skip + channel, mask=live, other=0.0)
+    follow(OVERLAP)
+    first, end, row, position = place_of(rows, starts, rows, positions, True)
+    kept = state + row * channels * SIZE + places
+    h = tl.load(kept, mask=exist & (position + 0 * n > 0)[None, :], other=0.0)
+    for token in range(first.to(tl.int64), end.to(tl.int64)):
+        taken = tl.load(x + token * x_stride + channel, mask=live, other=0.0).to(tl.float32)
+        factor = tl.load(gate + token * gate_stride + channel, mask=live, other=0.0).to(tl.float32)
+        wait = tl.load(dt + token * dt_stride + channel, mask=live, other=0.0).to(tl.float32)
+        into = tl.load(b + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
+        seen = tl.load(c + token * bc_stride + n, mask=known, other=0.0).to(tl.float32)
+        wait = softplus(wait + own_bias)
+        h = h * tl.exp(wait[:, None] * own_rate) + (wait * taken)[:, None] * into[None, :]
+        y = (tl.sum(h * seen[None, :], 1) + own_skip * taken) * silu(factor)
+        tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=live)
     tl.store(kept, h, mask=exist)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.state import CHUNK, L2_EPS, Rates, Seqs
+from quire.kernels.state import CHUNK, GATES, L2_EPS, Given, Rates, Seqs
 from quire.kernels.triton import delta as delta_kernels
 from quire.kernels.triton import scan as scan_kernels
 from quire.kernels.triton.launch import follow, launch, overlap
@@ -33,6 +33,8 @@ _FEW = 512
 _SCAN_WARPS, _DELTA_WARPS, _SOLVE_WARPS = 8, 4, 4
 _SCAN, _DELTA = Shape(64, 4, 2), Shape(32, 4, 2)
 """Of the kernels that go from chunk to chunk."""
+_SELECTED = 1024
+"""Numbers of state per program of Mamba's scan, eight to a thread."""
 _LEAST = 64
 """Of keys and values that chunks multiply: with 16 the compiled kernel reads beyond its shared memory."""
 _GATED = 1024
@@ -75,35 +77,49 @@ def _gated_norm(
 
 
 @triton.jit
-def _sigmoid_mul(
+def _gate(
     out: tl.tensor,
     x: tl.tensor,
     gate: tl.tensor,
     size: tl.tensor,
     stride: tl.tensor,
     gate_stride: tl.tensor,
+    BY: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Grid (tokens, size / BLOCK)."""
+    """Grid (tokens, size / BLOCK); the numbers are those of `GATES`."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     follow(OVERLAP)
     values = tl.load(x + token * stride + at, mask=at < size, other=0.0)
-    factor = tl.sigmoid(tl.load(gate + token * gate_stride + at, mask=at < size, other=0.0).to(tl.float32))
+    factor = tl.load(gate + token * gate_stride + at, mask=at < size, other=0.0).to(tl.float32)
+    if BY == 0:
+        factor = tl.sigmoid(factor)
+    elif BY == 1:
+        factor = silu(factor)
     tl.store(out + token * size + at, values * factor.to(values.dtype), mask=at < size)
 
 
 class TritonStateOps:
     """`StateOps` in Triton, for a GPU."""
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, seqs: Seqs) -> Tensor:
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        seqs: Seqs,
+        *,
+        activated: bool = True,
+    ) -> Tensor:
         (num_tokens, channels), kernel = x.shape, weight.shape[1]
         assert kernel <= 4
         out = torch.empty(num_tokens, channels, dtype=x.dtype, device=x.device)
         tensors = out, x, weight, weight if bias is None else bias, state
         batch = seqs.starts, seqs.rows, seqs.positions
-        form = {"KERNEL": kernel, "BIASED": bias is not None}
+        form = {"KERNEL": kernel, "BIASED": bias is not None, "ACTIVATED": activated}
         blocks = triton.cdiv(channels, _CHANNELS)
         singles, count = _singles(seqs)
         if count:
@@ -147,6 +163,21 @@ class TritonStateOps:
                 *tensors, seqs.split.longer, *rest, **form, CHUNK=CHUNK, BLOCK_DIM=block,
                 **_exactness(xbc.dtype, _SCAN),
             )  # fmt: skip
+        return out
+
+    def select(self, x: Tensor, gate: Tensor, given: Given, state: Tensor, seqs: Seqs) -> Tensor:
+        channels, size = state.shape[1:]
+        dt, b, c, rates, skip = given
+        assert b.stride(0) == c.stride(0)
+        out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+        block_size = triton.next_power_of_2(size)
+        block, num_seqs = max(_SELECTED // block_size, 1), len(seqs.lens)
+        ahead = seqs.single and overlap(num_seqs, channels)
+        launch(scan_kernels.select_tokens, num_seqs, triton.cdiv(channels, block))(
+            out, x, gate, dt, b, c, *rates, skip, state, seqs.starts, seqs.rows, seqs.positions, channels,
+            x.stride(0), gate.stride(0), dt.stride(0), b.stride(0), SIZE=size, BLOCK=block,
+            BLOCK_SIZE=block_size, OVERLAP=ahead, launch_pdl=ahead,
+        )  # fmt: skip
         return out
 
     def delta(self, qkv: Tensor, a: Tensor, b: Tensor, rates: Rates, state: Tensor, seqs: Seqs) -> Tensor:
@@ -195,13 +226,14 @@ class TritonStateOps:
         )  # fmt: skip
         return out
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+    def gate(self, x: Tensor, gate: Tensor, by: str) -> Tensor:
         num_tokens, size = x.shape
         out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
         ahead = overlap(num_tokens, size)
-        launch(_sigmoid_mul, num_tokens, triton.cdiv(size, _GATED))(
-            out, x, gate, size, x.stride(0), gate.stride(0), BLOCK=_GATED, OVERLAP=ahead, launch_pdl=ahead
-        )
+        launch(_gate, num_tokens, triton.cdiv(size, _GATED))(
+            out, x, gate, size, x.stride(0), gate.stride(0), BY=GATES.index(by), BLOCK=_GATED, OVERLAP=ahead,
+            launch_pdl=ahead,
+        )  # fmt: skip
         return out
 
 

@@ -1,0 +1,66 @@
+"""Falcon-H1: attention and Mamba-2 read the same in each layer, and what both say is added; factors nearly
+everywhere, by which models of all widths could be trained alike."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.attention.batch import Batch
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import MLP
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.layers.state import Mamba2
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+
+class Both(nn.Module):
+    """Attention and Mamba-2 side by side. The scope is the layer's."""
+
+    def __init__(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> None:
+        super().__init__()
+        assert facts.state is not None
+        self.ops = scope.ops
+        self.scales, self.state_scale = facts.attention_scales, facts.state_scale
+        self.attention = llama.Attention(facts, layer, rope, scope / "self_attn")
+        self.mamba = Mamba2(facts.hidden, facts.state, facts.norm_eps, scope / "mamba")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        into, out = self.scales
+        said = self.ops.scale(self.mamba(x, batch), self.state_scale)
+        seen = self.ops.scale(self.attention(self.ops.scale(x, into), batch), out)
+        return self.ops.add(said, seen)
+
+
+class ScaledMLP(MLP):
+    """An MLP with factors on its gate and on what it says."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        self.ops, (gate, self.scale) = scope.ops, facts.mlp_scales
+        size = sum(self.gate_up.sizes_out) // 2
+        self.factors = torch.cat([scope.empty(size).fill_(factor) for factor in (gate, 1.0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.ops.scale_columns(self.gate_up.multiply(x), self.factors)
+        return self.ops.scale(self.down(self.ops.gated(gate_up, self.gate_up.activation)), self.scale)
+
+
+class Layer(llama.Layer):
+    """Both, then feed-forward, behind a norm and beside a residual each."""
+
+    Mixer = Both
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        return Both(facts, layer, rope, scope)
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return ScaledMLP(facts, scope / "feed_forward")
+
+
+class FalconH1(Decoder):
+    """The model."""
+
+    Layer = Layer
+    last = "final_layernorm"

@@ -1,0 +1,33 @@
+"""Jamba: layers of Mamba, a few that attend, and experts in every other of them."""
+
+from torch import nn
+
+from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.mlp import MLP
+from quire.layers.moe import MoE
+from quire.layers.rope import Rope
+from quire.layers.scope import Scope
+from quire.layers.state import mixer_of
+from quire.models import llama
+from quire.models.decoder import Decoder
+
+
+class Layer(llama.Layer):
+    """Mamba or attention, then feed-forward, each behind a norm and beside a residual."""
+
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+
+    def mixer(self, facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
+        if layer.mixer == "attention":
+            return super().mixer(facts, layer, rope, scope)
+        return mixer_of(facts, layer, scope / "mamba")
+
+    def feed_forward(self, facts: ArchFacts, layer: LayerFacts, scope: Scope) -> nn.Module:
+        return MoE(facts, scope) if layer.moe else MLP(facts, scope / "feed_forward")
+
+
+class Jamba(Decoder):
+    """The model."""
+
+    Layer = Layer
+    last = "final_layernorm"
