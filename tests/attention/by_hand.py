@@ -34,6 +34,7 @@ def by_hand(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     reach: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """[Q, heads, d] queries, the last of which sees the last of the [L, kv_heads, d] keys."""
     if not len(keys):
@@ -45,6 +46,8 @@ def by_hand(
         scores = (scores / spec.softcap).tanh() * spec.softcap
     key = torch.arange(len(k), device=q.device)
     place = key[-len(q) :, None]
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (place - key)
     hidden = key > (place if reach is None else reach[:, None])
     if spec.window is not None:
         hidden |= key <= place - spec.window
@@ -67,6 +70,7 @@ class Case:
     keys: list[Tensor]
     values: list[Tensor]
     sinks: Tensor | None
+    slopes: Tensor | None
 
     def expected(self) -> Tensor:
         lens = self.batch.query_lens_host.tolist()
@@ -74,7 +78,7 @@ class Case:
         reaches = [None] * len(lens) if reach is None else reach.split(lens)
         return torch.cat(
             [
-                by_hand(q, k, v, self.spec, self.sinks, seen)
+                by_hand(q, k, v, self.spec, self.sinks, seen, self.slopes)
                 for q, k, v, seen in zip(pieces, self.keys, self.values, reaches, strict=True)
             ]
         )
@@ -141,12 +145,14 @@ def make_case(
         kept[0],
         kept[1],
         torch.randn(spec.heads, device=device).to(spec.dtype) if sinks else None,
+        0.5 ** torch.arange(1, spec.heads + 1, device=device) if spec.leans else None,
     )
 
 
 def attend(backend: AttentionBackend, case: Case) -> Tensor:
     backend.plan(case.batch)
-    return backend.forward(case.q, case.k_cache, case.v_cache, case.batch, case.spec, case.sinks)
+    caches = case.k_cache, case.v_cache
+    return backend.forward(case.q, *caches, case.batch, case.spec, case.sinks, case.slopes)
 
 
 def check(

@@ -109,6 +109,12 @@ def test_sinks(full: AttentionBackend, window: int | None) -> None:
     check(full, MIXED, replace(SPEC, window=window), sinks=True, block=16)
 
 
+@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((6, 1), None), ((4, 2), 33)])
+def test_slopes(full: AttentionBackend, heads: tuple[int, int], window: int | None) -> None:
+    """The slope of another head or in other units; distances from the start of a chunk, a share, a window."""
+    check(full, MIXED, AttentionSpec(*heads, 16, torch.float32, window, leans=True), block=16)
+
+
 @pytest.mark.parametrize(("kept_as", "window"), [(torch.float8_e4m3fn, None), (torch.float8_e5m2, 33)])
 def test_8_bit_caches(full: AttentionBackend, kept_as: torch.dtype, window: int | None) -> None:
     """Scales left out, swapped or applied twice; a kind taken for the other."""
@@ -135,6 +141,13 @@ def test_tokens_that_see_what_follows_them(
 def test_packages_without_reach_say_so(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: lets no token see what follows it"):
         choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, reaches=True), H200)
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER"])
+@pytest.mark.usefixtures("packages")
+def test_packages_without_slopes_say_so(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: is used without slopes"):
+        choose(name, replace(SPEC, head_dim=64, dtype=torch.bfloat16, leans=True), H200)
 
 
 @pytest.mark.parametrize(("heads", "window", "sinks"), [((4, 2), None, True), ((6, 1), 9, False)])
@@ -268,11 +281,13 @@ def test_reach_on_the_gpu(heads: tuple[int, int], head_dim: int, window: int | N
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-@pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "e4m3fn", "e5m2"])
+@pytest.mark.parametrize("extra", ["plain", "cap", "sinks", "slopes", "e4m3fn", "e5m2"])
 def test_kinds_on_the_gpu(dtype: torch.dtype, head_dim: int, extra: str) -> None:
     spec = AttentionSpec(8, 2, head_dim, dtype)
     if extra == "cap":
         spec = replace(spec, softcap=2.0, scale=1.0)
+    if extra == "slopes":
+        spec = replace(spec, leans=True)
     kept_as = getattr(torch, f"float8_{extra}", None)
     if kept_as is not None:
         spec = replace(spec, k_scale=0.5, v_scale=2.0)

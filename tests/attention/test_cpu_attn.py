@@ -77,6 +77,15 @@ def test_tokens_that_see_what_follows_them(heads: tuple[int, int], window: int |
     check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window), runs=runs)
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (5, 1)])
+@pytest.mark.parametrize("window", [None, 33])
+def test_slopes(heads: tuple[int, int], window: int | None) -> None:
+    """The slope of another head or in other units; distances from the start of a tile; keys seen by few rows
+    and by many."""
+    chunks = [(150, 101), (1, 300), (3, 62), (1, 0), (1, -1)]
+    check(CPUAttention(), chunks, AttentionSpec(*heads, 16, torch.float32, window, leans=True))
+
+
 def test_scores_far_below_the_largest_weigh_nothing() -> None:
     """An exponent that wraps around below the least number: a huge weight, or a negative one."""
     check(CPUAttention(), [(4, 0), (60, 90), (1, 80)], AttentionSpec(2, 1, 8, torch.float32, scale=20.0))

@@ -44,6 +44,8 @@ class AttentionSpec:
     """Scores s become softcap * tanh(s / softcap); None: as they are."""
     sinks: bool = False
     """Whether each head has a logit that takes part in its softmax and has no value."""
+    leans: bool = False
+    """Whether each head has a slope: what its scores lose for each token between query and key (ALiBi)."""
     reaches: bool = False
     """Whether tokens may see some that follow them (`Batch.reach`)."""
     k_scale: float = 1.0
@@ -86,9 +88,11 @@ class AttentionBackend(Protocol):
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """[T, heads, head_dim] queries -> the same shape. `sinks` [heads] are logits that take part in each
-        head's softmax and have no value."""
+        head's softmax and have no value. `slopes` [heads], in float32, are what the scores of each head lose
+        for each token between query and key."""
         ...
 
 

@@ -37,6 +37,7 @@ class CPUAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         return attention.attend(
             q,
@@ -52,6 +53,7 @@ class CPUAttention:
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
+            slopes=slopes,
             reach=batch.reach,
             scales=spec.scales,
         )

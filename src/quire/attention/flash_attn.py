@@ -51,6 +51,8 @@ class FlashAttention:
             return "lets no token see what follows it, as those of this model's images do"
         if spec.sinks:
             return "is used without sinks"
+        if spec.leans:
+            return "is used without slopes, which this model's heads have"
         if spec.kept_as not in (None, spec.dtype):
             return f"reads a KV cache of the model's own type, not {str(spec.kept_as).removeprefix('torch.')}"
         return None
@@ -68,8 +70,9 @@ class FlashAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "this package has no sinks"
+        assert sinks is slopes is None, "this package is used without"
         assert k_cache.dtype == q.dtype, "this package has no scales for a narrower cache"
         step: _Step = batch.attention
         attend, by_lens, block_step = _package()

@@ -47,6 +47,8 @@ class FlashInfer:
             return "lets no token see what follows it, as those of this model's images do"
         if spec.sinks:
             return "is used without sinks"
+        if spec.leans:
+            return "is used without slopes, which this model's heads have"
         if spec.kept_as not in (None, spec.dtype, torch.float8_e4m3fn):
             kept_as = str(spec.kept_as).removeprefix("torch.")
             return f"reads a KV cache of the model's own type or float8_e4m3fn, not {kept_as}"
@@ -63,8 +65,9 @@ class FlashInfer:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
-        assert sinks is None, "this package is used without sinks"
+        assert sinks is slopes is None, "this package is used without"
         key = (spec, k_cache.shape[1], k_cache.dtype)
         planned = batch.attention.wrappers
         if key not in planned:

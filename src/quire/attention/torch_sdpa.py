@@ -28,6 +28,8 @@ class _Span:
     """[N, L] cache slots to read; padding reads a slot that is written for sure, and is masked."""
     mask: Tensor | None
     """True where a query sees a key, broadcast over [N, heads, Q, L]; None: see `causal`."""
+    behind: Tensor
+    """[N, Q, L], how many tokens each key stands behind each query"""
     causal: bool = False
     """Q == L and a query sees all keys up to itself; without this and without a mask it sees all."""
 
@@ -69,16 +71,17 @@ class TorchSDPA:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         for span in batch.attention.cut(k_cache.shape[1], spec.window):
             queries = q[span.tokens].reshape(len(span.slots), -1, spec.heads, spec.head_dim)
             keys = read(k_cache, span.slots, q.dtype, spec.k_scale)
             values = read(v_cache, span.slots, q.dtype, spec.v_scale)
-            if spec.softcap is None and sinks is None:
+            if spec.softcap is None and sinks is None and slopes is None:
                 attended = _attend(queries, keys, values, span, spec)
             else:
-                attended = _attend_by_scores(queries, keys, values, span, spec, sinks)
+                attended = _attend_by_scores(queries, keys, values, span, spec, sinks, slopes)
             out[span.tokens] = attended.flatten(0, 1)
         return out
 
@@ -111,15 +114,23 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: At
 
 
 def _attend_by_scores(
-    queries: Tensor, keys: Tensor, values: Tensor, span: _Span, spec: AttentionSpec, sinks: Tensor | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    span: _Span,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
-    """`_attend`, with what torch's own attention does not have: a soft cap on scores, and sinks."""
+    """`_attend`, with what torch's own attention does not have: a soft cap on scores, slopes, and sinks."""
     group = spec.heads // spec.kv_heads
     q, k, v = queries.float(), keys.float(), values.float()
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("nqhd,nlhd->nhql", q, k) * spec.score_scale
     if spec.softcap is not None:
         scores = (scores / spec.softcap).tanh() * spec.softcap
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * span.behind[:, None]
     seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if span.causal else span.mask
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -164,7 +175,8 @@ def _decode_span(
     seen = positions < seq_lens
     slots = _slots(batch, index, torch.where(seen, positions, first), block_size)
     tokens = batch.query_starts[index].long()
-    return _Span(tokens, slots, seen[:, None, None] if len(rows) > 1 else None)
+    behind = (seq_lens - 1 - positions)[:, None]
+    return _Span(tokens, slots, seen[:, None, None] if len(rows) > 1 else None, behind)
 
 
 def _chunk_spans(batch: Batch, block_size: int, window: int | None) -> list[_Span]:
@@ -193,10 +205,11 @@ def _chunk_span(
     first_key = 0 if window is None else max(0, first_query - window + 1)
     keys = torch.arange(first_key, num_keys, device=device)
     slots = _slots(batch, torch.tensor([row], device=device), keys[None], block_size)
-    if whole:
-        return _Span(tokens, slots, None, causal=True)
     queries = torch.arange(first_query, end, device=device)[:, None]
+    behind = (queries - keys)[None]
+    if whole:
+        return _Span(tokens, slots, None, behind, causal=True)
     mask = keys <= (queries if batch.reach is None else batch.reach[tokens][:, None])
     if window is not None:
         mask &= keys > queries - window
-    return _Span(tokens, slots, mask)
+    return _Span(tokens, slots, mask, behind)

@@ -118,6 +118,7 @@ class TritonAttention:
         batch: Batch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         from quire.kernels.triton import attention_launch as launch
         from quire.kernels.triton.attention import Seqs
@@ -135,10 +136,10 @@ class TritonAttention:
         shape = launch.tile_shape(layer, q.dtype, most)
         cut: _Cut = batch.attention.cut(few, shape.block_m // layer.group)
         if cut.tiles is not None:
-            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, batch.reach, shape)
+            launch.attend_tiles(out, q, cache, seqs, cut.tiles, layer, sinks, slopes, batch.reach, shape)
         if cut.num_few:
             each = few if few > layer.few else 1
-            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, most_queries=each)
+            launch.attend_shares(out, q, cache, seqs, cut.few, layer, sinks, slopes, most_queries=each)
         return out
 
 

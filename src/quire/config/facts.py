@@ -269,6 +269,8 @@ class ArchFacts:
     """Whether the checkpoint has the weights of linear layers with inputs before outputs."""
     sinks: bool = False
     """Whether each head has a logit that takes part in its softmax and has no value."""
+    slopes: tuple[float, ...] = ()
+    """What the scores of each head lose for each token between query and key (ALiBi); empty: nothing."""
     output_gate: bool = False
     """Whether each head's output is weighed by a gate that comes with its query."""
     head_gate: bool = False

@@ -24,7 +24,7 @@ class _Job(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "q", "k_cache", "v_cache")),
         *((name, ctypes.c_void_p) for name in ("rows", "block_tables", "query_starts", "seq_lens", "sinks")),
-        ("reach", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("slopes", "reach")),
         ("q_stride", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("table_width", "num_seqs", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("block_size", "window", "q_bf16", "kept", "sinks_bf16")),
@@ -71,13 +71,15 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     reach: Tensor | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches and sinks as the backends have
-    them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
+    """[T, heads, head_dim] queries of all sequences -> the same shape. Caches, sinks and slopes as the
+    backends have them, `reach` as in `Batch`; `scales` are what keys and values were divided by."""
     assert q.dtype in _TYPES and k_cache.dtype in KEPT and k_cache.is_contiguous()
     assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
+    assert slopes is None or (slopes.dtype == torch.float32 and not softcap)
     q = _rows(q)
     out = q.new_empty(q.shape)
     job = _Job(
@@ -90,6 +92,7 @@ def attend(
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
+        None if slopes is None else slopes.data_ptr(),
         None if reach is None else reach.data_ptr(),
         q.stride(0),
         block_tables.shape[1],
@@ -111,7 +114,8 @@ def attend(
     scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
     read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
-    _attention(job, out, scratch, *read, *(each for each in (sinks, reach) if each is not None))
+    maybe = (each for each in (sinks, slopes, reach) if each is not None)
+    _attention(job, out, scratch, *read, *maybe)
     return out
 
 

@@ -38,7 +38,9 @@ class PagedAttention(nn.Module):
         spec: AttentionSpec,
         rope: Rope,
         scope: Scope,
+        slopes: tuple[float, ...] = (),
     ) -> None:
+        """`slopes` are those of all heads of the model, where they have any."""
         super().__init__()
         self.spec = spec
         self.rope = rope
@@ -48,6 +50,9 @@ class PagedAttention(nn.Module):
         self.sinks = nn.Parameter(scope.empty(spec.heads), requires_grad=False) if spec.sinks else None
         self.sinks_name = f"{scope.name}.sinks"
         self.own_heads = divided(scope.group, spec.heads * scope.group.size)
+        own = torch.tensor(slopes[self.own_heads.start :][: spec.heads], device=scope.device)
+        self.slopes: Tensor | None
+        self.register_buffer("slopes", own if spec.leans else None, persistent=False)
         self.scales = KVScales(scope.name, scope)
         self.k_cache: Tensor | None = None
         self.v_cache: Tensor | None = None
@@ -77,7 +82,7 @@ class PagedAttention(nn.Module):
         spec, caches, batch = self.spec, (self.k_cache, self.v_cache), batch.groups[self.group]
         turns = self.rope.of(batch)
         entry = Entry(spec.heads, *turns, batch.slots, *caches, self.norms, *spec.scales)
-        return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks).flatten(1)
+        return self.backend.forward(qkv(x, entry), *caches, batch, spec, self.sinks, self.slopes).flatten(1)
 
     def targets(self) -> Iterator[Target]:
         if self.sinks is not None:

@@ -58,9 +58,10 @@ class Attention(nn.Module):
             scale=facts.attention_scale,
             softcap=facts.attention_softcap,
             sinks=facts.sinks,
+            leans=bool(facts.slopes),
         )
         self.norms = nn.ModuleList(norms)
-        self.mix = PagedAttention(spec, rope, scope)
+        self.mix = PagedAttention(spec, rope, scope, facts.slopes)
         (self.qkv if facts.qk_norm == "all" else self.mix).norms = head_norms(norms)
         if facts.qkv_clip is not None:
             self.qkv.bounded = clipped(facts.qkv_clip)

@@ -137,8 +137,8 @@ class Worker:
         config = self.config
         asked = config.attention.attention_backend
         sizes = facts.heads, facts.kv_heads, facts.head_dim
-        reaches = self._reaches
-        spec = AttentionSpec(*sizes, self.dtype, sinks=facts.sinks, reaches=reaches, kept_as=self.kept_as)
+        has = {"sinks": facts.sinks, "leans": bool(facts.slopes), "reaches": self._reaches}
+        spec = AttentionSpec(*sizes, self.dtype, **has, kept_as=self.kept_as)
         backend = choose(None if asked == "AUTO" else asked, spec, config.machine)
         if config.speculation is not None and self.device.type == "cuda":
             check_ahead(backend.name, config.speculation.num_speculative_tokens, latent=facts.mla is not None)

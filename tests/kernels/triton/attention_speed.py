@@ -79,10 +79,10 @@ class Load:
         self.out = torch.empty_like(self.q)
 
     def decode(self, cache: Cache, shape: Shape | None = None, shares: int | None = None) -> None:
-        launch.attend_shares(self.out, self.q, cache, self.seqs, None, self.layer, None, shape, shares)
+        launch.attend_shares(self.out, self.q, cache, self.seqs, None, self.layer, None, None, shape, shares)
 
     def prefill(self, cache: Cache, shape: Shape, tiles: Tensor) -> None:
-        launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, None, shape)
+        launch.attend_tiles(self.out, self.q, cache, self.seqs, tiles, self.layer, None, None, None, shape)
 
     def tiles(self, shape: Shape) -> Tensor:
         firsts = np.arange(0, self.num_queries, shape.block_m // self.layer.group)[::-1]

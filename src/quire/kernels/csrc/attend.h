@@ -102,6 +102,17 @@ static void cap(float *scores, long count, float softcap)
     }
 }
 
+/* Scores of the first `count` keys, a multiple of LANES, less so much for each token behind the query: the first key is
+ * `away` from it. */
+static void lean(float *scores, long count, float slope, long away)
+{
+    vf place;
+    for (int i = 0; i < LANES; i++)
+        place[i] = (float)(away + i);
+    for (long k = 0; k < count; k += LANES, place += (float)LANES)
+        store(scores + k, fused(place, splat(slope), load(scores + k)));
+}
+
 /* The first `count` scores of one row in, a multiple of STEP, weights out; their largest and their sum. */
 static void soften(float *scores, long count, float softcap, float *most, float *sum)
 {

@@ -30,6 +30,7 @@ typedef struct {
     const int32_t *query_starts;
     const int32_t *seq_lens;
     const void *sinks;    /* [heads]: logits without a value; or NULL */
+    const float *slopes;  /* [heads]: what scores lose for each token between query and key; or NULL */
     const int32_t *reach; /* [tokens]: the last position that each sees, falling in no sequence; or NULL: its own */
     int64_t q_stride;  /* between tokens */
     int64_t table_width, num_seqs, heads, kv_heads, head_dim, block_size;
@@ -149,9 +150,13 @@ static long seen_by(const Job *job, const Task *task, long query)
 /* Scores of one row, of this query of a task, to weights, among the keys [first, end) of a tile. */
 static void soften_row(const Job *job, const Task *task, long tile, long first, long end, long query, long row, Scratch *scratch)
 {
-    long place = place_of(job, task) + query;
+    long place = place_of(job, task) + query, group = job->heads / job->kv_heads;
     float *scores = scratch->weights + row * TILE;
     long count = at_least((end - tile + STEP - 1) / STEP * STEP, STEP);
+    if (job->slopes) {
+        long head = (task->kv_head + row / (task->num_queries * group)) * group + row % group;
+        lean(scores, count, job->slopes[head] * (float)LOG2_E, tile - place);
+    }
     long seen_first = at_least(first, job->window ? place - job->window + 1 : 0) - tile;
     for (long k = 0; k < at_most(seen_first, count); k++)
         scores[k] = -INFINITY;

@@ -71,6 +71,7 @@ def _fold(
     low: tl.tensor,
     places: tl.tensor,
     sees: tl.tensor,
+    slopes: tl.tensor,
     cache: tl.tuple,
     kv_head: tl.tensor,
     table: tl.tensor,
@@ -85,7 +86,8 @@ def _fold(
 ) -> Any:
     """Take the keys first..end into each row's sum of values, greatest score and sum of weights.
 
-    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`.
+    The rows' queries stand at `places`, from `low` on, and see the keys up to `sees`; `slopes`
+    as in `soften`.
     """
     key = tl.arange(0, BLOCK_N)
     # 8 bits become float16 in one instruction. Those of two dimensions are loaded as one number: turning them
@@ -106,7 +108,7 @@ def _fold(
         k = _load(cache.k, slots, at + key < end, acc.shape[1], DIM).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, sees, scores_by, WINDOW, CAPPED, BLOCK_N
+            scores, most, total, at, end, low, places, sees, slopes, scores_by, WINDOW, CAPPED, BLOCK_N
         )
         if PAIRS:
             pairs = cache.v.to(tl.pointer_type(tl.uint16), bitcast=True)
@@ -160,16 +162,23 @@ def soften(
     low: tl.tensor,
     places: tl.tensor,
     sees: tl.tensor,
+    slopes: tl.tensor,
     scores_by: tl.tuple,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Any:
-    """The weights of the keys from `at` on, and what becomes of the rows: what is there shrinks."""
+    """The weights of the keys from `at` on, and what becomes of the rows: what is there shrinks.
+
+    `slopes` are what each row loses for each token between query and key, in log 2; None: nothing.
+    """
     keys = at + tl.arange(0, BLOCK_N)
     factor = scores_by.scale
     if CAPPED:
         scores = scores_by.cap - 2 * scores_by.cap / (tl.exp2(scores * factor) + 1)
+        factor = 1.0
+    if slopes is not None:
+        scores = scores * factor + slopes[:, None] * (keys[None, :] - places[:, None]).to(tl.float32)
         factor = 1.0
     if WINDOW:
         seen = (keys[None, :] <= sees[:, None]) & (keys[None, :] > places[:, None] - WINDOW)
@@ -223,6 +232,14 @@ def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.co
 
 
 @triton.jit
+def _slopes(slopes: tl.tensor, heads: tl.tensor) -> Any:
+    """Those of the rows' heads, in log 2; None where heads have none."""
+    if slopes is None:
+        return None
+    return tl.load(slopes + heads) * _LOG2_E
+
+
+@triton.jit
 def _finish(
     out: tl.tensor, acc: tl.tensor, total: tl.tensor, v_scale: tl.tensor, at: tl.tensor, valid: tl.tensor
 ) -> None:
@@ -239,6 +256,7 @@ def tiles(
     seqs: tl.tuple,
     work: tl.tensor,
     sinks: tl.tensor,
+    slopes: tl.tensor,
     reach: tl.tensor,
     scores_by: tl.tuple,
     GROUP: tl.constexpr,
@@ -268,7 +286,8 @@ def tiles(
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, sees, cache, kv_head, table, first, end, scores_by,
+        acc, most, total, rows, low, places, sees, _slopes(slopes, heads), cache, kv_head, table, first, end,
+        scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     _finish(out, acc, total, scores_by.v_scale, at, valid)
@@ -284,6 +303,7 @@ def shares(
     work: tl.tensor,
     num_seqs: tl.tensor,
     sinks: tl.tensor,
+    slopes: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
     least: tl.tensor,
@@ -313,7 +333,7 @@ def shares(
         until = tl.minimum(close, end)
         _take(
             out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
-            begin // size, (close - 1) // size, sinks, scores_by, partial,
+            begin // size, (close - 1) // size, sinks, slopes, scores_by, partial,
             GROUP, WINDOW, CAPPED, DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         at, begin, index = until, close, index + 1
@@ -334,6 +354,7 @@ def _take(
     earliest: tl.tensor,
     latest: tl.tensor,
     sinks: tl.tensor,
+    slopes: tl.tensor,
     scores_by: tl.tuple,
     partial: tl.tuple,
     GROUP: tl.constexpr,
@@ -355,8 +376,8 @@ def _take(
     )
     acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, places, cache, kv_head, table, first + at * BLOCK_N,
-        tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
+        acc, most, total, rows, low, places, places, _slopes(slopes, heads), cache, kv_head, table,
+        first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     if earliest == latest:

@@ -269,7 +269,7 @@ def _fold(
         scores = tl.dot(left, tl.trans(k_left), scores, input_precision="ieee")
         scores += tl.dot(right, tl.trans(k_right), input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, places, scores_by, 0, False, BLOCK_N
+            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
         )
         weights = weights.to(k_left.dtype)
         left_sum = tl.dot(weights, k_left, left_sum * shrink[:, None], input_precision="ieee")
@@ -402,7 +402,7 @@ def tiles(
         k = _load(kv + keys * kv_stride, dims, there, NOPE)
         scores = tl.dot(plain, tl.trans(k), scores, input_precision="ieee")
         shrink, most, total, weights = soften(
-            scores, most, total, at, end, low, places, places, scores_by, 0, False, BLOCK_N
+            scores, most, total, at, end, low, places, places, None, scores_by, 0, False, BLOCK_N
         )
         v = _load(kv + keys * kv_stride + NOPE, outs, there, V)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
