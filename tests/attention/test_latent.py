@@ -16,8 +16,8 @@ from quire.attention.triton_latent import TritonLatent
 from quire.kernels.cpu import CPUOps
 from quire.kernels.ops import Ops
 from quire.kernels.reference import Reference
-from quire.kernels.triton import attention as kernels
 from quire.kernels.triton import latent_launch as launch
+from quire.kernels.triton import shares
 from quire.kernels.triton.ops import TritonOps
 from quire.layers.lora import AdapterSlots, Factors, LatentPoint
 
@@ -167,7 +167,7 @@ def test_more_sequences_than_are_counted_at_once(monkeypatch: pytest.MonkeyPatch
     count = 262
     if DEVICE == "cpu":  # in the interpreter, where constants are not compiled in
         count = 10
-        monkeypatch.setattr(kernels, "_SOME", tl.constexpr(4))
+        monkeypatch.setattr(shares, "_SOME", tl.constexpr(4))
     chunks: Chunks = [(1, 3 + 7 * index % 50) for index in range(count)]
     check(TritonLatent(), chunks, SPEC, torch.float32, DEVICE)
 

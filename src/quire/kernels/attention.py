@@ -80,7 +80,7 @@ def attend(
     assert q.dtype in _TYPES and k_cache.dtype in KEPT and k_cache.is_contiguous()
     assert sinks is None or (sinks.dtype in _TYPES and sinks.is_contiguous())
     assert slopes is None or (slopes.dtype == torch.float32 and not softcap)
-    q = _rows(q)
+    q, maybe = _rows(q), (sinks, slopes, reach)
     out = q.new_empty(q.shape)
     job = _Job(
         out.data_ptr(),
@@ -91,9 +91,7 @@ def attend(
         block_tables.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        None if slopes is None else slopes.data_ptr(),
-        None if reach is None else reach.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in maybe),
         q.stride(0),
         block_tables.shape[1],
         len(seq_lens),
@@ -114,8 +112,7 @@ def attend(
     scratch = _scratch(_room()(job, len(q), max_query_len, max_seq_len, torch.get_num_threads()))
     job.memory = scratch.data_ptr()
     read = q, k_cache, v_cache, rows, block_tables, query_starts, seq_lens
-    maybe = (each for each in (sinks, slopes, reach) if each is not None)
-    _attention(job, out, scratch, *read, *maybe)
+    _attention(job, out, scratch, *read, *(each for each in maybe if each is not None))
     return out
 
 

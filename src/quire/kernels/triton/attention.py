@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.shares import share, tiles_of
 
 NEVER = tl.constexpr(-1.0e30)
 """Less than any score, yet finite: the difference of two is no NaN."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_SOME = tl.constexpr(256)
-"""Sequences whose keys are counted at once."""
 
 
 class Cache(NamedTuple):
@@ -329,7 +328,7 @@ def shares(
         start, seq_len = tl.load(seqs.query_starts + seq), tl.load(seqs.seq_lens + seq)
         num_queries = tl.load(seqs.query_starts + seq + 1) - start
         table = seqs.block_tables + tl.load(seqs.rows + seq).to(tl.int64) * seqs.table_stride
-        close = begin + _tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
+        close = begin + tiles_of(seq_len, num_queries, WINDOW, BLOCK_N)
         until = tl.minimum(close, end)
         _take(
             out, q, q_stride, cache, table, start, num_queries, seq_len, at - begin, until - begin,
@@ -388,68 +387,6 @@ def _take(
             to = out + ((start + each).to(tl.int64) * tl.num_programs(0) + kv_head) * (GROUP * DIM)
             v_scale = scores_by.v_scale
             _merge(to, partial, kv_head, earliest, latest, each, v_scale, GROUP, DIM, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def _tiles_of(
-    seq_lens: tl.tensor, num_queries: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:
-    """Of the keys that a sequence's queries see; at least one."""
-    if WINDOW:
-        seq_lens = tl.minimum(seq_lens, num_queries + (WINDOW - 1))
-    return tl.maximum(tl.cdiv(seq_lens, BLOCK_N), 1)
-
-
-@triton.jit
-def tiles_of_some(
-    seqs: tl.tuple,
-    work: tl.tensor,
-    index: tl.tensor,
-    num_seqs: tl.tensor,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tl.tensor:
-    """How many tiles each of these sequences has."""
-    there = index < num_seqs
-    seq = index if work is None else tl.load(work + index, mask=there, other=0)
-    num_queries = 0
-    if WINDOW:
-        num_queries = tl.load(seqs.query_starts + seq + 1, mask=there, other=0)
-        num_queries -= tl.load(seqs.query_starts + seq, mask=there, other=0)
-    count = _tiles_of(tl.load(seqs.seq_lens + seq, mask=there, other=0), num_queries, WINDOW, BLOCK_N)
-    return tl.where(there, count, 0)
-
-
-@triton.jit
-def share(
-    seqs: tl.tuple,
-    work: tl.tensor,
-    num_seqs: tl.tensor,
-    least: tl.tensor,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> Any:
-    """A program's tiles at..end of all, how many a share has, which sequence it begins in, and where that
-    begins."""
-    some = tl.arange(0, _SOME)
-    ends = tl.cumsum(tiles_of_some(seqs, work, some, num_seqs, WINDOW, BLOCK_N), 0)
-    before = tl.max(ends, 0)
-    total = before
-    for first in range(_SOME, num_seqs, _SOME):
-        total += tl.sum(tiles_of_some(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
-    size = tl.maximum(tl.cdiv(total, tl.num_programs(1)), least)
-    at = tl.program_id(1) * size
-    passed = _passed(at, ends, some)
-    for first in range(_SOME, num_seqs, _SOME):
-        ends = before + tl.cumsum(tiles_of_some(seqs, work, first + some, num_seqs, WINDOW, BLOCK_N), 0)
-        passed, before = tl.maximum(passed, _passed(at, ends, first + some)), tl.max(ends, 0)
-    return at, tl.minimum(at + size, total), size, passed.to(tl.int32), (passed >> 32).to(tl.int32)
-
-
-@triton.jit
-def _passed(at: tl.tensor, ends: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Of the last sequence that ends before `at`: its end, above 32 bits with the index of the next."""
-    return tl.max(tl.where(ends <= at, (ends.to(tl.int64) << 32) | (index + 1), 0), 0)
 
 
 @triton.jit

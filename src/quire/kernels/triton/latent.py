@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention import NEVER, share, soften
+from quire.kernels.triton.attention import NEVER, soften
 from quire.kernels.triton.launch import follow
+from quire.kernels.triton.shares import share
 
 
 class Latents(NamedTuple):
