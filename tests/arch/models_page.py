@@ -21,6 +21,7 @@ _ELSEWHERE = {"WhisperForConditionalGeneration": ("pages, crossed", "tape", "gra
 GROUPS = {
     "dense": "Dense decoders",
     "older": "Dense decoders of the first years",
+    "alibi": "Decoders with slopes (ALiBi)",
     "windows": "Decoders with windows",
     "moe": "Mixtures of experts",
     "latent": "Latent attention",

@@ -88,7 +88,10 @@ def test_a_family_is_known_by_its_model_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi is True"),
+        (
+            {"architectures": ["MptForCausalLM"], "attn_config": {"qk_ln": True}},
+            "attn_config: qk_ln is True, expected False",
+        ),
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, "do_layer_norm_before is Fal"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers .*3 entries"),

@@ -48,6 +48,7 @@ LLAMA3 = rope(
 )
 _YARN: Settings = {"factor": 4.0, "original_max_position_embeddings": 64}
 TIED: Settings = {"tie_word_embeddings": True}
+UNTIED: Settings = {"tie_word_embeddings": False}
 BIASES: Settings = {"attention_bias": True, "mlp_bias": True}
 TURNS = ["sliding_attention", "full_attention"]
 
@@ -73,9 +74,10 @@ def internlm3(settings: Settings) -> Any:
 
 
 def falcon(settings: Settings) -> Any:
-    """Its configuration takes no size of a head."""
+    """Its configuration takes no size of a head; its eager attention adds slopes twice."""
     import transformers
 
+    settings = settings | {"attn_implementation": "sdpa" if settings.get("alibi") else "eager"}
     config = transformers.FalconConfig(**{key: settings[key] for key in settings if key != "head_dim"})
     return transformers.FalconForCausalLM(config)
 
@@ -282,12 +284,20 @@ ZOO: dict[str, Specimen] = {
             }
         }
     ),
+    "BloomForCausalLM": Specimen(TIED, {"untied-6-heads": {"n_head": 6, "hidden_size": 48} | UNTIED}),
+    "MptForCausalLM": Specimen(
+        {"max_seq_len": 256},
+        {
+            "clipped": {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}, "n_heads": 12, "d_model": 96},
+        },
+    ),
     "FalconForCausalLM": Specimen(
         {"num_key_value_heads": 1, "num_kv_heads": 4, "ffn_hidden_size": 96},
         {
             "two-norms": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
             "one-norm": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_kv_heads": 2},
             "in-turn": {"parallel_attn": False, "multi_query": False} | TIED,
+            "alibi": {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
         },
         falcon,
     ),
@@ -407,6 +417,13 @@ ZOO: dict[str, Specimen] = {
     ),
     "MiniMaxM2ForCausalLM": Specimen(
         {"num_local_experts": 6, "num_experts_per_tok": 2}, {"half-turned": {"rotary_dim": 8}}
+    ),
+    "DbrxForCausalLM": Specimen(
+        {
+            "d_model": 64,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 1.0},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        },
     ),
     "Step3p5ForCausalLM": Specimen(
         _STEP,
@@ -558,9 +575,11 @@ ZOO: dict[str, Specimen] = {
 }
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
+    "DbrxForCausalLM": "aten.clamp_.default",
     "PersimmonForCausalLM": "aten.layer_norm.default",
 }
-"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, or a norm."""
+"""Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, or a
+norm."""
 
 
 def architecture_of(name: str) -> str:

@@ -32,7 +32,7 @@ class Names(NamedTuple):
     stored: str = "each"
     """How its experts are stored: `each` by itself; all in one tensor with gate and up `apart`, `together`,
     together and not called weight (`bare`), or so with inputs before outputs (`across`), and gate and up in
-    turns (`in_turns`)."""
+    turns (`in_turns`); or below each other in one matrix, with `down` across (`below`)."""
     experts: tuple[str, ...] = ("experts", "gate_proj", "up_proj", "down_proj")
     """Where they are, then their tensors."""
     choice_bias: str = "gate.e_score_correction_bias"
@@ -97,6 +97,7 @@ NAMES = {
     "jamba": Names("feed_forward", "router"),
     "lfm2": Names("feed_forward", experts=("experts", "w1", "w3", "w2"), choice_bias="expert_bias"),
     "gpt_oss": Names("mlp", "router", "in_turns", ("experts", "gate_up_proj", "down_proj")),
+    "dbrx": Names("ffn", "router.layer", "below", ("experts.mlp", "w1", "v1", "w2")),
     "llama4": Names(
         "feed_forward",
         "router",
@@ -298,6 +299,11 @@ class Experts(nn.Module):
         elif self.names.stored in ("across", "in_turns") and suffix == "weight":
             axis = None if target.axis is None else 3 - target.axis
             target = target._replace(name=name, tensor=piece.tensor.transpose(1, 2), axis=axis)
+        elif self.names.stored == "below" and suffix == "weight":
+            target = target._replace(name=name, is_flat=True)
+            if part == "down":
+                axis = None if target.axis is None else 3 - target.axis
+                target = target._replace(tensor=piece.tensor.transpose(1, 2), axis=axis)
         elif self.names.stored == "bare" and suffix == "weight":
             target = target._replace(name=name)
         yield self._of_those_here(target)

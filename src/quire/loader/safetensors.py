@@ -192,7 +192,7 @@ def entries_of(path: Path) -> dict[str, Entry]:
 def _pieces(entry: Entry, target: Target) -> Iterator[tuple[Entry, Tensor]]:
     """What the target takes of a tensor: where each part of it lies, and where it goes."""
     if target.is_whole:
-        yield entry, target.tensor
+        yield entry._replace(shape=tuple(target.tensor.shape)), target.tensor
         return
     shape, axis = target.shape, target.axis
     assert axis is not None

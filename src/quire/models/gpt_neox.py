@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from quire.attention.batch import Batch
 from quire.config.facts import ArchFacts, LayerFacts
+from quire.layers.norm import Norm, norm_of
 from quire.layers.rope import Rope
 from quire.layers.scope import Scope
 from quire.models import llama, phi
@@ -89,3 +90,17 @@ class Falcon(Decoder):
     def Layer(facts: ArchFacts, layer: LayerFacts, rope: Rope, scope: Scope) -> nn.Module:
         kinds = (FalconLayer, FalconNarrow, FalconWide)
         return kinds[facts.side_by_side](facts, layer, rope, scope)
+
+
+class Bloom(Falcon):
+    """Falcon-RW's layers, behind a norm of the embedding."""
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        self.embed_norm: Norm | None = None
+        if scope.stage.is_first:
+            self.embed_norm = norm_of(facts, scope / self.body / "word_embeddings_layernorm")
+
+    def embedded(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        assert self.embed_norm is not None, "only the first stage reads tokens"
+        return self.embed_norm.alone(super().embedded(batch)[0]), None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import quire.config.families.alibi as alibi
 import quire.config.families.dense as dense
 import quire.config.families.encoder as encoder
 import quire.config.families.gguf as gguf
@@ -67,6 +68,8 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
     "Starcoder2ForCausalLM": Family("starcoder2", dense.starcoder2),
     "WhisperForConditionalGeneration": Family("whisper", dense.whisper),
+    "BloomForCausalLM": Family("bloom", alibi.bloom),
+    "MptForCausalLM": Family("mpt", alibi.mpt),
     "FalconForCausalLM": Family("falcon", older.falcon),
     "GPTBigCodeForCausalLM": Family("gpt_bigcode", older.gpt_bigcode),
     "GPTJForCausalLM": Family("gptj", older.gptj),
@@ -92,6 +95,7 @@ FAMILIES = {
     "FlexOlmoForCausalLM": Family("flex_olmo", moe.flex_olmo),
     "GraniteMoeSWAForCausalLM": Family("granitemoe_swa", moe.granite_moe_swa),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", moe.minimax_m2),
+    "DbrxForCausalLM": Family("dbrx", moe.dbrx),
     "Step3p5ForCausalLM": Family("step3p5", step.step35),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3),

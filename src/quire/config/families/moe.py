@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.config.facts import ArchFacts, LayerFacts, MoeFacts, Routing
+from quire.config.families.alibi import databricks
 from quire.config.families.decoder import decoder, everywhere, sliding_window, windows_by_kind
 from quire.config.families.dense import (
     cohere,
@@ -221,6 +222,31 @@ def deepseek_experts(keys: Keys, scoring: str) -> MoeFacts:
         shared_intermediate=inner * _count(keys, "n_shared_experts"),
         names="deepseek",
     )
+
+
+def dbrx(keys: Keys) -> ArchFacts:
+    attention = Keys(f"{keys.source}, attn_config", keys.get("attn_config") or {})
+    ffn = Keys(f"{keys.source}, ffn_config", keys.get("ffn_config") or {})
+    only(ffn, "moe_normalize_expert_weights", 1.0)
+    weighed = ffn.values.get("moe_normalize_expert_weights", 1.0)
+    activation = (ffn.get("ffn_act_fn") or {}).get("name", "silu")
+    facts = decoder(
+        with_defaults(databricks(keys), rope_theta=attention.get("rope_theta")).but(
+            num_key_value_heads=attention.size("kv_n_heads", 1), hidden_act=activation
+        ),
+        norm="layer",
+        eps_key="layer_norm_epsilon",
+        intermediate=ffn.size("ffn_hidden_size", 3584),
+        fused_qkv=True,
+        qkv_clip=attention.optional_number("clip_qkv"),
+    )
+    moe = MoeFacts(
+        experts=ffn.size("moe_num_experts", 4),
+        intermediate=facts.intermediate,
+        routing=Routing(ffn.size("moe_top_k", 1), renormalized=weighed is not None),
+        names="dbrx",
+    )
+    return mixed(facts, moe)
 
 
 def llama4(keys: Keys) -> ArchFacts:

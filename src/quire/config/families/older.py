@@ -3,8 +3,9 @@
 from typing import Any
 
 from quire.config.facts import ArchFacts
+from quire.config.families.alibi import slopes_of
 from quire.config.families.decoder import decoder
-from quire.config.families.dense import gpt2, only, with_defaults
+from quire.config.families.dense import gpt2, with_defaults
 from quire.config.keys import Keys
 
 
@@ -74,7 +75,6 @@ def persimmon(keys: Keys) -> ArchFacts:
 
 def falcon(keys: Keys) -> ArchFacts:
     """Three layouts: attention and feed-forward in turn, both behind one norm, or behind one each."""
-    only(keys, "alibi", False)
     heads, is_new = keys.size("num_attention_heads"), keys.flag("new_decoder_architecture")
     kv_heads = keys.size("num_kv_heads", heads)
     if not is_new:
@@ -82,7 +82,8 @@ def falcon(keys: Keys) -> ArchFacts:
     norms = keys.size("num_ln_in_parallel_attn", 2) if is_new else int(keys.flag("parallel_attn", True))
     if norms > 2:
         raise keys.wrong("num_ln_in_parallel_attn", "1 or 2")
-    hidden = keys.size("hidden_size")
+    hidden, leans = keys.size("hidden_size"), keys.flag("alibi")
+    scale = (hidden // heads) ** -0.5  # on slopes, too
     return decoder(
         with_defaults(keys, activation="gelu", layer_norm_epsilon=1e-5).but(
             num_key_value_heads=kv_heads, head_dim=None
@@ -92,6 +93,8 @@ def falcon(keys: Keys) -> ArchFacts:
         intermediate=keys.size("ffn_hidden_size", 4 * hidden),
         fused_qkv=True,
         side_by_side=norms,
+        slopes=tuple(slope * scale for slope in slopes_of(heads)) if leans else (),
+        turning=[not leans] * keys.size("num_hidden_layers"),
         tied=keys.flag("tie_word_embeddings", True),
         **_biased(keys.flag("bias")),
     )

@@ -1,0 +1,73 @@
+"""Decoders whose heads lose sight of what is far behind (ALiBi): Bloom, MPT."""
+
+from typing import Any
+
+from quire.config.facts import ArchFacts
+from quire.config.families.decoder import decoder
+from quire.config.families.dense import only, with_defaults
+from quire.config.keys import Keys
+
+
+def slopes_of(heads: int, most: float = 8.0) -> tuple[float, ...]:
+    """2 ** -(most / n), its square and so on up to the nth, for n heads that are a power of 2. Of other
+    numbers, those of the next power: every second one first, then those between."""
+    power = 1 << (heads - 1).bit_length()
+    slopes = [2 ** -(most * (head + 1) / power) for head in range(power)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
+
+
+def bloom(keys: Keys) -> ArchFacts:
+    """GPT-NeoX's layers one after the other, behind a norm of the embedding."""
+    only(keys, "apply_residual_connection_post_layernorm", False)
+    heads = keys.size("n_head" if keys.get("n_head") is not None else "num_attention_heads")
+    hidden = keys.size("hidden_size" if keys.get("hidden_size") is not None else "n_embed")
+    return _leaning(
+        with_defaults(keys, num_hidden_layers=keys.get("n_layer"), layer_norm_epsilon=1e-5).but(
+            hidden_size=hidden, num_attention_heads=heads, hidden_act="gelu_pytorch_tanh"
+        ),
+        intermediate=keys.size("n_inner", 4 * hidden),
+        norm_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def mpt(keys: Keys) -> ArchFacts:
+    """No biases at all. Files that were made for MPT's own code call its sizes as others do not."""
+    block = keys.get("attn_config") or {}
+    attention = Keys(f"{keys.source}, attn_config", block)
+    for key, value in {"alibi": True, "qk_ln": False, "attn_type": "multihead_attention"}.items():
+        only(attention, key, value)
+    only(attention, "prefix_lm", False)
+    only(keys, "no_bias", True)
+    only(keys, "logit_scale", None)
+    facts = databricks(keys)
+    return _leaning(
+        facts.but(hidden_act="gelu"),
+        most=attention.number("alibi_bias_max", 8.0),
+        intermediate=keys.size("expansion_ratio", 4) * facts.size("hidden_size"),
+        qkv_clip=attention.optional_number("clip_qkv"),
+        attention_scale=attention.optional_number("softmax_scale"),
+    )
+
+
+def databricks(keys: Keys) -> Keys:
+    """The sizes of MPT and DBRX under the names that others have for them."""
+    names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    sizes = {name: keys.size(own) for name, own in names.items()}
+    sizes["max_position_embeddings"] = keys.size("max_seq_len", 2048)
+    return with_defaults(keys, layer_norm_epsilon=1e-5).but(**sizes)
+
+
+def _leaning(keys: Keys, most: float = 8.0, **facts: Any) -> ArchFacts:
+    return decoder(
+        keys.but(num_key_value_heads=None, head_dim=None),
+        turning=[False] * keys.size("num_hidden_layers"),
+        slopes=slopes_of(keys.size("num_attention_heads"), most),
+        eps_key="layer_norm_epsilon",
+        norm="layer",
+        fused_qkv=True,
+        tied=keys.flag("tie_word_embeddings", True),
+        **facts,
+    )
