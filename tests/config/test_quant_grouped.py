@@ -1,11 +1,13 @@
 """What AWQ's and GPTQ's configurations say."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.keys import Keys
-from quire.config.quant import METHODS, choose_quant
+from quire.config.quant import METHODS, choose_quant, read_quant
 from quire.config.quant.facts import QuantFacts
 from quire.config.quant.schemes import Grouped
 from quire.errors import ConfigError
@@ -40,8 +42,10 @@ def test_gptq() -> None:
         sym=False,
         dynamic={
             r"-:.*\.mlp\.down_proj": {},
-            r"+:\.1\.": {"bits": 8, "group_size": -1},
-            r"\.2\.": {"sym": True},
+            r"+:.*\.1\.": {"bits": 8, "group_size": -1},
+            r"model\.layers\.2": {"sym": True},
+            r"-:mlp": {},
+            r"layers": {"bits": 2},
         },
     )
     assert facts.scheme("model.layers.0.mlp.up_proj") == Grouped(4, 32, False, True, "gptq")
@@ -53,12 +57,34 @@ def test_gptq() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "said", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "awq"),
+        (
+            "hf_quant_config.json",
+            {"producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+            "modelopt",
+        ),
+    ],
+)
+def test_what_older_tools_wrote_beside_config_json(
+    file: str, said: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(json.dumps(said))
+    facts = read_quant(Keys("config.json", {}), tmp_path)
+    assert facts is not None and facts.method == method
+    assert facts.scheme("model.layers.0.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize(
     ("method", "said", "message"),
     [
         ("awq", {"bits": 4, "version": "gemv"}, 'version "gemm"'),
         ("awq", {"bits": "four"}, "bits is 'four'"),
         ("awq", {"bits": 4, "group_size": "x"}, "group_size is 'x'"),
         ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "gptq and gptq_v2 are"),
+        ("gptq", {"bits": 4, "is_marlin_format": True}, "'marlin', which is not supported"),
         ("gptq", {"bits": 4, "dynamic": {"-:(": {}}}, "no pattern"),
         ("gptq", {"bits": 4, "dynamic": []}, None),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from formats import SIZES, STORED
 from oracle import load_tiny, make_tiny
-from requantized import error_of, requantize
+from requantized import error_of, loaded, requantize
 from torch import Tensor
 
 from quire.config.keys import Keys
@@ -34,6 +34,19 @@ def test_a_plain_checkpoint_is_narrowed_while_it_is_loaded(family: str, tmp_path
     _, twin = requantize(family, tmp_path / "narrow", *STORED["fp8 channel"], **SIZES[family])
     model = load_tiny(path, quant=ONLINE["fp8"])
     assert error_of(model, twin) < 1e-3 < error_of(model, plain)
+
+
+def test_a_scale_of_a_tensor_under_the_name_of_blocks(tmp_path: Path) -> None:
+    """So transformers writes it, and Mistral."""
+
+    def pack(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stored, wide = STORED["fp8 tensor"].pack(name, weight)
+        scales = {"weight_scale_inv": stored["weight_scale"], "activation_scale": stored["input_scale"]}
+        return {"weight": stored["weight"]} | scales, wide
+
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    path, twin = requantize("llama", tmp_path, config, pack, **SIZES["llama"])
+    assert error_of(loaded(path), twin) < 1e-3
 
 
 def test_the_wide_weight_is_there_only_while_it_is_filled() -> None:

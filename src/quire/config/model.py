@@ -117,7 +117,7 @@ def _read_directory(
         eos_ids=generation.token_ids("eos_token_id") or keys.token_ids("eos_token_id"),
         generation=sampling,
         pooling=pooling,
-        quant=read_quant(keys),
+        quant=read_quant(keys, path),
     )
 
 

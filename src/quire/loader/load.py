@@ -61,7 +61,8 @@ _HARMLESS = re.compile(
     r"|^(model\.)?(multi_modal_projector|mm_projector|vit_large_projector|projector|mlp_AR)\."
     r"|^(model\.)?(vision_encoder|vision_projection)\."
     r"|^(model\.)?image_newline$"
-    r"|\.(q_scale|prob_scale|input_scale(_ub)?|input_zero_point|weight_format|g_idx|weight_shape)$"
+    r"|\.(q_scale|prob_scale|input_scale(_ub)?|activation_scale|input_zero_point|weight_format|g_idx)$"
+    r"|\.weight_shape$"
 )
 """The angles of rotations, the causal mask of GPT-2 and GPT-NeoX, layers that draft tokens, those that see,
 scales of inputs where these are not narrowed, and what is known of packed weights anyway."""

@@ -1,9 +1,10 @@
 """SchemeFormat: makes each layer's weight by the scheme that its checkpoint names."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from quire.config.quant.facts import QuantFacts
-from quire.config.quant.schemes import Scheme
+from quire.config.quant.schemes import Fp8, Scheme
 from quire.errors import ConfigError
 from quire.quant.experts import ExpertShape, StoredExperts
 from quire.quant.format import Format
@@ -61,8 +62,16 @@ class SchemeFormat:
             return None
         if self.is_stored is None or not getattr(scheme, "stored", True):
             return scheme if narrows else None
-        named = (f"{name}{'' if mark[0] == '_' else '.'}{mark}" for name in names for mark in scheme.marks)
-        return scheme if any(map(self.is_stored, named)) else None
+        marks = (
+            mark
+            for name in names
+            for mark in scheme.marks
+            if self.is_stored(f"{name}{'' if mark[0] == '_' else '.'}{mark}")
+        )
+        found = next(marks, None)
+        if found is not None and isinstance(scheme, Fp8):
+            return replace(scheme, scale_name=found)  # files differ in what they call it
+        return None if found is None else scheme
 
 
 def _of_one_expert(part: str) -> str:

@@ -1,8 +1,9 @@
 """Quantization: what a checkpoint's `quantization_config` says of its layers, one reader a method."""
 
 from collections.abc import Callable
+from pathlib import Path
 
-from quire.config.keys import Keys
+from quire.config.keys import Keys, read_json
 from quire.config.quant.awq import read_awq
 from quire.config.quant.bitsandbytes import read_bitsandbytes
 from quire.config.quant.compressed import read_compressed
@@ -29,23 +30,30 @@ ONLINE = {
     "int8": QuantFacts("int8", all_but((), Int8(activations="none", stored=False))),
 }
 """What a plain checkpoint can be narrowed to while it is loaded."""
+_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where the tools of these methods wrote it before there was a place in config.json."""
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 """Names of kernels that stand for a method."""
 
 
-def read_quant(keys: Keys) -> QuantFacts | None:
-    """What config.json says; None: all layers are plain."""
+def read_quant(keys: Keys, path: Path | None = None) -> QuantFacts | None:
+    """What config.json says, or a file of its own beside it in `path`; None: all layers are plain."""
     for key in ("quantization_config", "compression_config"):
         said = keys.get(key)
         if said:
             if not isinstance(said, dict):
                 raise keys.wrong(key, "an object")
-            return _read(Keys(f"{keys.source}: {key}", said), old=key == "compression_config")
+            unsaid = "compressed-tensors" if key == "compression_config" else None
+            return _read(Keys(f"{keys.source}: {key}", said), unsaid)
+    for name, method in _FILES.items():
+        if path is not None and (path / name).is_file():
+            return _read(Keys(str(path / name), read_json(path / name)), method)
     return None
 
 
-def _read(said: Keys, *, old: bool) -> QuantFacts:
-    method = said.get("quant_method") or ("compressed-tensors" if old else None)
+def _read(said: Keys, unsaid: str | None) -> QuantFacts:
+    """`unsaid` is the method where none is named."""
+    method = said.get("quant_method") or unsaid
     if method not in METHODS:
         raise ConfigError(
             f"{said.source} says quant_method {method!r}, which is not supported; known: "

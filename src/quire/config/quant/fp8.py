@@ -34,9 +34,12 @@ def read_fbgemm(keys: Keys) -> QuantFacts:
 
 
 def read_modelopt(keys: Keys) -> QuantFacts:
-    """One scale a tensor; names of layers that are left out may have wildcards."""
+    """One scale a tensor; names of layers that are left out may have wildcards. What is said may be one
+    object further in."""
+    if isinstance(inner := keys.get("quantization"), dict):
+        keys = Keys(f"{keys.source}: quantization", inner)
     if keys.get("quant_algo") != "FP8":
-        raise keys.wrong("quant_algo", "'FP8': of ModelOpt's formats this one is supported")
+        raise keys.wrong("quant_algo", "'FP8': of ModelOpt's formats this one is supported, use such a file")
     names = _skipped(keys, "ignore", "exclude_modules")
     wild = (Rule(fnmatch.translate(name), None) for name in names if "*" in name)
     whole = [name for name in names if "*" not in name]

@@ -13,7 +13,7 @@ _FORMATS = "gptq", "gptq_v2"
 
 
 def read_gptq(keys: Keys) -> QuantFacts:
-    named = str(keys.get("checkpoint_format") or "gptq")
+    named = "marlin" if keys.flag("is_marlin_format") else str(keys.get("checkpoint_format") or "gptq")
     if named not in _FORMATS:
         raise ConfigError(
             f"{keys.source}: checkpoint_format is {named!r}, which is not supported; "
@@ -31,20 +31,21 @@ def read_gptq(keys: Keys) -> QuantFacts:
 
 
 def _dynamic(keys: Keys, scheme: Grouped) -> tuple[Rule, ...]:
-    """Patterns of names, that begin with `-:` where layers are plain, with what is other than elsewhere."""
+    """Patterns of how names begin, after `-:` where layers are plain, with what is other than elsewhere."""
     said = keys.get("dynamic") or {}
     if not isinstance(said, dict):
         raise keys.wrong("dynamic", "an object of patterns")
     rules = []
     for pattern, changes in said.items():
-        bare = re.sub(r"^[+-]:", "", pattern)
+        begins = f"^(?:{re.sub(r'^[+-]:', '', pattern)})"
         try:
-            re.compile(bare)
+            re.compile(begins)
         except re.error as error:
             raise ConfigError(
                 f"{keys.source}: dynamic has {pattern!r}, which is no pattern: {error}"
             ) from error
-        rules.append(Rule(bare, None if pattern.startswith("-:") else _changed(keys, scheme, changes or {})))
+        is_plain = pattern.startswith("-:")
+        rules.append(Rule(begins, None if is_plain else _changed(keys, scheme, changes or {})))
     return tuple(rules)
 
 
