@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from finished import finished
 from PIL import Image
+from seeing_latest import LATEST
 from seeing_more import MORE
 from tiny_seeing import STRONG, TEXT, VISION, Stand, make_tokenizer, save_tiny
 from tiny_seeing import close as close
@@ -406,4 +407,5 @@ FAMILIES = {
     "granite_vision": _granite_vision,
     "llava_onevision": _llava_onevision,
     **MORE,
+    **LATEST,
 }

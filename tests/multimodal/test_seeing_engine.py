@@ -1,13 +1,16 @@
 """Whole engines of families that see, against what transformers says of the same."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from seeing import FAMILIES, Twin, picture
+from tiny import generate_preempted
 
 from quire import LLM, SamplingParams
+from quire.errors import RequestError
 
 COUNT = 5
 SMALL, WIDE, TALL, LARGE = picture(17, 19), picture(64, 24), picture(20, 60), picture(120, 90)
@@ -40,11 +43,14 @@ def says(twin: Twin, content: Content) -> tuple[list[int], list[float]]:
 
 def generate(llm: LLM, contents: list[Content]) -> list[Any]:
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    asked = [
+    return llm.generate(asked(contents), params, use_tqdm=False)
+
+
+def asked(contents: list[Content]) -> list[Any]:
+    return [
         {"prompt": text, "multi_modal_data": {"image": images}} if images else text
         for text, images in contents
     ]
-    return llm.generate(asked, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +58,7 @@ def test_what_is_said_of_images_is_what_transformers_says(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One image, several of mixed sizes with text between, none; all at once, in chunks that end within
-    items where they may; then again, when their beginnings are kept."""
+    items where they may; then again, when their beginnings are kept; then with preemptions."""
     twin = Twin(tmp_path_factory.mktemp(family), family)
     contents = prompts(twin.mark)
     expected = [says(twin, content) for content in contents]
@@ -62,6 +68,7 @@ def test_what_is_said_of_images_is_what_transformers_says(
         block_size=4,
         max_num_seqs=8,
         max_model_len=512,
+        max_logprobs=-1,
         max_num_batched_tokens=32,
         num_gpu_blocks_override=400,
         use_tqdm_on_load=False,
@@ -78,7 +85,22 @@ def test_what_is_said_of_images_is_what_transformers_says(
     again = generate(llm, contents)
     assert [output.outputs[0].token_ids for output in again] == [said for said, _ in expected]
     assert all(output.num_cached_tokens > 0.5 * len(output.prompt_token_ids) for output in again)
+    llm.reset_prefix_cache()
+    outputs = generate_preempted(llm, asked(contents), COUNT, at=(1, 2, 5))
+    assert [output.outputs[0].token_ids for output in outputs] == [said for said, _ in expected]
     larder = llm.llm_engine.inputs.media.larder
     assert len(larder) == 4
     llm.reset_mm_cache()
     assert not len(larder)
+
+
+def test_a_prompt_that_sees_itself_must_fit_into_a_step(tmp_path: Path) -> None:
+    """One that is divided would see its first half alone; a text without a mark is about one image."""
+    twin = Twin(tmp_path, "paligemma")
+    content = "describe", [SMALL]
+    llm = LLM(str(tmp_path), dtype="float32", max_model_len=64, max_num_batched_tokens=32, max_num_seqs=2)
+    with pytest.raises(RequestError, match="The prompt has 36 tokens, .* and a step holds 32"):
+        generate(llm, [("x" * 30, [SMALL])])
+    (output,) = generate(llm, [content])
+    assert output.outputs[0].token_ids == says(twin, content)[0]
+    assert output.prompt_token_ids == twin.inputs("<image>describe", [SMALL])["input_ids"][0].tolist()

@@ -67,6 +67,8 @@ def meant(tokens: list[int], media: Media | None) -> list[int]:
         places = [at for first, count in item.places() for at in range(first, first + count)]
         for number, place in enumerate(places):
             found[place] = int.from_bytes(hashlib.sha256(item.key + bytes([number])).digest()[:6], "little")
+    if media and media.whole:  # all depends on all
+        found[0] = int.from_bytes(media.whole_key[:6], "little")
     return found
 
 

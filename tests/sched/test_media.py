@@ -81,7 +81,9 @@ class Watched(Engine):
         for row in plan.rows.tolist():
             reach, items = int(running.num_computed[row]), items_of(running.request(row))
             if media.whole:
-                for item in items:
+                whole = running.request(row).media.whole if items else 0
+                assert not 0 < reach < whole or whole > most, "ends inside a prompt that sees itself"
+                for item in items if not whole else ():
                     assert not item.offset < reach < item.end or item.length > most, "ends inside an item"
 
 
@@ -154,6 +156,28 @@ def test_aborts_resets_and_preemptions_lose_no_vector(
                 engine.scheduler.send_back()
         engine.step()
     check_answers(engine, traffic, frozenset(aborted))
+
+
+@settings(max_examples=40)
+@given(TRAFFIC, LIMITS, st.data())
+def test_prompts_that_see_themselves_are_not_divided_and_share_nothing_with_others(
+    traffic: list[Arrival], limits: dict[str, Any], data: st.DataObject
+) -> None:
+    """Blocks of a prompt that goes on otherwise; a chunk that ends behind the last item."""
+    limits |= {"whole": True, "long_prefill_token_threshold": 0, "max_num_batched_tokens": LONGEST}
+    limits["size"] = LONGEST
+    engine = Watched(**limits)
+    prompts = [prompt_of(arrival) for arrival in traffic]
+    for number, ((tokens, media), arrival) in enumerate(zip(prompts, traffic, strict=True)):
+        engine.add(str(number), tokens, arrival.count, media=media.joined(tokens), tenant=arrival.family)
+    while engine.core.has_work:
+        if not data.draw(st.integers(0, 5)) and not engine.scheduler.in_flight:
+            engine.scheduler.send_back()
+        engine.step()
+    for number, ((tokens, media), arrival) in enumerate(zip(prompts, traffic, strict=True)):
+        expected = continuation(meant(tokens, media.joined(tokens)), arrival.count)
+        assert engine.outputs[str(number)] == expected
+    engine.check_empty()
 
 
 class Blind(BreakableWorker):

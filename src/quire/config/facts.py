@@ -204,6 +204,8 @@ class MediaFacts:
     """How many layers, from the first on, are given further vectors of an item to add to their states."""
     is_whole: bool = False
     """Whether the tokens of an item see each other in both directions: no step may divide one."""
+    is_prefix: bool = False
+    """Whether all tokens of a prompt with items do: no step may divide such a prompt."""
     crossed: int = 0
     """Where no tokens stand for an item, and all of the sequence see its vectors: how many these are. Each
     prompt has one item then. 0: tokens stand for items."""

@@ -2,6 +2,8 @@
 
 import struct
 from bisect import bisect_right
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -101,6 +103,15 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
     positions: Array | None = None
     """[3, prompt] int32, for models that turn by time, height and width: those of each token. What follows
     the prompt goes on behind the largest."""
+    whole: int = 0
+    """The first so many tokens see each other in both directions: no step divides them,"""
+    whole_key: bytes = b""
+    """and what is kept of each stands for all of them, which this tells from others."""
+
+    def joined(self, tokens: Sequence[int]) -> "Media":
+        """The same of a prompt whose tokens all see each other."""
+        content = np.asarray(tokens, np.int32).tobytes() + self.keys_of(0, len(tokens))
+        return msgspec.structs.replace(self, whole=len(tokens), whole_key=sha256(content).digest())
 
     def num_tokens(self) -> dict[str, int]:
         """Of all spans, by modality."""
@@ -121,7 +132,7 @@ class Media(msgspec.Struct, omit_defaults=True, eq=False):
 
     def keys_of(self, start: int, end: int) -> bytes:
         """What these tokens stand for: the same for the same items at the same places."""
-        items, found = self.items, b""
+        items, found = self.items, self.whole_key if start < self.whole else b""
         for number in range(bisect_right(items, start, key=lambda item: item.end), len(items)):
             item = items[number]
             if item.offset >= end:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from quire.data.lora import LoRARequest
-from quire.data.media import Array, Media
+from quire.data.media import Array
 from quire.data.outputs import BeamSearchSequence, Logprob
 from quire.data.params import BeamSearchParams, SamplingParams
 from quire.errors import RequestError
@@ -39,7 +39,8 @@ def continued(prompt: Prompt, token_ids: list[int]) -> Prompt:
     media = prompt.media
     if media is not None:
         items = [msgspec.structs.replace(item) for item in media.items]
-        media = Media(items, _further(media.positions, len(token_ids)))
+        positions = _further(media.positions, len(token_ids))
+        media = msgspec.structs.replace(media, items=items, positions=positions)
     return replace(prompt, token_ids=token_ids, text=None, media=media)
 
 

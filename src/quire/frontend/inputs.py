@@ -238,7 +238,8 @@ class InputProcessor:
         if len(text) > self.max_model_len * 256:
             raise self._too_long(len(text) // 256, "at least ")
         spelled = self.media.spelled(text) if prepared else text
-        with_special = add_special_tokens and not self.media.crossed
+        is_begun = self.media.crossed or (self.media.prefix and bool(prepared))
+        with_special = add_special_tokens and not is_begun
         token_ids = self.tokenizer.encode(spelled, add_special_tokens=with_special)
         return self._checked(Prompt(token_ids, text, salt))
 

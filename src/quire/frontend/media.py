@@ -50,6 +50,7 @@ class MediaReader:
         interleaves: bool = False,
         max_span: int | None = None,
         crossed: bool = False,
+        prefix: bool = False,
         speech: Scribe | None = None,
         lacks_tokenizer: bool = False,
     ) -> None:
@@ -67,6 +68,8 @@ class MediaReader:
         self.crossed = crossed
         """Whether each prompt has one item, which all of its tokens see. Its text is then as it is: the user
         writes what begins it."""
+        self.prefix = prefix
+        """Whether all tokens of a prompt with items see each other. Its processor writes what begins it."""
 
     @property
     def modalities(self) -> list[str]:
@@ -140,6 +143,13 @@ class MediaReader:
                     f"One {item.modality} stands for {item.length} tokens, which are computed in one step, "
                     f"and a step holds {self._max_span}: take a smaller one, or raise max_num_batched_tokens"
                 )
+        if self.prefix:
+            media = media.joined(placed)
+        if self._max_span is not None and media.whole > self._max_span:
+            raise RequestError(
+                f"The prompt has {media.whole} tokens, which see each other and are computed in one step, "
+                f"and a step holds {self._max_span}: shorten it, or raise max_num_batched_tokens"
+            )
         return placed, media
 
     async def bring(self, media: Media, prepared: Sequence[Prepared]) -> None:
@@ -191,6 +201,7 @@ def media_reader(
         interleaves=section.interleave_mm_strings,
         max_span=max_span(config),
         crossed=crossed,
+        prefix=media.is_prefix,
         speech=_speech(config, processor, tokenizer) if media.transcribes else None,
     )
 

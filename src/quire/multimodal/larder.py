@@ -151,7 +151,7 @@ class Larder:
             sent.append(msgspec.structs.replace(item, arrays=arrays))
         for key, arrays in brought.items():
             self._far.put(key, None, size_of(arrays))
-        return Media(sent, media.positions)
+        return msgspec.structs.replace(media, items=sent)
 
     def _referred(self, arena: Arena, media: Media, whole: bool) -> Media:
         """To shared memory, unless the core cannot read it: a second time nobody tries."""
@@ -166,7 +166,7 @@ class Larder:
                 arrays = unpack(arena.read(item.stored))
                 item = msgspec.structs.replace(item, arrays=arrays, stored=None)
             sent.append(item)
-        return Media(sent, media.positions)
+        return msgspec.structs.replace(media, items=sent)
 
 
 def _warn(num_bytes: int, setting: str, limit: int) -> None:

@@ -50,7 +50,7 @@ def stripped(media: Media | None) -> Media | None:
     if media is None:
         return None
     bare = [msgspec.structs.replace(item, arrays=None, stored=None) for item in media.items]
-    return Media(bare, media.positions)
+    return msgspec.structs.replace(media, items=bare)
 
 
 @dataclass(slots=True)
@@ -70,6 +70,8 @@ class _Row:
     """Of the first items: the row holds their vectors,"""
     num_done: int
     """or has given them back, as of so many."""
+    whole: int = 0
+    """As in `Media`."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class EncoderCache:
             self.shelf.add(media)
             if self.whole:
                 limits.require(max((item.length for item in media.items), default=0))
+            limits.require(media.whole)
 
     def drop(self, request: Request) -> None:
         if request.media is not None:
@@ -120,10 +123,10 @@ class EncoderCache:
         """It gets a row, and computes its tokens up to `end` in the step that is planned."""
         if request.media is None:
             return
-        items = request.media.items
+        items, whole = request.media.items, request.media.whole
         num_done = _num_before(items, num_computed)
-        if num_done < len(items):
-            entered = self.rows[row] = _Row(items, num_done, num_done)
+        if num_done < len(items) or num_computed < whole:
+            entered = self.rows[row] = _Row(items, num_done, num_done, whole)
             self._take([(entered, end)])
 
     def leave(self, row: int) -> None:
@@ -139,7 +142,7 @@ class EncoderCache:
         items = request.media.items
         items = items[_num_before(items, start) :]
         chunk = self._reach(items, start, chunk, self._outlook())
-        return self._undivided(items, start, chunk, limits)[0]
+        return self._undivided(self._wholes(items, request.media.whole), start, chunk, limits)[0]
 
     def allow(self, running: Running, pending: Ints, limits: Limits) -> Ints:
         """The same of each row of `running.order`, in this order: up to the first item that cannot be encoded
@@ -163,8 +166,9 @@ class EncoderCache:
         for place, row in self._places(running):
             if not (chunk := int(chunks[place])):
                 continue
-            items, start = self.rows[row].items[self.rows[row].num_done :], int(running.num_computed[row])
-            chunks[place], wanted = self._undivided(items, start, chunk, limits)
+            held, start = self.rows[row], int(running.num_computed[row])
+            wholes = self._wholes(held.items[held.num_done :], held.whole)
+            chunks[place], wanted = self._undivided(wholes, start, chunk, limits)
             if not chunks[place] and first is None:
                 first, chunks[place] = place, wanted
         if first is None:
@@ -212,14 +216,21 @@ class EncoderCache:
         outlook.keys.add(item.key)
         return True
 
-    def _undivided(self, items: list[Item], start: int, chunk: int, limits: Limits) -> tuple[int, int]:
-        """The chunk, if it does not end inside an item; else what comes before that, and what it takes to
-        have it whole. One that no step can hold is divided all the same."""
+    def _wholes(self, items: list[Item], whole: int) -> list[tuple[int, int]]:
+        """What no step divides: items, or so many tokens in front; where each begins and ends."""
+        if whole:
+            return [(0, whole)]
+        return [(item.offset, item.end) for item in items] if self.whole else []
+
+    def _undivided(
+        self, wholes: list[tuple[int, int]], start: int, chunk: int, limits: Limits
+    ) -> tuple[int, int]:
+        """The chunk, if it does not end inside one of these; else what comes before that, and what it takes
+        to have it whole. One that no step can hold is divided all the same."""
         end = start + chunk
-        if self.whole:
-            for item in items:
-                if item.offset < end < item.end and item.end - max(start, item.offset) <= limits.max_chunk:
-                    return max(item.offset - start, 0), item.end - start
+        for first, behind in wholes:
+            if first < end < behind and behind - max(start, first) <= limits.max_chunk:
+                return max(first - start, 0), behind - start
         return chunk, chunk
 
     # ---- vectors
@@ -228,7 +239,7 @@ class EncoderCache:
         """Rows need no vectors of items that are computed: steps run in order."""
         for row, held in list(self.rows.items()):
             self._give_back(held, _num_before(held.items, int(running.num_computed[row])))
-            if held.num_done == len(held.items):
+            if held.num_done == len(held.items) and running.num_computed[row] >= held.whole:
                 del self.rows[row]
 
     def _give_back(self, row: _Row, num_done: int) -> None:

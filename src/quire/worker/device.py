@@ -200,7 +200,7 @@ class Model:
 
     def reach(self, plan: StepPlan, all_rows: Rows, device: torch.device) -> Tensor | None:
         """See `Batch.reach`; asked for before `embeds`, with which items are done with."""
-        if not self.reaches or not all_rows.items:
+        if not self.reaches or not (all_rows.items or all_rows.wholes):
             return None
         found = reach_of(plan, all_rows)
         return None if found is None else to_device(found, device)

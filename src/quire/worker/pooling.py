@@ -132,7 +132,8 @@ class PoolingRunner:
         types = (page.arrays["positions"] >= second).astype(np.int64)
         batch.token_types = torch.from_numpy(types).to(self.device)
         if self.encoder is not None:
-            reach = reach_of(plan, all_rows) if self.reaches and all_rows.items else None
+            sees = all_rows.items or all_rows.wholes
+            reach = reach_of(plan, all_rows) if self.reaches and sees else None
             batch.reach = None if reach is None else torch.from_numpy(reach).to(self.device)
             batch.embeds = self.encoder.step(plan, all_rows)
         return batch

@@ -63,6 +63,8 @@ class Rows:
         """Of models whose heads do not always turn by the place of a token."""
         self.items: dict[int, list[Item]] = {}
         """By row: images, videos and sounds of a prompt, unless all of them are computed."""
+        self.wholes: dict[int, int] = {}
+        """By row: of how many tokens, from the first on, all see each other; of prompts with such items."""
         self.version = 0
         """Counts the plans by which a row got a request."""
 
@@ -73,6 +75,10 @@ class Rows:
             self.sampling.release(row)
             self.embeds.pop(row, None)
             self.items.pop(row, None)
+            self.wholes.pop(row, None)
+        if self.wholes:
+            left = self.wholes.items()
+            self.wholes = {row: count for row, count in left if self.num_computed[row] < count}
         self.version += bool(plan.admitted)
         for admission in plan.admitted:
             self._admit(admission, plan.step)
@@ -92,6 +98,8 @@ class Rows:
             self.turns.admit(row, new.media)
         if new.media is not None and new.media.items:
             self.items[row] = new.media.items
+        if new.media is not None and new.media.whole > new.num_computed:
+            self.wholes[row] = new.media.whole
         self.num_tokens[row] = self.num_known[row] = length
         self.admitted_in[row] = step
         self.num_computed[row] = new.num_computed

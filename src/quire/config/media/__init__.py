@@ -13,6 +13,7 @@ import quire.config.media.llama4 as llama4
 import quire.config.media.llava as llava
 import quire.config.media.minicpm as minicpm
 import quire.config.media.paddle as paddle
+import quire.config.media.paligemma as paligemma
 import quire.config.media.pixtral as pixtral
 import quire.config.media.qwen as qwen
 import quire.config.media.qwen_audio as qwen_audio
@@ -55,6 +56,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "MiniCPMV4_6ForConditionalGeneration": minicpm.minicpm_v46,
     "Mistral3ForConditionalGeneration": pixtral.mistral3,
     "PaddleOCRVLForConditionalGeneration": paddle.paddleocr_vl,
+    "PaliGemmaForConditionalGeneration": paligemma.paligemma,
     "SmolVLMForConditionalGeneration": idefics.idefics3,
     "Step3p7ForConditionalGeneration": step.step37,
     "StepVLForConditionalGeneration": step.step_vl,

@@ -18,6 +18,18 @@ _LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+_GEMMA = {
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 _SILENT: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA
@@ -35,6 +47,17 @@ _SILENT: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "sliding_window": 4096,
         "tie_word_embeddings": True,
+    },
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
     },
 }
 """What is meant by a decoder's part that does not say it: files of models that see are short."""

@@ -65,6 +65,7 @@ TOWERS = LazyTable(
         "llava_onevision": "quire.models.towers.anyres:Anyres",
         "minicpm_v": "quire.models.towers.minicpm:MiniCPMV",
         "paddleocr_vl": "quire.models.towers.paddle:PaddleOCRVL",
+        "paligemma": "quire.models.towers.paligemma:PaliGemma",
         "pixtral": "quire.models.towers.pixtral:Pixtral",
         "step_vl": "quire.models.towers.step:StepVL",
         "voxtral": "quire.models.towers.qwen_audio:QwenAudio",

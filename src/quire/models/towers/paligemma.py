@@ -1,0 +1,27 @@
+"""PaliGemma's tower: SigLIP, and one product."""
+
+from torch import Tensor
+
+from quire.config.facts import ArchFacts
+from quire.config.media.paligemma import PaliGemmaFacts
+from quire.layers.linear import WholeLinear
+from quire.layers.scope import Scope
+from quire.models.towers.clip import ViT
+from quire.models.towers.squares import Squares
+
+
+class PaliGemma(Squares):
+    """Every patch is a vector."""
+
+    facts: PaliGemmaFacts
+
+    def __init__(self, facts: ArchFacts, scope: Scope) -> None:
+        super().__init__(facts, scope)
+        own = self.facts
+        self.vit = ViT(own.vit, own.vit.layers, scope, is_normed=True)
+        projector = scope / "model" / "multi_modal_projector" / "linear"
+        self.projector = WholeLinear(own.vit.hidden, own.size_out, projector, bias=True)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        vectors: Tensor = self.projector(self.vit(pixels).flatten(0, 1))
+        return vectors.view(len(pixels), -1, self.facts.size_out)
