@@ -69,6 +69,7 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "olmo2, more devices than kv heads": ("Olmo2ForCausalLM", 4, {}),
     "gemma2": ("Gemma2ForCausalLM", 2, {}),
     "gemma3": ("Gemma3ForCausalLM", 2, {}),
+    "gemma3n": ("Gemma3nForCausalLM", 2, {}),
     "gpt-oss": ("GptOssForCausalLM", 2, {}),
     "mixtral": ("MixtralForCausalLM", 2, {}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", 2, {}),

@@ -12,12 +12,14 @@ from zoo import ZOO
 from quire.attention.batch import Batch
 from quire.config.model import read_checkpoint
 from quire.config.ranks import Stage
+from quire.errors import ConfigError
 from quire.models import MODELS
 from quire.models.decoder import Decoder
 
 PROMPTS = [[5, 9, 30, 31, 32, 2, 8], [7, 8, 11]]
 STEPS = [[4, 0], [2, 3], [1, 0]]
 TWO_STAGES = [name for name in ZOO if name in MODELS and issubclass(MODELS[name], Decoder)]
+TWO_STAGES.remove("Gemma3nForCausalLM")
 
 
 class Chained(nn.Module):
@@ -56,3 +58,9 @@ def test_a_decoder_in_two_stages(architecture: str, tmp_path: Path, caplog: pyte
         strict=True,
     ):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_layers_that_see_the_keys_of_others_stay_together(tmp_path: Path) -> None:
+    path, _ = make_tiny("Gemma3nForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size cannot be had with Gemma 3n"):
+        load_tiny(path, stage=Stage(0, 2))

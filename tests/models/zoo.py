@@ -329,6 +329,21 @@ ZOO: dict[str, Specimen] = {
             "tie_word_embeddings": True,
         }
     ),
+    "Gemma3nForCausalLM": Specimen(
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*TURNS, "sliding_attention", *TURNS],
+            "num_kv_shared_layers": 2,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 120,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.9],
+            "altup_active_idx": 0,
+        },
+        {"nothing-shared": {"num_kv_shared_layers": 0, "altup_correct_scale": False}},
+    ),
     "GptOssForCausalLM": Specimen(
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}
         | rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **_YARN)
@@ -576,6 +591,7 @@ ZOO: dict[str, Specimen] = {
 UNTAPED = {
     "ApertusForCausalLM": "aten.clamp.default",
     "DbrxForCausalLM": "aten.clamp_.default",
+    "Gemma3nForCausalLM": "aten.lt.Scalar",
     "PersimmonForCausalLM": "aten.layer_norm.default",
 }
 """Whose decodes on a CPU are no tape, and the operation that refuses: an activation of torch's, a bound, or a

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from finished import finished
+from oracle import load_tiny, make_tiny, random_prompts, run_paged
 from safetensors.torch import load_file, save_file
 from seeing import Twin, picture
 from seeing_more import MORE
@@ -228,6 +229,7 @@ def test_short_configurations_of_the_hub_are_completed(tmp_path: Path) -> None:
         },
     }
     text, media = MEDIA_FAMILIES["Gemma3ForConditionalGeneration"](Keys("config.json", gemma))
+    assert media is not None
     assert (text.get("vocab_size"), text.get("rope_theta"), media.tower.tokens) == (262208, 1e6, 256)
 
 
@@ -385,3 +387,21 @@ def test_the_mark_of_aya_vision_need_not_be_a_token(tmp_path: Path) -> None:
     assert twin.token_ids("a<image>b", [image]) == with_token
     whole = twin.ours.process("image", image, {"crop_to_patches": False})
     assert whole.token_ids.count(twin.image_id) == 4 < with_token.count(twin.image_id)
+
+
+def test_gemma3n_as_it_is_published_reads(tmp_path: Path) -> None:
+    """Towers that are not read, and keys of layers that see those of others."""
+    path, _ = make_tiny("Gemma3nForCausalLM", tmp_path)
+    prompts = random_prompts(9, 14)
+    expected = run_paged(load_tiny(path), prompts, [[9, 14]])
+    tensors = load_file(path / "model.safetensors")
+    inner = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    keys = tensors["model.layers.1.self_attn.k_proj.weight"]
+    more = {"model.language_model.layers.4.self_attn.k_proj.weight": keys.clone()}
+    more["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.zeros(2)
+    save_file(inner | more, path / "model.safetensors")
+    text = json.loads((path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (path / "config.json").write_text(json.dumps(whole))
+    for ours, theirs in zip(run_paged(load_tiny(path), prompts, [[9, 14]]), expected, strict=True):
+        assert torch.equal(ours, theirs)

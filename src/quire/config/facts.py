@@ -58,6 +58,10 @@ class LayerFacts:
     """That of its feed-forward half, and of the expert that every token is given to; empty: the model's."""
     expert_activation: str = ""
     """That of the experts; empty: theirs."""
+    keys_of: int | None = None
+    """The layer whose keys and values it sees, and keeps none itself; None: its own."""
+    sparsity: float = 0.0
+    """About what part of the gates of its feed-forward half is 0."""
 
 
 class Routing(NamedTuple):
@@ -170,6 +174,25 @@ class EncoderFacts:
     """Of how many texts in one prompt each has a vector of its own."""
     classifier_bias: bool = False
     classifier_activation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpFacts:
+    """Several states of each token, of which layers read one; what each layer is given of the token itself;
+    and a product of low rank beside attention (arXiv 2301.13310, 2411.07501)."""
+
+    inputs: int
+    """How many states."""
+    active: int
+    """Which of them layers read."""
+    is_scaled: bool
+    """Whether a layer's own embedding is gated by what was scaled first."""
+    rank: int
+    """Of the product beside attention."""
+    per_layer: int
+    """Numbers of a token's embedding for one layer."""
+    vocab: int
+    """Tokens that have one; others have that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +320,7 @@ class ArchFacts:
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     state: StateFacts | None = None
+    altup: AltUpFacts | None = None
     encoder: EncoderFacts | None = None
     unused: str = ""
     """An expression that finds the tensors of the checkpoint which are passed over on purpose."""

@@ -215,7 +215,7 @@ def crossed_spec(num_layers: int, num_vectors: int, numbers: int) -> CacheSpec:
 
 
 def _spec(facts: ArchFacts, layer: LayerFacts) -> CacheSpec | None:
-    if layer.mixer == "none":
+    if layer.mixer == "none" or layer.keys_of is not None:
         return None
     if layer.mixer == "latent":
         assert facts.mla is not None

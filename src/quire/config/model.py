@@ -128,7 +128,7 @@ def _parted(keys: Keys) -> tuple[Keys, MediaFacts | None]:
     if read is None:
         return keys, None
     text, media = read(keys)
-    if _architectures(text)[0].startswith("Granite"):
+    if media is not None and _architectures(text)[0].startswith("Granite"):
         media = replace(media, scale=text.number("embedding_multiplier", 1.0))
     return text, media
 

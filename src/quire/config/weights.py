@@ -75,8 +75,17 @@ def count(facts: ArchFacts) -> Weights:
         positions = (facts.encoder.positions + facts.encoder.token_types) * facts.hidden
     has_head = facts.encoder is None and not facts.tied
     layers = tuple(_layer(facts.of_layer(layer), layer) for layer in facts.layers)
+    table += _beside(facts)
     tower = facts.media.tower.num_weights if facts.media is not None else 0
     return Weights(table + positions, table if has_head else 0, layers, tower)
+
+
+def _beside(facts: ArchFacts) -> int:
+    """What models with several states have in front of their layers, and behind them."""
+    if (altup := facts.altup) is None:
+        return 0
+    own = len(facts.layers) * altup.per_layer
+    return own * (altup.vocab + facts.hidden) + 2 * (altup.inputs - 1) * facts.hidden**2
 
 
 def _crosses(facts: ArchFacts) -> bool:
@@ -85,6 +94,10 @@ def _crosses(facts: ArchFacts) -> bool:
 
 def _layer(facts: ArchFacts, layer: LayerFacts) -> LayerWeights:
     mixer = _MIXERS[layer.mixer](facts) + 2 * facts.hidden
+    if layer.keys_of is not None:
+        mixer -= 2 * facts.hidden * facts.kv_heads * facts.head_dim
+    if (altup := facts.altup) is not None:
+        mixer += facts.hidden * (2 * altup.rank + 2 * altup.per_layer + altup.inputs + 6)
     if _crosses(facts):
         mixer += _attention(facts) + facts.hidden
     if layer.moe:

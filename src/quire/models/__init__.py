@@ -46,6 +46,7 @@ MODELS = LazyTable(
         "StableLmForCausalLM": "quire.models.stablelm:StableLM",
         "Gemma2ForCausalLM": "quire.models.gemma:Gemma",
         "Gemma3ForCausalLM": "quire.models.gemma:Gemma",
+        "Gemma3nForCausalLM": "quire.models.gemma3n:Gemma3n",
         "GptOssForCausalLM": "quire.models.llama:Llama",
         "MixtralForCausalLM": "quire.models.llama:Llama",
         "Qwen2MoeForCausalLM": "quire.models.llama:Llama",

@@ -78,6 +78,7 @@ FAMILIES = {
     "StableLmForCausalLM": Family("stablelm", older.stablelm),
     "Gemma2ForCausalLM": Family("gemma2", windows.gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", windows.gemma3),
+    "Gemma3nForCausalLM": Family("gemma3n_text", windows.gemma3n),
     "GptOssForCausalLM": Family("gpt_oss", windows.gpt_oss),
     "MixtralForCausalLM": Family("mixtral", moe.mixtral),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", moe.qwen2_moe),

@@ -22,7 +22,7 @@ import quire.config.media.whisper as whisper
 from quire.config.facts import MediaFacts
 from quire.config.keys import Keys
 
-MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
+MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts | None]]] = {
     "AudioFlamingo3ForConditionalGeneration": qwen_audio.audio_flamingo3,
     "AyaVisionForConditionalGeneration": aya.aya_vision,
     "Cohere2VisionForConditionalGeneration": aya.cohere2_vision,
@@ -41,6 +41,7 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     ),
     "DotsOCRForCausalLM": dots.dots_ocr,
     "Gemma3ForConditionalGeneration": gemma.gemma3,
+    "Gemma3nForConditionalGeneration": gemma.gemma3n,
     "Idefics3ForConditionalGeneration": idefics.idefics3,
     "InternVLChatModel": intern.internvl_chat,
     "InternVLForConditionalGeneration": intern.internvl,
@@ -64,4 +65,4 @@ MEDIA_FAMILIES: dict[str, Callable[[Keys], tuple[Keys, MediaFacts]]] = {
     "WhisperForConditionalGeneration": whisper.whisper,
 }
 """By architecture: what config.json says of the decoder, as if that were alone (`architectures` then names
-one of the families of decoders), and what it says of the rest."""
+one of the families of decoders), and what it says of the rest; None: only its decoder is supported."""
