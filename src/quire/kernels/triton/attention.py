@@ -231,11 +231,12 @@ def _start(sinks: tl.tensor, heads: tl.tensor, counts: tl.tensor, BLOCK_D: tl.co
 
 
 @triton.jit
-def _slopes(slopes: tl.tensor, heads: tl.tensor) -> Any:
-    """Those of the rows' heads, in log 2; None where heads have none."""
-    if slopes is None:
-        return None
-    return tl.load(slopes + heads) * _LOG2_E
+def _leans(slopes: tl.tensor, heads: tl.tensor) -> Any:
+    """The slopes of the rows' heads, in log 2; None where heads have none."""
+    own = slopes
+    if slopes is not None:
+        own = tl.load(slopes + heads) * _LOG2_E
+    return own
 
 
 @triton.jit
@@ -285,7 +286,7 @@ def tiles(
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, sees, _slopes(slopes, heads), cache, kv_head, table, first, end,
+        acc, most, total, rows, low, places, sees, _leans(slopes, heads), cache, kv_head, table, first, end,
         scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
@@ -375,7 +376,7 @@ def _take(
     )
     acc, most, total = _start(sinks, heads, at == 0, BLOCK_D)
     acc, most, total = _fold(
-        acc, most, total, rows, low, places, places, _slopes(slopes, heads), cache, kv_head, table,
+        acc, most, total, rows, low, places, places, _leans(slopes, heads), cache, kv_head, table,
         first + at * BLOCK_N, tl.minimum(first + until * BLOCK_N, seq_len), scores_by,
         WINDOW, CAPPED, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Kernels are compiled before an engine says that it is ready, and none in traffic, whatever its kind."""
+
+import gc
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from lora_speed import write_adapters
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.bench.gpu import prompts_of
+
+pytestmark = pytest.mark.gpu
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    "adapters": {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16},
+    "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "no prefix caching": {"enable_prefix_caching": False, "max_num_batched_tokens": 512},
+}
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    {"temperature": 0.9, "logprobs": 5, "prompt_logprobs": 2},
+    {"temperature": 0, "logit_bias": {7: 3.0}, "min_tokens": 3},
+    {"temperature": 1.0, "allowed_token_ids": [5, 6, 7], "n": 2, "bad_words": []},
+    {"temperature": 0.5, "logprobs": 0},
+]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The kernels that are compiled, or read from where they are kept, in here."""
+    found: list[str] = []
+
+    def note(*, repr: str, **more: Any) -> None:
+        found.append(repr)
+
+    runtime = triton.knobs.runtime
+    before, runtime.jit_post_compile_hook = runtime.jit_post_compile_hook, note
+    try:
+        yield found
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
+def send(llm: LLM, adapters: list[LoRARequest]) -> None:
+    """All that requests ask for, alone and together, in batches and prompts of many sizes."""
+    rng = random.Random(0)
+
+    def ask(lengths: list[int], each: list[dict[str, Any]], max_tokens: int) -> None:
+        prompts = [prompts_of(rng, 1, length)[0] for length in lengths]
+        params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **asked) for asked in each]
+        own = [adapters[i % len(adapters)] if adapters and i % 3 < 2 else None for i in range(len(prompts))]
+        llm.generate(prompts, params, use_tqdm=False, lora_request=own)
+
+    for batch in (1, 2, 3, 5, 8, 17, 32, 64):
+        ask([60] * batch, [ASKED[0]] * batch, 40)  # what repeats is drafted
+        ask([rng.randrange(1, 90) for _ in range(batch)], [rng.choice(ASKED) for _ in range(batch)], 12)
+    for asked in ASKED:
+        ask([33], [asked], 6)
+    for length in (1, 15, 130, 257, 700, 1500, 3900):
+        ask([length], [ASKED[0]], 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_compiled_in_traffic(kind: str, tmp_path: Path) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    with compilations() as found:
+        llm = LLM(
+            str(tmp_path / "model"),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=2**30,
+            **KINDS[kind],
+        )
+        assert found, "the hook is never called"
+        found.clear()
+        adapters = write_adapters(tmp_path, MODEL, 16, 8) if kind == "adapters" else []
+        send(llm, adapters)
+    llm.llm_engine.close()
+    assert not found
