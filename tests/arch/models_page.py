@@ -25,7 +25,7 @@ GROUPS = {
     "windows": "Decoders with windows",
     "moe": "Mixtures of experts",
     "latent": "Latent attention",
-    "state": "Hybrids with states",
+    "state": "Decoders with states",
     "encoder": "Encoders",
 }
 """By the file in config/families/ that reads them."""

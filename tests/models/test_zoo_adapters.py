@@ -24,7 +24,9 @@ QUICK = [
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteMoeSharedForCausalLM",
+    "FalconH1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM",
     "Llama4ForCausalLM",
     "MiniMaxM2ForCausalLM",
     "MixtralForCausalLM",
@@ -38,10 +40,15 @@ QUICK = [
 ]
 """Those that are least like Llama, and that no other test of adapters has."""
 NOT_BY_PEFT = {
+    "FalconH1ForCausalLM": {"out_proj"},
+    "FalconMambaForCausalLM": {"out_proj", "dt_proj"},
+    "JambaForCausalLM": {"dt_proj"},
     "Llama4ForCausalLM": {"router"},
+    "Mamba2ForCausalLM": {"out_proj"},
+    "MambaForCausalLM": {"out_proj", "dt_proj"},
     "NemotronHForCausalLM": {"out_proj"},
 }
-"""Linear layers that PEFT itself refuses, or cannot run."""
+"""Linear layers that PEFT itself refuses or cannot run, or of which transformers takes the weight alone."""
 
 
 def chosen(architecture: str, hf: Any) -> dict[str, Any]:
