@@ -109,6 +109,38 @@ def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
     assert np.abs(tokens.outputs.data - wanted.numpy()).max() < TOLERANCE
 
 
+def test_a_model_of_one_type_is_told_of_none(tmp_path: Path) -> None:
+    """A second text's type would be read from behind the table."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    tiny = make(tmp_path, "XLMRoberta", pad_token_id=1, type_vocab_size=1, num_labels=1)
+    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "one": 4, "two": 5}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = opened(tmp_path, skip_tokenizer_init=False)
+    (found,) = llm.score("one", "two", use_tqdm=False)
+    with torch.inference_mode():
+        logit = tiny.hf(torch.tensor([[0, 4, 2, 5, 2]])).logits[0, 0]
+    assert abs(found.outputs.score - float(logit.sigmoid())) < TOLERANCE
+    given = {"prompt_token_ids": [0, 4, 2, 5, 2], "token_type_ids": [0, 0, 0, 1, 1]}
+    with pytest.raises(RequestError, match="must be zeros: this model has one type"):
+        llm.encode(given, RAW, pooling_task="classify", use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_padding_inside_of_a_text_has_no_place_of_its_own(tmp_path: Path) -> None:
+    tiny = make(tmp_path, "Roberta", pad_token_id=5)
+    prompts = [[5, 3, 4, 5, 5, 6, 7], [8, 5], [5], [3, 4, 6]]
+    found = opened(tmp_path).classify(prompts, RAW, use_tqdm=False)
+    for ids, each in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            wanted = tiny.hf(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0]
+        assert np.abs(np.array(each.outputs.probs) - wanted.numpy()).max() < TOLERANCE
+
+
 def test_older_files_of_modernbert_say_the_same(tmp_path: Path) -> None:
     """Before layers had names, and rotations a place of their own."""
     tiny = make(tmp_path, "ModernBert", local_attention=8, num_hidden_layers=4)
@@ -139,6 +171,8 @@ def test_narrow_weights_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is_decoder is True, expected false"):
+        opened(make(tmp_path, "Bert", is_decoder=True).path)
     tiny = make(tmp_path, "Roberta", pad_token_id=1)
     with pytest.raises(ConfigError, match="does not generate"):
         opened(tiny.path, runner="generate")

@@ -281,3 +281,26 @@ def test_texts_are_cut_and_the_tokens_around_them_stay(side: str) -> None:
             found = tokenizer.encode_cut(*texts, max_len=max_len, side=side)
             assert found == (wanted.ids, wanted.type_ids)
     assert tokenizer.encode_cut(long, max_len=1, side=side)[0] == [10]
+
+
+def test_what_sentence_transformers_writes_small(tmp_path: Path, byte_level: Backend) -> None:
+    path = write_model(tmp_path, byte_level)
+    plain = load_tokenizer(path, "hf").encode("the quick fox")
+    assert load_tokenizer(path, "hf").encode("The QUICK fox") != plain
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": true}')
+    assert load_tokenizer(path, "hf").encode("The QUICK fox") == plain
+
+
+def test_types_of_tokens_that_the_model_is_not_told(tmp_path: Path) -> None:
+    """As transformers: `model_input_names` decides."""
+    backend = Backend(models.WordLevel({"[SEP]": 0, "one": 1, "two": 2}, unk_token="[SEP]"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A [SEP]", pair="$A [SEP] $B:1 [SEP]:1", special_tokens=[("[SEP]", 0)]
+    )
+    told = load_tokenizer(write_model(tmp_path, backend), "hf")
+    untold = load_tokenizer(
+        write_model(tmp_path, backend, model_input_names=["input_ids", "attention_mask"]), "hf"
+    )
+    assert told.encode_pair("one", "two") == ([1, 0, 2, 0], [0, 0, 1, 1])
+    assert untold.encode_pair("one", "two") == ([1, 0, 2, 0], [0, 0, 0, 0])
+    assert untold.encode_cut("one", "two", max_len=4, side="right")[1] == [0, 0, 0, 0]

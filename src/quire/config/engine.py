@@ -120,6 +120,7 @@ def resolve(
         checkpoint.pooling,
         is_encoder=checkpoint.facts.encoder is not None,
         hidden=checkpoint.facts.hidden,
+        token_types=checkpoint.facts.encoder.token_types if checkpoint.facts.encoder else 0,
         runner=values.get("runner", "auto"),
         convert=values.get("convert", "auto"),
         pooler=values.get("pooler_config"),
@@ -175,7 +176,10 @@ def _for_pooling(
 ) -> dict[str, Any]:
     """What pooling cannot have is off; who asked for it is told."""
     if pooling is not None and facts.borrowed is not None:
-        raise ConfigError("a model that transformers runs only generates: leave runner and convert out")
+        raise ConfigError(
+            "a model that transformers runs only generates: leave runner and convert out, or set runner to"
+            " 'generate'"
+        )
     if pooling is None:
         return values
     if facts.media is not None and facts.media.crossed:

@@ -170,6 +170,8 @@ class EncoderFacts:
     """Learned ones; 0: none, its heads turn."""
     first_position: int = 0
     """The position of the first token."""
+    padding: int | None = None
+    """The token that has the position in front of the first, and does not count."""
     token_types: int = 0
     """Of how many texts in one prompt each has a vector of its own."""
     classifier_bias: bool = False

@@ -90,6 +90,8 @@ class PoolingFacts:
     label_tokens: tuple[str, ...] = ()
     two_way: bool = False
     instructions: tuple[tuple[str, str], ...] = ()
+    token_types: int = 0
+    """Of how many texts in one prompt the model knows which token is whose; 0: it does not ask."""
 
     @property
     def needs_all_states(self) -> bool:
@@ -121,7 +123,7 @@ def read_pooling(path: Path, keys: Keys, architecture: str) -> StoredPooling:
         matryoshka_dimensions=tuple(dimensions or ()),
         label_tokens=tuple(tokens or ()),
         two_way=two_way,
-        both_ways=keys.get("is_causal") is False or keys.flag("use_bidirectional_attention"),
+        both_ways=keys.get("is_causal") is False or keys.get("use_bidirectional_attention") in (True, "all"),
         instructions=_instructions(path, keys),
         **stored,
     )
@@ -205,6 +207,7 @@ def settle(
     *,
     is_encoder: bool,
     hidden: int,
+    token_types: int = 0,
     runner: str = "auto",
     convert: str = "auto",
     pooler: Mapping[str, Any] | None = None,
@@ -243,6 +246,7 @@ def settle(
         activation="sigmoid" if size == 1 and activation == "softmax" else activation,
         dimensions=asked.get("dimensions"),
         labels=stored.labels if task == "classify" else (),
+        token_types=token_types,
         **{
             name: getattr(stored, name)
             for name in ("is_matryoshka", "matryoshka_dimensions", "label_tokens", "two_way", "instructions")

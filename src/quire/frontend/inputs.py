@@ -218,6 +218,10 @@ class InputProcessor:
                 )
             types = prompt.get("token_type_ids")
             second = None if types is None else second_start(types, len(ids))
+            if second is not None and self.pooling is not None and self.pooling.token_types == 1:
+                raise RequestError(
+                    "token_type_ids must be zeros: this model has one type", param="token_type_ids"
+                )
             return self._checked(Prompt(list(ids), text, salt, second))
         if isinstance(text, str):
             return self._from_text(text, salt, add_special_tokens, prepared)

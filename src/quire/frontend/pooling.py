@@ -57,7 +57,7 @@ def completed(params: PoolingParams, pooling: PoolingFacts, second_start: int | 
     params.dimensions = params.dimensions or pooling.dimensions
     if params.skip_reading_prefix_cache is None:
         params.skip_reading_prefix_cache = params.is_by_token
-    params.second_start = second_start
+    params.second_start = second_start if pooling.token_types > 1 else None
     return params
 
 

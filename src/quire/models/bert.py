@@ -23,7 +23,7 @@ class Embeddings(nn.Module):
     def __init__(self, facts: ArchFacts, scope: Scope) -> None:
         super().__init__()
         assert facts.encoder is not None
-        self.first = facts.encoder.first_position
+        self.first, self.padding = facts.encoder.first_position, facts.encoder.padding
         self.words = Embedding(facts.vocab, facts.hidden, scope / "word_embeddings")
         whole = replace(scope, group=ALONE)  # too few to be worth a sum
         self.positions = Embedding(facts.encoder.positions, facts.hidden, whole / "position_embeddings")
@@ -33,8 +33,19 @@ class Embeddings(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         types = torch.zeros_like(batch.token_ids) if batch.token_types is None else batch.token_types
         x: Tensor = self.words(batch.token_ids)
-        x = x + self.types(types) + self.positions(batch.positions + self.first)
+        x = x + self.types(types) + self.positions(self._places(batch))
         return self.norm.alone(x)
+
+    def _places(self, batch: Batch) -> Tensor:
+        """Of each token of its text, where padding does not count."""
+        places = batch.positions + self.first
+        if self.padding is None:
+            return places
+        is_padding = batch.token_ids == self.padding
+        so_far = is_padding.cumsum(0)
+        starts = torch.arange(len(places), device=places.device) - batch.positions
+        before = so_far - (so_far - is_padding.long())[starts]
+        return torch.where(is_padding, self.first - 1, places - before)
 
 
 class Layer(nn.Module):

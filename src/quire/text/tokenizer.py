@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from quire.config.gguf import GGUFFile
 from quire.errors import ConfigError, RequestError
@@ -84,6 +84,7 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
+        tells_types: bool = True,
     ) -> None:
         # A tokenizer.json may carry the truncation and padding of its training.
         backend.no_truncation()
@@ -91,6 +92,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens_map = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.tells_types = tells_types
+        """Whether the model is told which tokens are those of a second text."""
         self.added_tokens = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self.added_tokens.items() if token.special)
 
@@ -111,7 +114,7 @@ class Tokenizer:
             encoding = self.backend.encode(first, second)
         except TypeError as error:
             raise _unencodable([first, second]) from error
-        return encoding.ids, encoding.type_ids
+        return encoding.ids, self._types(encoding)
 
     def encode_cut(self, *texts: str, max_len: int, side: str) -> tuple[list[int], list[int]]:
         """As `encode` and `encode_pair`, of at most `max_len` tokens: the texts give way, of two the longer
@@ -130,7 +133,10 @@ class Tokenizer:
         for part, length in zip(parts, lengths, strict=True):
             part.truncate(length, direction=side)
         encoding = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
-        return encoding.ids[:max_len], encoding.type_ids[:max_len]
+        return encoding.ids[:max_len], self._types(encoding)[:max_len]
+
+    def _types(self, encoding: tokenizers.Encoding) -> list[int]:
+        return encoding.type_ids if self.tells_types else [0] * len(encoding)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
         if isinstance(text, str):
@@ -294,7 +300,20 @@ def _from_directory(path: Path) -> Tokenizer:
         backend, converted = _convert_with_transformers(path)
         special = converted | special
     _add_configured_tokens(backend, config, special)
-    return Tokenizer(backend, special_tokens=special, chat_template=_chat_template(path, config))
+    _lower(backend, path)
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_template=_chat_template(path, config),
+        tells_types="token_type_ids" in config.get("model_input_names", ["token_type_ids"]),
+    )
+
+
+def _lower(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """Text is written small first where sentence-transformers does so, whatever the vocabulary has."""
+    if any(_read_json(file).get("do_lower_case") is True for file in path.glob("sentence_*_config.json")):
+        before = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:

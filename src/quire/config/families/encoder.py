@@ -10,27 +10,29 @@ from quire.errors import ConfigError
 
 
 def bert(keys: Keys) -> ArchFacts:
-    return _bert(keys, "bert", first_position=0)
+    return _bert(keys, "bert")
 
 
 def roberta(keys: Keys) -> ArchFacts:
-    """The positions up to the padding token's own id are never used."""
+    """The position of padding is that token's own id, wherever it stands, and no text uses those before."""
     padding = keys.get("pad_token_id")
     padding = 1 if padding is None else padding
     if not isinstance(padding, int) or padding < 0:
         raise keys.wrong("pad_token_id", "a token id")
-    return _bert(keys, "roberta", first_position=padding + 1)
+    return _bert(keys, "roberta", first_position=padding + 1, padding=padding)
 
 
-def _bert(keys: Keys, prefix: str, first_position: int) -> ArchFacts:
+def _bert(keys: Keys, prefix: str, first_position: int = 0, padding: int | None = None) -> ArchFacts:
     kind = keys.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise keys.wrong("position_embedding_type", "absolute (no other is supported)")
+    if keys.flag("is_decoder"):
+        raise keys.wrong("is_decoder", "false: only texts that are read in both directions are supported")
     positions = keys.size("max_position_embeddings", 512)
     return _encoder(
         keys,
         layers=(LayerFacts(None),) * keys.size("num_hidden_layers"),
-        encoder=EncoderFacts(prefix, positions, first_position, keys.size("type_vocab_size", 2)),
+        encoder=EncoderFacts(prefix, positions, first_position, padding, keys.size("type_vocab_size", 2)),
         activation=activation_of(keys, default="gelu"),
         norm_eps=keys.number("layer_norm_eps", 1e-12),
         max_len=positions - first_position,
