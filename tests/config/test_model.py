@@ -432,6 +432,35 @@ def test_a_gguf_header_that_does_not_fit_is_named(
     assert "m.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForTokenClassification"]}, "a head that is not .*'LlamaModel'.* embeds"),
+        ({"architectures": ["GPT2ForQuestionAnswering"]}, "a head that is not .*'GPT2Model'.* embeds"),
+        ({"architectures": ["HeliumForTokenClassification"]}, "'HeliumForTokenClassification' is not"),
+        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "all of whose layers attend"),
+        ({"architectures": ["HeliumForCausalLM"], "intermediate_size": [8, 16]}, "differs between layers"),
+        (
+            {"architectures": ["HeliumForCausalLM"], "layer_types": ["conv", "full_attention", "conv"]},
+            "layer_types has conv, and no other layers than",
+        ),
+    ],
+)
+def test_what_transformers_does_not_run_is_told_in_one_sentence(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """A classifier of tokens whose embeddings are tied, taken for a model that generates."""
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, {"tie_word_embeddings": True} | changes)
+
+
+def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma3TextModel"], "hidden_activation": "gelu_pytorch_tanh", "head_dim": 16}
+    assert read(tmp_path, gemma).facts.architecture == "Gemma3ForCausalLM"
+    assert not read(tmp_path, gemma | {"use_bidirectional_attention": "vision"}).pooling.both_ways
+    assert read(tmp_path, gemma | {"use_bidirectional_attention": "all"}).pooling.both_ways
+
+
 def test_overrides_cannot_change_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hf_overrides"):
         read_checkpoint(write_gguf(tmp_path / "m.gguf"), {"vocab_size": 5})

@@ -71,7 +71,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "expected false: T5ForConditionalGeneration is .* not built yet"),
     "mamba": ({}, "Mamba.* 0 attention modules took part"),
     "bart": (BART, "'BartForCausalLM' is not supported.* num_attention_heads"),
-    "git": ({"vision_config": SEEN}, "GitForCausalLM .* picks its attention from a table of its own"),
+    "git": ({"vision_config": SEEN}, "GitForCausalLM .* chooses among attentions of its own"),
+    "gpt_neo": ({"attention_types": [[["global"], 2]]}, "GPTNeo.* chooses among attentions of its own"),
     "granitemoehybrid": (GROUPED | {"layer_types": ["linear_attention", "full_attention"]}, "layer_types"),
 }
 

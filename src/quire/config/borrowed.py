@@ -81,10 +81,17 @@ def _text_part(keys: Keys) -> Keys:
 
 def _size(keys: Keys, names: tuple[str, ...], default: int | None = None) -> int:
     given = next((name for name in names if keys.get(name) is not None), None)
-    if given is not None:
+    if given is not None and not isinstance(keys.get(given), list):
         return keys.size(given)
+    if given is not None:
+        raise ConfigError(
+            f"{keys.source}: {given} differs between layers, and such models do not run through transformers"
+        )
     if default is None:
-        raise ConfigError(f"{keys.source}: none of the keys {', '.join(names)} is there")
+        raise ConfigError(
+            f"{keys.source}: none of the keys {', '.join(names)} is there; only decoders that have them, all"
+            " of whose layers attend, run through transformers"
+        )
     return default
 
 
@@ -103,8 +110,9 @@ def _windows(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     others = sorted({str(kind) for kind in kinds if kind not in _ATTENTION_KINDS})
     if others:
-        raise keys.wrong(
-            "layer_types", f"{' or '.join(_ATTENTION_KINDS)} (no other layers run through transformers)"
+        raise ConfigError(
+            f"{keys.source}: layer_types has {', '.join(others)}, and no other layers than"
+            f" {' and '.join(_ATTENTION_KINDS)} run through transformers"
         )
     if len(kinds) != num_layers or "sliding_attention" not in kinds or keys.get("sliding_window") is None:
         return (None,) * num_layers

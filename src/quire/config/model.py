@@ -1,5 +1,6 @@
 """A model on disk: what config.json or the GGUF header says of it, read once."""
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,13 +13,15 @@ from quire.config.families import FAMILIES, GGUF_FAMILIES, Family
 from quire.config.gguf import GGUFFile
 from quire.config.keys import Keys, read_json
 from quire.config.media import MEDIA_FAMILIES
-from quire.config.pooling import StoredPooling, read_gguf_pooling, read_pooling
+from quire.config.pooling import GENERATIVE, StoredPooling, read_gguf_pooling, read_pooling
 from quire.config.quant import read_quant
 from quire.config.quant.facts import QuantFacts
 from quire.errors import ConfigError, nearest
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OTHER_ENDINGS = ("ForSequenceClassification", "ForMaskedLM", "Model")
+_HEADED = re.compile(r"(\w+?)For[A-Z]\w*")
+"""The name of a model with a head."""
 _CLASS_KEYS = ("id2label", "num_labels", "problem_type")
 _GENERATION_KEYS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 _HEARING_KEYS = ("max_initial_timestamp_index", "alignment_heads")
@@ -160,7 +163,7 @@ def _facts(keys: Keys, path: Path, model_impl: str, trusted: bool) -> tuple[str,
             " and T5, are not built yet",
         )
     source = None
-    generates = name.endswith("LMHeadModel") or not name.endswith(_OTHER_ENDINGS)
+    generates = name.endswith(GENERATIVE) or not (name.endswith("Model") or _HEADED.fullmatch(name))
     if model_impl in ("auto", "transformers") and generates:
         source = source_of(keys, name, trusted=trusted)
     if source is None:
@@ -190,12 +193,20 @@ def _unknown(keys: Keys, name: str, model_impl: str) -> str:
     elif keys.get("auto_map"):
         more += "; trust_remote_code=True would run the code that the checkpoint brings along"
     known = f"{', '.join(sorted(FAMILIES))}{more}"
+    if (headed := _HEADED.fullmatch(name)) and _family(body := f"{headed[1]}Model") in FAMILIES:
+        return (
+            f"{name} has a head that is not supported: those that generate or classify whole texts"
+            " (ForCausalLM, ForSequenceClassification) are; with"
+            f" hf_overrides={{'architectures': ['{body}']}} what is below it embeds"
+        )
     return f"the architecture {name!r} is not supported; known: {known}{nearest(name, FAMILIES)}"
 
 
 def _family(name: str) -> str:
-    """A classifier's body, or one that was saved without its head or with another, is its family's."""
+    """A classifier's body, or one that was saved without its head or with another, is its family's; so is the
+    text part of a model that also sees, by itself."""
     bases = [name.removesuffix(end) for end in _OTHER_ENDINGS if name.endswith(end)]
+    bases += [base.removesuffix("Text") for base in bases if base.endswith("Text")]
     others = [base + ending for base in bases for ending in ("ForCausalLM", "Model", "LMHeadModel")]
     return next((each for each in (name, *others) if each in FAMILIES), name)
 

@@ -111,9 +111,9 @@ def named(name: str) -> Iterator[None]:
     except Exception as error:
         why = (str(error).strip().splitlines() or [""])[0]
         if isinstance(error, KeyError) and error.args == (_NAME,):
-            why = "it picks its attention from a table of its own, which knows only those of transformers"
+            why = "it chooses among attentions of its own"
         elif not isinstance(error, ConfigError):
-            why = f"{type(error).__name__}: {why}"
+            why = f"its code raises {type(error).__name__}, {why}"
         raise ConfigError(f"{name} cannot run through transformers' attention interface: {why}") from error
 
 
